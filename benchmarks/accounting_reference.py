@@ -17,9 +17,10 @@ import numpy as np
 from dp_accounting import dp_event
 from loss_integral import larger_delta, poisson_gaussian
 
-from fl_sim.privacy.accounting import Accountant, amplify_fixed_size, amplify_poisson, bounds, epsilon_of_counts
+from fl_sim.privacy.accounting import bounds, epsilon_of_counts, noise_multiplier
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
 from fl_sim.privacy.loss_distribution import rounding_error
-from fl_sim.privacy.planning import noise_multiplier
+from fl_sim.privacy.terms import Accountant
 
 
 def main() -> int:

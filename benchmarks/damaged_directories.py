@@ -31,7 +31,8 @@ from safetensors.torch import load_file
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.privacy.accounting import amplify_poisson, epsilon
+from fl_sim.privacy.accounting import epsilon
+from fl_sim.privacy.events import amplify_poisson
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 

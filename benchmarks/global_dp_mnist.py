@@ -21,8 +21,8 @@ import numpy as np
 
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.privacy.accounting import amplify_poisson
-from fl_sim.privacy.planning import noise_multiplier
+from fl_sim.privacy.accounting import noise_multiplier
+from fl_sim.privacy.events import amplify_poisson
 from fl_sim.simulation.run import run
 
 EPSILON = 8.0

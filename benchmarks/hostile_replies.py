@@ -32,10 +32,9 @@ from fl_sim.engines import releases, wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.packed import Packing
-from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.terms import Terms
+from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl import synthesis

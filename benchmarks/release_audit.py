@@ -39,9 +39,9 @@ from dp_accounting import dp_event
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.optimize import brentq
 
-from fl_sim.privacy.accounting import amplify_poisson, delta_profile, epsilon_of_counts
+from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import ProfileAudit, audit_profile, least_refuted, run_mechanism
-from fl_sim.privacy.pure import BoundedRangeDpEvent
+from fl_sim.privacy.events import BoundedRangeDpEvent, amplify_poisson
 from fl_sim.privacy.renyi import ORDERS, Curve, epsilons_of_curves
 
 CONFIDENCE = 0.95

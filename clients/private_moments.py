@@ -24,9 +24,9 @@ from clients.policy import Policy, open_ledger
 from clients.release import KEY, kept_noise, pay, seeded_noise
 from clients.symmetric import Array
 from fl_sim.errors import RunError
+from fl_sim.privacy.accounting import noise_multiplier
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
-from fl_sim.privacy.planning import noise_multiplier
 from fl_sim.store.tensors import write_private
 
 LONGEST: Final = math.sqrt(3)

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from clients.dafl.generator import Bill, PrivateRecords
 from clients.dafl.mean_embedding import Release
+from fl_sim.privacy.accounting import noise_multiplier
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.planning import noise_multiplier
 from fl_sim.settings import Settings
 
 

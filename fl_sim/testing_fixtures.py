@@ -83,7 +83,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def set_fineness() -> Iterator[SetFineness]:
     """Let both accountants find larger upper bounds in less time; what they remember is forgotten with each change."""
-    from fl_sim.privacy import loss_distribution, planning, renyi  # noqa: PLC0415
+    from fl_sim.privacy import accounting, loss_distribution, renyi  # noqa: PLC0415
 
     interval, series, chosen = loss_distribution._INTERVAL, renyi._SERIES, [1, 1]  # noqa: SLF001
     with pytest.MonkeyPatch.context() as patched:
@@ -95,7 +95,7 @@ def set_fineness() -> Iterator[SetFineness]:
             if orders != chosen[1]:
                 patched.setattr(renyi, "_SERIES", series[::orders])
                 renyi.rdp_curve.cache_clear()
-                planning.poisson_noise_multiplier.cache_clear()
+                accounting.poisson_noise_multiplier.cache_clear()
             chosen[:] = losses, orders
 
         yield fineness

@@ -28,7 +28,7 @@ from fl_sim.privacy.mechanisms import (
     next_clipping_norm,
     update_noise_multiplier,
 )
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 from strategies.correlated_noise import CorrelatedNoise

@@ -30,7 +30,7 @@ from clients.warping import warped
 from fl_sim.data.dataset import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.settings import Settings
 from fl_sim.types import Dataset
 from strategies.global_dp import Amplifying, GlobalDP

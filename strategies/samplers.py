@@ -102,7 +102,7 @@ class FixedSize(Settings):
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs when clients are sampled like this, under replacing one client by another."""
-        from fl_sim.privacy.accounting import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.events import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
 
         return amplify_fixed_size(event, self.cohort_size, num_clients)
 
@@ -138,7 +138,7 @@ class Poisson(Settings):
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs when clients are sampled like this, under adding or removing one client."""
-        from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
@@ -184,7 +184,7 @@ class Cyclic(Settings):
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs a client for each of its turns, under adding or removing one client."""
-        from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)

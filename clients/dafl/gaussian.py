@@ -59,7 +59,7 @@ class Gaussian(Settings):
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 
-        from fl_sim.privacy.planning import noise_multiplier  # noqa: PLC0415 (loads dp_accounting)
+        from fl_sim.privacy.accounting import noise_multiplier  # noqa: PLC0415 (loads dp_accounting)
 
         if math.isinf(epsilon):
             return Bill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")

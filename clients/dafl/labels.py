@@ -142,7 +142,7 @@ class ExponentialMechanism(_Selection):
         return drawn.astype(np.int64)
 
     def _event_of_one_class(self) -> "dp_event.DpEvent":
-        from fl_sim.privacy.pure import BoundedRangeDpEvent  # noqa: PLC0415 (slow to import)
+        from fl_sim.privacy.events import BoundedRangeDpEvent  # noqa: PLC0415 (slow to import)
 
         return BoundedRangeDpEvent(self.epsilon)
 

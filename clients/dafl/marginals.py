@@ -63,7 +63,7 @@ class Marginals(Settings):
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 
-        from fl_sim.privacy.planning import noise_multiplier  # noqa: PLC0415 (loads dp_accounting)
+        from fl_sim.privacy.accounting import noise_multiplier  # noqa: PLC0415 (loads dp_accounting)
 
         if self.columns_share + self.pairs_share >= 1:
             raise UserError(

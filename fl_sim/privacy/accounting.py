@@ -1,163 +1,39 @@
-"""Epsilon of a list of releases (RDP: Mironov et al. 2019; PLD, by dp_accounting: Doroshenko et al. 2022).
+"""Epsilon of a list of releases, and the noise or the number of steps for a target epsilon.
 
-One convention everywhere: ``noise_multiplier`` is the standard deviation of the noise on the SUM divided by the
-clipping norm S of ONE unit. The events handed round here follow it, and say their adjacency by their type:
+RDP: Mironov et al. 2019; PLD, by dp_accounting: Doroshenko et al. 2022. The conventions of events are in
+``fl_sim.privacy.events``. Epsilon is ``inf`` where there is no guarantee; it is never NaN, and never 0 because
+something went wrong.
 
-* ``GaussianDpEvent(z)`` and ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``: to add or remove one unit moves the sum
-  by S.
-* ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: a fixed m of K units without replacement, replace one unit. The
-  sum moves by 2S; the event's accountant knows that, so the event still takes z, not z/2. (``RdpAccountant`` on a
-  ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` is the wrong call: it takes z relative to the *sensitivity*.)
-* ``LaplaceDpEvent(scale)``, ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon
-  (1 / scale for the first) when one unit is added or removed.
-
-``SelfComposedDpEvent(event, T)`` stands for T releases of ``event`` everywhere.
-
-Epsilon is ``inf`` where there is no guarantee; it is never NaN, and never 0 because something went wrong.
+For a sequence of releases that are chosen one after the other, the smallest epsilon over all Renyi orders, taken when
+the sequence ends, proves nothing: the best order depends on the releases. A Renyi filter does (Feldman and Zrnic 2021):
+divergences add up at one order that was fixed before the first release (``fixed_order``, ``epsilon_at``).
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from functools import lru_cache, partial
+from typing import Final
 
 import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
+from scipy.optimize import brentq
 
 from fl_sim.errors import UserError
 from fl_sim.privacy import loss_distribution
-from fl_sim.privacy.pure import BoundedRangeDpEvent, pure_epsilon
-from fl_sim.privacy.renyi import ORDERS, Curve, checked, epsilons_of_curves, rdp_curve, searching_curve
-from fl_sim.privacy.rounding import rounded_up
-
-Accountant: TypeAlias = Literal["rdp", "pld"]
-
-
-class Adjacency(StrEnum):
-    """Which two populations must be hard to tell apart; in words in ``fl_sim.privacy.statement``.
-
-    Every mechanism at client level is held to it with both worlds run: tests/fl_sim/simulation/test_two_worlds.py.
-    """
-
-    ADD_OR_REMOVE_ONE = "add-or-remove-one"
-    REPLACE_ONE = "replace-one"
-
-
-_PLACES: Final = 2**20  # of which a sampled unit has its share, where that is accounted as drawing a fixed number
+from fl_sim.privacy.events import adjacency, amplify_poisson, common_adjacency, pure_epsilon, single_steps, unrolled
+from fl_sim.privacy.renyi import ORDERS, Curve, checked, epsilons_of_curves, prices, rdp_curve, searching_curve
+from fl_sim.privacy.terms import Accountant, Adjacency, rounded_up, valid_delta
 
 _RELATION: Final = {
     Adjacency.ADD_OR_REMOVE_ONE: NeighboringRelation.ADD_OR_REMOVE_ONE,
     Adjacency.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
 }
-
-_STATED_UNDER_ADD_OR_REMOVE: Final = (
-    dp_event.GaussianDpEvent,
-    dp_event.PoissonSampledDpEvent,
-    dp_event.LaplaceDpEvent,
-    dp_event.DiscreteLaplaceDpEvent,
-    BoundedRangeDpEvent,
-)
-
-
-def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.DpEvent:
-    """Return ``event`` on a cohort that every unit joins independently with probability ``sampling_rate`` in (0, 1]."""
-    if not 0 < sampling_rate <= 1:
-        raise UserError(
-            f"sampling rate {sampling_rate} is not in (0, 1]: give the chance that one unit takes part in a step"
-        )
-    if sampling_rate == 1 or not isinstance(event, dp_event.GaussianDpEvent):
-        _only_gaussian(event, "poisson")
-        return event
-    return dp_event.PoissonSampledDpEvent(sampling_rate, event)
-
-
-def amplify_fixed_size(event: dp_event.DpEvent, cohort: int, population: int) -> dp_event.DpEvent:
-    """Return ``event`` on ``cohort`` of ``population`` units drawn without replacement, under replace-one adjacency."""
-    if not 1 <= cohort <= population:
-        raise UserError(f"a cohort of {cohort} does not fit a population of {population}: choose 1 to {population}")
-    if isinstance(event, dp_event.GaussianDpEvent):
-        return dp_event.TruncatedSubsampledGaussianDpEvent(population, 1.0, cohort, event.noise_multiplier)
-    _only_gaussian(event, "fixed-size")
-    return event
-
-
-def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return what ``event`` is where one unit is replaced by another instead of added or removed, or its data change.
-
-    Such a unit's part of the sum moves by up to 2S, and it takes part in a step with the same probability as before;
-    that is rounded up to a multiple of 2^-20.
-    """
-    step, times = unrolled(event)
-    match step:
-        case dp_event.GaussianDpEvent():
-            step = amplify_fixed_size(step, 1, 1)
-        case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=dp_event.GaussianDpEvent() as every):
-            step = amplify_fixed_size(every, math.ceil(rate * _PLACES), _PLACES)
-        case dp_event.TruncatedSubsampledGaussianDpEvent() | dp_event.NonPrivateDpEvent() | dp_event.NoOpDpEvent():
-            pass
-        case _:
-            raise UserError(f"what {type(step).__name__} costs where a unit is replaced is not known")
-    return step if times == 1 else dp_event.SelfComposedDpEvent(step, times)
-
-
-def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
-    """Return the adjacency ``event`` is stated under; None where it holds under either (a zCDP bound, no guarantee)."""
-    event, _ = unrolled(event)
-    if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
-        return Adjacency.REPLACE_ONE
-    if isinstance(event, _STATED_UNDER_ADD_OR_REMOVE):
-        return Adjacency.ADD_OR_REMOVE_ONE
-    return None
-
-
-def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
-    """Return (step, times): ``times`` releases of ``step`` are what ``event`` stands for, (event, 1) for most.
-
-    Raises UserError for a negative number of times.
-    """
-    times = 1
-    while isinstance(event, dp_event.SelfComposedDpEvent):
-        if event.count < 0:
-            raise UserError(f"{event.count} releases: give 0 or more")
-        times, event = times * event.count, event.event
-    return event, times
-
-
-def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts`` with every repeated event counted as its steps."""
-    steps: Counter[dp_event.DpEvent] = Counter()
-    for event, count in counts.items():
-        step, times = unrolled(event)
-        if count * times:
-            steps[step] += count * times
-    return steps
-
-
-def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
-    """Return the one adjacency of ``events`` (add-or-remove-one where any would do); mixing two raises UserError."""
-    found = {relation for event in events if (relation := adjacency(event)) is not None}
-    if len(found) > 1:
-        raise UserError(
-            "add-or-remove-one and replace-one releases cannot be added up: sample every step the same way "
-            "(full participation under replace-one is fixed-size with m = K)"
-        )
-    return found.pop() if found else Adjacency.ADD_OR_REMOVE_ONE
-
-
-def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
-    """Return the Renyi curve of every event released as often as ``counts`` says: the sum of the curves."""
-    total = np.zeros(len(ORDERS))
-    with np.errstate(over="ignore"):  # beyond the largest number there is no guarantee
-        for event, count in single_steps(counts).items():
-            total += float(count) * rdp_curve(event)
-    return checked(total)
-
-
-def epsilon_of_curve(curve: Curve, delta: float) -> float:
-    """Return the smallest epsilon that ``curve`` proves at ``delta``; ``inf`` where it proves none."""
-    return float(epsilons_of_curves(checked(curve), valid_delta(delta)))
+_TOLERANCE: Final = 1e-4
+_MOST_NOISE: Final = 1e7
+_LEAST_NOISE: Final = 1e-2
+_MOST_STEPS: Final = 10**8
 
 
 def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Accountant = "rdp") -> float:
@@ -166,6 +42,20 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
     Raises UserError when ``events`` mix adjacencies, or when the PLD accountant is asked for an event it does not know.
     """
     return epsilon_of_counts(Counter(events), delta, accountant=accountant)
+
+
+def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
+    """Return ``epsilon`` of a multiset of events, given as event -> number of releases.
+
+    The PLD accountant's epsilon is never above that of the RDP accountant, which replaces it where a PLD would take too
+    long, or leaves out more probability than delta.
+    """
+    by_rdp = _by_rdp(counts, delta)
+    if accountant == "rdp" or math.isinf(by_rdp):
+        return by_rdp
+    if unknown := _unknown_to_pld(counts):
+        raise UserError(f"the PLD accountant does not know {unknown}: use the RDP accountant")
+    return bounds(counts, delta).least
 
 
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
@@ -177,25 +67,11 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
     return epsilon_of_curve(count * searching_curve(step, count, valid_delta(delta)), delta)
 
 
-def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return ``epsilon`` of a multiset of events, given as event -> number of releases.
-
-    By the PLD accountant it is never above that of the RDP accountant, which stands in for it where a PLD would take
-    too long, or leaves out more probability than delta.
-    """
-    by_rdp = _by_rdp(counts, delta)
-    if accountant == "rdp" or math.isinf(by_rdp):
-        return by_rdp
-    if unknown := _unknown_to_pld(counts):
-        raise UserError(f"the PLD accountant does not know {unknown}: use the RDP accountant")
-    return bounds(counts, delta).least
-
-
 @dataclass(frozen=True)
 class Bounds:
     """Epsilon of the same releases by both accountants. Both are upper bounds, so the smaller one holds.
 
-    ``pld`` is None where it was not computed, for the ``reason`` said.
+    ``pld`` is None where it was not computed; ``reason`` says why.
     """
 
     rdp: float
@@ -209,11 +85,11 @@ class Bounds:
 
     @property
     def accountant(self) -> Accountant:
-        """Return whose bound is the smaller one."""
+        """Return the accountant with the smaller bound."""
         return "rdp" if self.least == self.rdp else "pld"
 
     def in_words(self) -> str:
-        """Say where the figure comes from."""
+        """Describe the source of the epsilon."""
         if self.pld is None:
             return f"This is the bound of the RDP accountant; {self.reason}"
         return (
@@ -223,10 +99,7 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the epsilon of a multiset of events by both accountants. Takes seconds: the PLD is computed here.
-
-    Nowhere else is a PLD asked for an epsilon.
-    """
+    """Return the epsilon of a multiset of events by both accountants. Takes seconds: the PLD is computed here alone."""
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
         return Bounds(by_rdp, None, f"the PLD accountant does not know {unknown}")
@@ -239,28 +112,22 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
     return Bounds(by_rdp, min(loss_distribution.epsilon(steps, relation, delta, by_rdp), by_rdp))
 
 
-def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
-    common_adjacency(list(counts))
-    counts = single_steps(counts)
-    # Pure releases among themselves simply add up, which is the Renyi bound at the order infinity.
-    plain_sum = sum(count * pure_epsilon(event) for event, count in counts.items())
-    return min(epsilon_of_curve(compose(counts), delta), plain_sum)
+def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
+    """Return the Renyi curve of a multiset of events: the sum of the curves of all releases."""
+    total = np.zeros(len(ORDERS))
+    with np.errstate(over="ignore"):  # beyond the largest number there is no guarantee
+        for event, count in single_steps(counts).items():
+            total += float(count) * rdp_curve(event)
+    return checked(total)
 
 
-def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
-    """Return the kind of an event that the PLD accountant does not know; "" where it knows all."""
-    unknown = (type(event).__name__ for event in single_steps(counts) if not supports_pld(event))
-    return next(unknown, "")
-
-
-def none_if_infinite(epsilon: float) -> float | None:
-    """Return ``epsilon`` as results and logs hold it: None stands for no guarantee."""
-    assert not math.isnan(epsilon)
-    return None if math.isinf(epsilon) else epsilon
+def epsilon_of_curve(curve: Curve, delta: float) -> float:
+    """Return the smallest epsilon that ``curve`` proves at ``delta``; ``inf`` where it proves none."""
+    return float(epsilons_of_curves(checked(curve), valid_delta(delta)))
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
-    """Return whether the PLD accountant knows ``event``."""
+    """Return True if the PLD accountant knows ``event``."""
     return loss_distribution.supported(unrolled(event)[0], _RELATION[adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE])
 
 
@@ -271,17 +138,152 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
     return [float(accountant.get_delta(value)) + error for value in epsilons]
 
 
-def valid_delta(delta: float) -> float:
-    """Return ``delta``. Raises UserError where it is not in (0, 1)."""
-    if not 0 < delta < 1:
-        raise UserError(
-            f"delta {delta} is not in (0, 1): choose one well below 1 / number of protected units, such as 1e-5"
-        )
-    return delta
+def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
+    """Return the order of a filter: the order at which most releases like ``first`` fit ``epsilon`` at ``delta``.
+
+    ``first`` are the releases that were ordered before the first one was made, so that their order looks at nothing and
+    they fit wherever some order has room for them. Infinity, at which pure epsilons add up, where they fit no other.
+    """
+    curve, room = compose(first), epsilon - prices(valid_delta(delta))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = np.where(room > 0, room / curve, 0.0)
+    best = int(np.argmax(np.where(np.isnan(times), 0.0, times)))
+    return ORDERS[best] if times[best] >= 1 or _pure_sum(first) > epsilon else math.inf
 
 
-def _only_gaussian(event: dp_event.DpEvent, sampling: str) -> None:
-    if not isinstance(event, dp_event.GaussianDpEvent | dp_event.NonPrivateDpEvent | dp_event.NoOpDpEvent):
-        raise UserError(
-            f"{sampling} sampling is accounted for the Gaussian mechanism only, not for {type(event).__name__}"
+def epsilon_at(order: float, counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
+    """Return the epsilon of a sequence of releases, each chosen in any way, at an ``order`` fixed before it."""
+    common_adjacency(list(counts))
+    if math.isinf(order):
+        return _pure_sum(counts)
+    place = ORDERS.index(order)
+    return max(0.0, float(compose(counts)[place] + prices(valid_delta(delta))[place]))
+
+
+def noise_multiplier(
+    amplify: Callable[[dp_event.DpEvent], dp_event.DpEvent],
+    steps: int,
+    target_epsilon: float,
+    delta: float,
+    *,
+    accountant: Accountant = "rdp",
+) -> float:
+    """Return the least noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
+
+    ``amplify`` turns the Gaussian event into the sampled one, such as ``partial(amplify_poisson, sampling_rate=0.1)``.
+    The result is at most 1e-4 (relative) too high, and never below 0.01.
+    """
+    if steps < 1:
+        raise UserError(f"{steps} steps: give at least 1")
+
+    def spent(noise: float, by: Accountant) -> float:
+        event = amplify(dp_event.GaussianDpEvent(noise))
+        if by == "rdp":
+            return searching_epsilon(event, steps, delta)
+        return epsilon_of_counts({event: steps}, delta, accountant=by)
+
+    found = least_noise(spent, target_epsilon, accountant)
+    event = amplify(dp_event.GaussianDpEvent(found))
+    assert epsilon_of_counts({event: steps}, delta, accountant=accountant) <= target_epsilon
+    return found
+
+
+@lru_cache(maxsize=256)
+def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
+    """Return ``noise_multiplier`` under Poisson sampling; one search serves all clients with equally many records."""
+    amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
+    return noise_multiplier(amplify, steps, target_epsilon, delta)
+
+
+def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: float, accountant: Accountant) -> float:
+    """Return the least noise multiplier at which ``spent(noise, accountant)`` is at most ``target_epsilon``.
+
+    The search runs by RDP, and is then refined by PLD where that is the accountant.
+    """
+    _check_target(target_epsilon)
+    found = _least(lambda noise: spent(noise, "rdp"), target_epsilon, start=1.0)
+    if accountant == "pld":
+        found = _least(lambda noise: spent(noise, "pld"), target_epsilon, start=found)
+    return found
+
+
+def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
+    """Return the noise multiplier of a Gaussian release that costs a little more than ``target_epsilon``.
+
+    All Gaussian releases that it affords together are less.
+    """
+    found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
+    while True:
+        found *= 1 - _TOLERANCE * 10
+        if epsilon_of_counts({dp_event.GaussianDpEvent(found): 1}, delta, accountant=accountant) > target_epsilon:
+            return found
+
+
+def steps_that_fit(
+    event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
+) -> int:
+    """Return the number of releases of ``event`` within ``target_epsilon``: never one too many, 0 if not once."""
+    _check_target(target_epsilon)
+    fits = _most(lambda steps: epsilon_of_counts({event: steps}, delta), target_epsilon, start=0)
+    if accountant == "pld":
+        # PLD is never above RDP, so what fits by RDP fits.
+        fits = _most(
+            lambda steps: epsilon_of_counts({event: steps}, delta, accountant="pld"), target_epsilon, start=fits
         )
+    return fits
+
+
+def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
+    common_adjacency(list(counts))
+    # Pure releases among themselves simply add up, which is the Renyi bound at the order infinity.
+    return min(epsilon_of_curve(compose(counts), delta), _pure_sum(counts))
+
+
+def _pure_sum(counts: Mapping[dp_event.DpEvent, int]) -> float:
+    return sum(count * pure_epsilon(event) for event, count in single_steps(counts).items())
+
+
+def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
+    """Return the type of an event that the PLD accountant does not know; "" where it knows all."""
+    return next((type(event).__name__ for event in single_steps(counts) if not supports_pld(event)), "")
+
+
+def _least(spent: Callable[[float], float], target: float, start: float) -> float:
+    """Return the least x with ``spent(x) <= target``, from above; ``spent`` falls about as a power of x."""
+    high = start
+    while spent(high) > target:
+        high *= 2
+        if high > _MOST_NOISE:
+            raise UserError(f"epsilon {target:g} is out of reach at this delta: no noise multiplier up to 1e7 gives it")
+    low = high
+    while spent(low) <= target:
+        if low <= _LEAST_NOISE:
+            return _LEAST_NOISE
+        low = max(0.8 * low, _LEAST_NOISE)
+
+    def gap(log_noise: float) -> float:
+        return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
+
+    found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)
+    while spent(found) > target:
+        found *= 1 + _TOLERANCE / 4
+    return min(found, high)
+
+
+def _most(spent: Callable[[int], float], target: float, start: int) -> int:
+    """Return the largest n with ``spent(n) <= target``, given that ``start`` fits."""
+    fits, stride = start, max(1, start // 16)
+    while spent(fits + stride) <= target:
+        fits, stride = fits + stride, 2 * stride
+        if fits > _MOST_STEPS:
+            raise UserError(f"more than {_MOST_STEPS} steps fit epsilon {target:g}: set the number of steps instead")
+    too_many = fits + stride
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if spent(middle) <= target else (fits, middle)
+    return fits
+
+
+def _check_target(target: float) -> None:
+    if not 0 < target < math.inf:
+        raise UserError(f"target epsilon {target} is not a positive number: choose one such as 8")

@@ -16,18 +16,10 @@ import numpy as np
 from dp_accounting import dp_event
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import (
-    Adjacency,
-    adjacency,
-    bounds,
-    compose,
-    epsilon_of_counts,
-    epsilon_of_curve,
-    none_if_infinite,
-    under_replacement,
-)
+from fl_sim.privacy.accounting import bounds, compose, epsilon_of_counts, epsilon_of_curve
+from fl_sim.privacy.events import adjacency, under_replacement
 from fl_sim.privacy.loss_distribution import NoTimeError
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import Adjacency, none_if_infinite, rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
 

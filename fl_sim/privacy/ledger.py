@@ -18,10 +18,11 @@ from typing import Any
 from dp_accounting import dp_event
 
 from fl_sim.errors import BudgetExhausted, RunError, UserError
-from fl_sim.privacy.accounting import adjacency, epsilon_of_counts, none_if_infinite, single_steps, supports_pld
+from fl_sim.privacy.accounting import epsilon_of_counts, supports_pld
 from fl_sim.privacy.charge_log import Charge, ChargeLog, Receipt
+from fl_sim.privacy.events import adjacency, single_steps
 from fl_sim.privacy.statement import Words, statement
-from fl_sim.privacy.terms import Terms
+from fl_sim.privacy.terms import Terms, none_if_infinite
 
 __all__ = ["Charge", "Ledger", "Terms"]
 

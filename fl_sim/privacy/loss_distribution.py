@@ -1,8 +1,8 @@
-"""Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, by dp_accounting), where it can be had.
+"""Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, by dp_accounting), where it can be computed.
 
-Its estimates stay above the truth on any grid, so the grid is as coarse as it takes to end within seconds. What does
-not stay above is the rounding of the Fourier transforms by which it composes: at small delta that is most of what they
-show. So delta is asked for less a bound on that rounding, and no PLD is told where the bound is most of delta.
+Its estimates stay above the truth on any grid, so the grid is as coarse as it takes to end within seconds. The rounding
+of the Fourier transforms that compose it does not stay above: at small delta it is most of their result. So epsilon is
+computed at delta less a bound on that rounding, and no PLD is computed where the bound is most of delta.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 
-from fl_sim.privacy.pure import with_the_same_loss
+from fl_sim.privacy.events import BoundedRangeDpEvent
 
 Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
 """(event, how often it is released), for events that are not repeated ones."""
@@ -36,14 +36,14 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """A PLD was not begun, as the time that a forecast gives to such is up."""
+    """A PLD was not begun: the time that a forecast allows for PLDs is up."""
 
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
-    """Begin a PLD that is not known yet only where ``may_begin`` says so, else raise NoTimeError.
+    """Begin a PLD that is not cached only where ``may_begin`` returns True, else raise NoTimeError.
 
-    For what is foretold alone: nothing that is charged or stated is any other for want of time.
+    For forecasts alone: no charge and no statement depends on the time.
     """
     token = _may_begin.set(may_begin)
     try:
@@ -53,12 +53,12 @@ def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
 
 
 def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
-    """Return whether the PLD accountant knows ``event``, which is not a repeated one."""
-    return bool(PLDAccountant(relation).supports(with_the_same_loss(event)))
+    """Return True if the PLD accountant knows ``event``, which is no repeated event."""
+    return bool(PLDAccountant(relation).supports(_known_to_pld(event)))
 
 
 def rounding_error(steps: Steps) -> float:
-    """Return a bound on what rounding takes off the delta of these releases.
+    """Return a bound on the loss of delta by rounding.
 
     A Fourier transform's numbers are right to about 2^-53; that of ``count`` releases is their power, and as many times
     as wrong. ``benchmarks/accounting_reference.py --sweep`` holds the bound against integrals.
@@ -67,7 +67,7 @@ def rounding_error(steps: Steps) -> float:
 
 
 def why_not(steps: Steps, delta: float, by_rdp: float) -> str:
-    """Say why the PLD of these releases is left out, "" where it is not. ``by_rdp``: their epsilon by RDP."""
+    """Return the reason to leave out the PLD of these releases, "" for none. ``by_rdp``: their epsilon by RDP."""
     if (error := rounding_error(steps)) > delta / 2:
         return f"no PLD was computed, because its rounding errors, up to {error:.1g}, are too large for delta {delta:g}"
     if by_rdp > _MOST_EPSILON:
@@ -81,7 +81,7 @@ def why_not(steps: Steps, delta: float, by_rdp: float) -> str:
 def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
     """Return the epsilon of ``steps`` at ``delta``; ``inf`` where the grid proves none.
 
-    Only where ``why_not`` has nothing to say. Raises NoTimeError as ``begun_only_if`` says.
+    Only for releases without a reason in ``why_not``. Raises NoTimeError, see ``begun_only_if``.
     """
     if (may_begin := _may_begin.get()) is not None and not may_begin():
         raise NoTimeError
@@ -103,12 +103,12 @@ def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDA
     interval = max(_INTERVAL, known / _INTERVALS_PER_EPSILON, widest / _MOST_INTERVALS)
     accountant = PLDAccountant(relation, interval)
     for event, count in few:
-        accountant.compose(with_the_same_loss(_computable(event)), count)
+        accountant.compose(_known_to_pld(_computable(event)), count)
     return accountant
 
 
 def merged(steps: Steps) -> Steps:
-    """Return ``steps`` with all that is not sampled as one release: Gaussian mechanisms add as 1 / z^2, exactly."""
+    """Return ``steps`` with all unsampled releases as one: Gaussian mechanisms add as 1 / z^2, exactly."""
     rest: Counter[dp_event.DpEvent] = Counter()
     precision: dict[dp_event.DpEvent, float] = {}
     for event, count in steps:
@@ -121,7 +121,7 @@ def merged(steps: Steps) -> Steps:
 
 
 def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | None:
-    """Return a Gaussian mechanism that everybody takes part in, with ``noise`` instead of its own; None for others."""
+    """Return an unsampled Gaussian mechanism with ``noise`` instead of its own; None for other events."""
     match event:
         case dp_event.GaussianDpEvent():
             return dp_event.GaussianDpEvent(noise)
@@ -130,8 +130,16 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
     return None
 
 
+def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
+    """Return an event that dp_accounting's PLD knows and that loses at least as much as ``event``.
+
+    The geometric mechanism's loss is +epsilon or -epsilon, the largest of all mechanisms of pure epsilon.
+    """
+    return dp_event.DiscreteLaplaceDpEvent(event.epsilon, 1) if isinstance(event, BoundedRangeDpEvent) else event
+
+
 def _computable(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return ``event`` with no more noise and no lower rate than the PLD's arithmetic can take: it loses more."""
+    """Return ``event`` within the PLD's arithmetic: with no more noise and no lower rate, so that it loses more."""
     match event:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             return dp_event.PoissonSampledDpEvent(max(rate, _LEAST_RATE), _computable(inner))

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dp_accounting import dp_event
 
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import epsilon_of_counts, none_if_infinite, single_steps
+from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.bill import Payment
-from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.events import single_steps
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.loss_distribution import NoTimeError
+from fl_sim.privacy.terms import Terms, none_if_infinite
 
 
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:

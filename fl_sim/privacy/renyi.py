@@ -1,7 +1,7 @@
 """Renyi divergences of one release at fixed orders, and the epsilon that their sum proves (Mironov et al. 2019).
 
-Every curve is an upper bound at any valid parameters, however extreme: what cannot be computed is replaced by a larger
-bound (no amplification, the next order, ``inf``), and nothing is found by subtracting numbers that are nearly equal.
+Every curve is an upper bound at any valid parameters, however extreme: a larger bound (no amplification, the next
+order, ``inf``) replaces what cannot be computed, and no result is a difference of numbers that are nearly equal.
 """
 
 import logging
@@ -15,10 +15,10 @@ import numpy as np
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln, log_expit, logsumexp
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.pure import bounded_loss_curve, pure_epsilon
+from fl_sim.privacy.events import BoundedRangeDpEvent, pure_epsilon
 
 Curve: TypeAlias = NDArray[np.float64]
 """Renyi divergences at ``ORDERS``; curves of independent releases add."""
@@ -53,10 +53,10 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return the same at the order that decides the epsilon of ``steps`` releases, in a fifth of the time.
+    """Return ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases, in a fifth of the time.
 
-    At no order it is less. Between whole orders straight lines stand in for the series but for orders next to the whole
-    one that decides.
+    At no order it is less. Between whole orders straight lines replace the series, except next to the whole order that
+    decides.
     """
     lines = steps * _bounded(event, _SERIES[:0])
     decides = _ORDERS[np.argmin(lines + prices(delta))]
@@ -82,7 +82,7 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return what is added to a divergence at each of ``ORDERS`` to make it the epsilon that it proves at ``delta``."""
+    """Return the epsilon that a divergence proves at ``delta``, less that divergence, for each of ``ORDERS``."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
@@ -122,6 +122,22 @@ def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.flo
         return np.asarray(orders * (epsilon**2 / 2))
     less = orders - 1
     return np.asarray(np.log1p(less * np.expm1(-epsilon * (less + orders)) / (less + orders)) / less + epsilon)
+
+
+def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the Renyi divergences of a release with a ``pure_epsilon`` at ``orders`` > 1.
+
+    No mechanism of pure epsilon loses more than randomised response does (Kairouz, Oh, Viswanath 2015), whose loss is
+    +epsilon or -epsilon: log(p e^x + (1 - p) e^-x) / (a - 1) at x = (a - 1) epsilon and p = 1 / (1 + e^-epsilon).
+    """
+    epsilon = pure_epsilon(event)
+    exponent = (orders - 1) * epsilon
+    # Written so that nothing cancels where epsilon is small, and nothing overflows where it is large.
+    few = np.minimum(exponent, 1.0)
+    small = np.log1p(2 * np.sinh(few / 2) ** 2 + math.tanh(epsilon / 2) * np.sinh(few))
+    large = np.logaddexp(log_expit(epsilon) + exponent, log_expit(-epsilon) - exponent)
+    curve: NDArray[np.float64] = np.where(exponent < 1.0, small, large) / (orders - 1)
+    return np.minimum(curve, epsilon**2 / 8 * orders) if isinstance(event, BoundedRangeDpEvent) else curve
 
 
 def _gaussian_curve(noise: float) -> Curve:
@@ -209,13 +225,13 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 @contextmanager
 def _quiet_excluded_orders() -> Iterator[None]:
     """Silence the accountant's notice that a fractional order did not converge: it is left out, which is sound."""
+
+    def is_other_notice(record: logging.LogRecord) -> bool:
+        return "Excluding this order" not in str(record.msg)
+
     logger = logging.getLogger("absl")
-    logger.addFilter(_not_about_orders)
+    logger.addFilter(is_other_notice)
     try:
         yield
     finally:
-        logger.removeFilter(_not_about_orders)
-
-
-def _not_about_orders(record: logging.LogRecord) -> bool:
-    return "Excluding this order" not in str(record.msg)
+        logger.removeFilter(is_other_notice)

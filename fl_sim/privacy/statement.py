@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias
 from dp_accounting import dp_event
 
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import Adjacency, Bounds, bounds, epsilon_of_counts, none_if_infinite, single_steps
-from fl_sim.privacy.rounding import rounded_up
-from fl_sim.privacy.terms import Terms
+from fl_sim.privacy.accounting import Bounds, bounds, epsilon_of_counts
+from fl_sim.privacy.events import single_steps
+from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 
 _Counts: TypeAlias = Counter[dp_event.DpEvent]
 

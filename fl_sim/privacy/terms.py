@@ -1,18 +1,32 @@
-"""What a ledger promises, fixed before its first charge."""
+"""Terms of a privacy guarantee: unit, adjacency, delta, budget; and the printed form of an epsilon, rounded up."""
 
 import math
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
+from enum import StrEnum
+from typing import Literal, TypeAlias
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import Accountant, Adjacency, valid_delta
+
+Accountant: TypeAlias = Literal["rdp", "pld"]
+
+
+class Adjacency(StrEnum):
+    """The change of the population that a guarantee covers; in words in ``fl_sim.privacy.statement``.
+
+    tests/fl_sim/simulation/test_two_worlds.py runs every mechanism at client level in both of two adjacent worlds.
+    """
+
+    ADD_OR_REMOVE_ONE = "add-or-remove-one"
+    REPLACE_ONE = "replace-one"
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a ledger promises, fixed before its first charge.
+    """Terms of a ledger, fixed before its first charge.
 
-    ``unit``: what is protected, such as "client" or "record"; units are never added together. ``budget``: the largest
-    epsilon at ``delta``, None for no limit. ``accountant``: whose epsilon is held against the budget.
+    ``unit``: the privacy unit, such as "client" or "record"; units are never added together. ``budget``: the largest
+    epsilon at ``delta``, None for no limit. ``accountant``: the accountant whose epsilon is compared with the budget.
     """
 
     unit: str
@@ -25,3 +39,38 @@ class Terms:
         valid_delta(self.delta)
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise UserError(f"privacy budget epsilon {self.budget} is not a positive number: choose one such as 8")
+
+
+def valid_delta(delta: float) -> float:
+    """Return ``delta``. Raises UserError where it is not in (0, 1)."""
+    if not 0 < delta < 1:
+        raise UserError(
+            f"delta {delta} is not in (0, 1): choose one well below 1 / number of protected units, such as 1e-5"
+        )
+    return delta
+
+
+def delta_advice(delta: float, units: float) -> str | None:
+    """Return a warning where ``delta`` is too large for ``units`` protected units, else None.
+
+    At 1/units and above, publishing one unit's data whole, chosen at random, would satisfy the definition.
+    """
+    advice = f"use delta <= {1 / (10 * units):.1g}, that is 1 / (10 x {units:g})"
+    if delta >= 1 / units:
+        return (
+            f"delta {delta:g} is not below 1 / {units:g}: publishing one unit's data whole would satisfy it; {advice}"
+        )
+    if delta > 1 / (10 * units):
+        return f"delta {delta:g} is large for {units:g} protected units; {advice}"
+    return None
+
+
+def none_if_infinite(epsilon: float) -> float | None:
+    """Return ``epsilon`` for results and logs, in which None stands for no guarantee."""
+    assert not math.isnan(epsilon)
+    return None if math.isinf(epsilon) else epsilon
+
+
+def rounded_up(epsilon: float, digits: int = 4) -> str:
+    """Return ``epsilon`` with ``digits`` significant digits, never below it, such as ``2.346`` for 2.34501."""
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(epsilon)))):.{digits}g}"

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.figures.curves import HEADINGS, OVER_TIME, curve, x_label
 from fl_sim.report.groups import Group, Panel
 from fl_sim.report.measures import LADDER, Spent, mean_and_deviation, spent_by

@@ -8,9 +8,8 @@ from typing import Any, Final
 from fl_sim.errors import RunError
 from fl_sim.names import called
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.bill import Bill, Counts, Paid, Payment, whole_run
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import Adjacency, rounded_up
 from fl_sim.report.files import Made
 from fl_sim.report.groups import split_of
 from fl_sim.report.release import Release

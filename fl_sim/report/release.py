@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 
 
 class Release(BaseModel):

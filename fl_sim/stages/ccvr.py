@@ -23,6 +23,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import replaces_records
+from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite
 from fl_sim.seeding import rng
 from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.stage import Run, Stage
@@ -199,8 +200,6 @@ class Calibration(Stage):
         """Yield the cost of private moments; nothing where they have no noise."""
         if (protection := settings_of(self.job).protection) is None:
             return
-        from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
-        from fl_sim.privacy.ledger import Terms  # noqa: PLC0415
         from fl_sim.privacy.planned import payment_of  # noqa: PLC0415
 
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, protection.delta)
@@ -250,8 +249,7 @@ def statement(job: Job, protection: "Protection", identity: str, together: "Toge
     ``identity``: of this run's releases, by which bills know them again. ``together``: what all releases about the same
     records cost, None where that is not known here.
     """
-    from fl_sim.privacy.accounting import Adjacency, none_if_infinite  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.privacy.ledger import Ledger, Terms  # noqa: PLC0415
+    from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import together_in_words  # noqa: PLC0415
 
     on_synthetic, delta = replaces_records(job.experiment.preprocess), protection.delta

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 from fl_sim.settings import OneOf, Settings
 from strategies.pate.mechanisms import LNMax, Mechanism, NoNoise
 
@@ -68,8 +68,7 @@ class Labelling(Settings):
 
         ``receipt``: the charges that it must begin with, which ``holder`` was paid for with.
         """
-        from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
-        from fl_sim.privacy.ledger import Ledger, Terms  # noqa: PLC0415
+        from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
         budget = self.epsilon if self.budget == "data-independent" else None
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant)

@@ -15,10 +15,9 @@ from clients.policy import Policy, read_policy
 from fl_sim.engines import releases, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.accounting import epsilon_at, epsilon_of_counts, fixed_order
 from fl_sim.privacy.charge_log import Charge
-from fl_sim.privacy.filter import epsilon_at, fixed_order
-from fl_sim.privacy.pure import BoundedRangeDpEvent
+from fl_sim.privacy.events import BoundedRangeDpEvent
 from fl_sim.simulation.procedure import runtime_of
 
 GAUSSIAN = dp_event.GaussianDpEvent(5.0)

@@ -8,7 +8,8 @@ from types import ModuleType
 from dp_accounting import dp_event
 
 from fl_sim.data import images_of_features
-from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.events import amplify_poisson
 from fl_sim.simulation import stopwatch
 from fl_sim.testing_fixtures import FakeClock, FewerImages, SetFineness
 

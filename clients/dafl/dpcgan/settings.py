@@ -84,8 +84,8 @@ class DpCgan(Settings):
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
 
-        from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415
-        from fl_sim.privacy.planning import poisson_noise_multiplier  # noqa: PLC0415
+        from fl_sim.privacy.accounting import poisson_noise_multiplier  # noqa: PLC0415
+        from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415
 
         if num_records == 0:
             return Bill(dp_event.NoOpDpEvent(), 0, 0.0, 0.0, refused="the client holds no records")

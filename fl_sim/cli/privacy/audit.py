@@ -14,7 +14,7 @@ import torch
 from dp_accounting import dp_event
 from numpy.typing import NDArray
 
-from fl_sim.privacy.accounting import Adjacency, amplify_poisson, delta_profile, epsilon_of_counts
+from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import (
     EPSILONS,
     Mechanism,
@@ -25,9 +25,10 @@ from fl_sim.privacy.audit import (
     noise_calibration,
     run_mechanism,
 )
+from fl_sim.privacy.events import amplify_poisson
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.terms import Terms
+from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.seeding import rng
 from fl_sim.types import Cohort, Payloads, Reply
 from strategies.global_dp import GlobalDP

@@ -10,12 +10,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import valid_delta
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost, lnmax, smooth_sensitivity
-from fl_sim.privacy.planning import delta_advice
 from fl_sim.privacy.renyi import ORDERS
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
 
 Name: TypeAlias = Literal["lnmax", "gnmax", "confident"]

@@ -11,18 +11,9 @@ from matplotlib.figure import Figure
 
 from fl_sim.errors import UserError
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import (
-    Accountant,
-    Adjacency,
-    adjacency,
-    amplify_fixed_size,
-    amplify_poisson,
-    bounds,
-    epsilon_of_counts,
-    valid_delta,
-)
-from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.accounting import bounds, epsilon_of_counts, noise_multiplier, steps_that_fit
+from fl_sim.privacy.events import adjacency, amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.terms import Accountant, Adjacency, delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
 
 _MOST_STEPS: Final = 10**18

@@ -16,9 +16,10 @@ from dp_accounting import dp_event
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import Bounds, bounds, valid_delta
+from fl_sim.privacy.accounting import Bounds, bounds
 from fl_sim.privacy.pate import gnmax, lnmax
 from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves
+from fl_sim.privacy.terms import valid_delta
 
 Counts: TypeAlias = NDArray[np.int64]
 """Votes per query and class, shape (queries, classes); every row adds up to the number of teachers."""

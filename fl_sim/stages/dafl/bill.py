@@ -17,9 +17,9 @@ from clients.dafl.settings import AnyGenerator, DaFl
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import kind_of
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infinite
-from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 from fl_sim.simulation.client_ledgers import together_in_words
 from fl_sim.stages.dafl.pool import Pool, da_fl
 from strategies.global_dp import GlobalDP

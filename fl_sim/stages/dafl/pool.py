@@ -27,8 +27,9 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import Adjacency, adjacency
 from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.events import adjacency
+from fl_sim.privacy.terms import Adjacency
 from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path
 from fl_sim.simulation.client_runtime import as_kept, read_pool
 from fl_sim.store.files import read_whole

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fl_sim.engines.arrays import float32_bytes
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
+from fl_sim.privacy.terms import Adjacency
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng
 from fl_sim.simulation.client_runtime import as_kept, to_generator
@@ -147,7 +148,6 @@ class Synthesis(Stage):
 
     def payments(self) -> "Iterator[Payment]":
         """Yield the budget: the events depend on clients' numbers of records, and the budget does not."""
-        from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 
         settings = self.settings

@@ -5,8 +5,8 @@ import json
 
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.bill import Payment
-from fl_sim.privacy.ledger import Terms
 from fl_sim.privacy.planned import payment_of
+from fl_sim.privacy.terms import Terms
 from fl_sim.stages.pate.ensemble import votes_key
 from fl_sim.stages.pate.statements import neighbours
 from strategies.pate.settings import Pate

@@ -17,7 +17,7 @@ from torch import nn
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.preparation import order_of

@@ -8,12 +8,11 @@ import numpy as np
 from dp_accounting import dp_event
 
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve, none_if_infinite
+from fl_sim.privacy.accounting import compose, epsilon_of_curve, noise_beyond
 from fl_sim.privacy.pate import labelling_cost
-from fl_sim.privacy.planning import noise_beyond
 from fl_sim.privacy.renyi import ORDERS, Curve
-from fl_sim.privacy.rounding import rounded_up
 from fl_sim.privacy.statement import Words, promised_releases, statement
+from fl_sim.privacy.terms import Adjacency, none_if_infinite, rounded_up
 from fl_sim.stages.pate.ensemble import Votes
 from fl_sim.stages.pate.noisy_labels import Released, publish_cost
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards

@@ -22,10 +22,12 @@ from scipy import stats
 from clients.dafl import labels
 from clients.dafl.labels import ExponentialMechanism, Geometric, LabelPicker
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import Adjacency, epsilon
-from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.accounting import epsilon
+from fl_sim.privacy.events import BoundedRangeDpEvent
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.pure import BoundedRangeDpEvent, bounded_loss_curve
+from fl_sim.privacy.renyi import bounded_loss_curve
+from fl_sim.privacy.terms import Adjacency, Terms
 
 _DEFAULT = Path(__file__).resolve().parents[4] / "shared" / "reference"
 _FILE = Path(os.environ.get("FL_SIM_REFERENCE", _DEFAULT)) / "label_picker.json"

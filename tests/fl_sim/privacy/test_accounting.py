@@ -14,25 +14,26 @@ from scipy import integrate, stats
 from fl_sim.errors import UserError
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
-    ORDERS,
-    Adjacency,
     Bounds,
-    adjacency,
-    amplify_fixed_size,
-    amplify_poisson,
     bounds,
     compose,
     delta_profile,
     epsilon,
     epsilon_of_counts,
     epsilon_of_curve,
-    rdp_curve,
     searching_epsilon,
-    single_steps,
     supports_pld,
+)
+from fl_sim.privacy.events import (
+    adjacency,
+    amplify_fixed_size,
+    amplify_poisson,
+    single_steps,
     under_replacement,
     unrolled,
 )
+from fl_sim.privacy.renyi import ORDERS, rdp_curve
+from fl_sim.privacy.terms import Adjacency
 from fl_sim.testing_fixtures import SetFineness
 
 Gaussian = dp_event.GaussianDpEvent

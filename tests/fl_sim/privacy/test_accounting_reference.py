@@ -11,14 +11,9 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.rdp import compute_epsilon
 
-from fl_sim.privacy.accounting import (
-    ORDERS,
-    amplify_fixed_size,
-    amplify_poisson,
-    epsilon_of_counts,
-    rdp_curve,
-)
-from fl_sim.privacy.planning import noise_multiplier, steps_that_fit
+from fl_sim.privacy.accounting import epsilon_of_counts, noise_multiplier, steps_that_fit
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.renyi import ORDERS, rdp_curve
 from fl_sim.testing_fixtures import SetFineness
 
 _DEFAULT = Path(__file__).resolve().parents[4] / "shared" / "reference"

@@ -9,16 +9,10 @@ import pytest
 from dp_accounting import dp_event
 
 from fl_sim.privacy import bill
-from fl_sim.privacy.accounting import (
-    Adjacency,
-    amplify_fixed_size,
-    amplify_poisson,
-    bounds,
-    epsilon,
-    under_replacement,
-)
+from fl_sim.privacy.accounting import bounds, epsilon
 from fl_sim.privacy.bill import Bill, Paid, Payment, bills, payments_of_unit, whole_run
-from fl_sim.privacy.pure import BoundedRangeDpEvent
+from fl_sim.privacy.events import BoundedRangeDpEvent, amplify_fixed_size, amplify_poisson, under_replacement
+from fl_sim.privacy.terms import Adjacency
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
 

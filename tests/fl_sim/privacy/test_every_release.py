@@ -32,10 +32,10 @@ from clients.frequency_sums import STEPS, Question, answer, black_frame
 from clients.private_moments import Protection, private_moments
 from fl_sim.errors import UserError
 from fl_sim.privacy import mechanisms
+from fl_sim.privacy.events import pure_epsilon
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Cost, GNMaxCost, LNMaxCost
-from fl_sim.privacy.pure import pure_epsilon
 from fl_sim.types import Cohort, Reply
 from strategies.global_dp import GlobalDP
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax

@@ -13,11 +13,12 @@ from dp_accounting.rdp import RdpAccountant
 
 from fl_sim.errors import UserError
 from fl_sim.privacy import events, loss_distribution
-from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, bounds, epsilon_of_counts
-from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.accounting import bounds, epsilon_of_counts, noise_multiplier, steps_that_fit
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import clipping_norm_on_grid
-from fl_sim.privacy.planning import noise_multiplier, steps_that_fit
 from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves, rdp_curve
+from fl_sim.privacy.terms import Adjacency, Terms
 
 NOISES = (1e-300, 1e-200, 1e-3, 0.7, 30.0, 1e5, 1e300)
 RATES = (1e-320, 1e-9, 0.01, 0.9, 1.0)

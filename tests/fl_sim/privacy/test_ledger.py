@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from fl_sim.errors import BudgetExhausted, RunError, UserError
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import ORDERS, Adjacency, adjacency, amplify_fixed_size, amplify_poisson, epsilon
-from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.privacy.pure import BoundedRangeDpEvent
+from fl_sim.privacy.accounting import epsilon
+from fl_sim.privacy.events import BoundedRangeDpEvent, adjacency, amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.renyi import ORDERS
+from fl_sim.privacy.terms import Adjacency, Terms
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 

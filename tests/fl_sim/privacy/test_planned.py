@@ -4,11 +4,11 @@ import pytest
 from dp_accounting.dp_event import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 
 from fl_sim.privacy import loss_distribution
-from fl_sim.privacy.accounting import Adjacency, bounds, epsilon_of_counts
+from fl_sim.privacy.accounting import bounds, epsilon_of_counts
 from fl_sim.privacy.bill import Paid, bills
-from fl_sim.privacy.ledger import Terms
 from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
 from fl_sim.privacy.planned import payment_of
+from fl_sim.privacy.terms import Adjacency, Terms
 
 ROUNDS: dict[DpEvent, int] = {PoissonSampledDpEvent(0.1, GaussianDpEvent(1.1)): 50}
 

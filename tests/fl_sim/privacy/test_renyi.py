@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fl_sim.privacy import renyi
-from fl_sim.privacy.accounting import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
 from fl_sim.privacy.renyi import ORDERS, checked, laplace_curve, rdp_curve
 
 Gaussian = dp_event.GaussianDpEvent

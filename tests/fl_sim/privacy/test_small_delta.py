@@ -11,13 +11,14 @@ from scipy import stats
 from fl_sim.cli.privacy.plan import Question, Sampling, answer, in_words
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
-    amplify_poisson,
     bounds,
     delta_profile,
     epsilon_of_counts,
+    noise_multiplier,
     searching_epsilon,
+    steps_that_fit,
 )
-from fl_sim.privacy.planning import noise_multiplier, steps_that_fit
+from fl_sim.privacy.events import amplify_poisson
 
 Gaussian = dp_event.GaussianDpEvent
 SAMPLED = [

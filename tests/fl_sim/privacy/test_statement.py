@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_sim.errors import BudgetExhausted
-from fl_sim.privacy.accounting import Adjacency, amplify_poisson, bounds, epsilon, single_steps
-from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.accounting import bounds, epsilon
+from fl_sim.privacy.events import amplify_poisson, single_steps
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.statement import Words, promised_releases, statement
+from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 
 ROUND = amplify_poisson(dp_event.GaussianDpEvent(6.0), 0.1)
 TEST, ANSWER = dp_event.GaussianDpEvent(60.0), dp_event.GaussianDpEvent(20.0)

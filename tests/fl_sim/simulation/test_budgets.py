@@ -7,7 +7,8 @@ import pytest
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.events import amplify_poisson
 from fl_sim.simulation import run as running
 from fl_sim.simulation.run import run
 from strategies.global_dp import GlobalDP

@@ -11,7 +11,7 @@ from fl_sim.__main__ import main
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import epsilon_of_counts
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG
 from strategies.global_dp import GlobalDP, releases_beforehand

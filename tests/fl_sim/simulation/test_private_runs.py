@@ -22,7 +22,9 @@ from fl_sim.engines.grid import CLIENT_RAISED, failure
 from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.privacy.accounting import epsilon
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.terms import Adjacency
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import run_directory

@@ -12,7 +12,7 @@ from fl_sim.cli.verbs import app
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.bill import bills, payments_of_unit, whole_run
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.bills import bills_of
 from fl_sim.report.page_words import privacy_in_short
 from fl_sim.report.runs import find, read_all

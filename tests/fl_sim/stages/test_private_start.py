@@ -18,7 +18,8 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import vector_in
-from fl_sim.privacy.accounting import amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.privacy.accounting import epsilon
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
 from fl_sim.simulation import preparation
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.run import Silent, run

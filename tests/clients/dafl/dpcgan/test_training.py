@@ -18,9 +18,10 @@ from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.dpcgan.training import Training, views_of_average
 from clients.dafl.generator import Bill, PrivateRecords, Request
 from fl_sim.errors import RunError
-from fl_sim.privacy.accounting import ORDERS, delta_profile
+from fl_sim.privacy.accounting import delta_profile
 from fl_sim.privacy.audit import EPSILONS, audit_profile, noise_calibration, run_mechanism
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.renyi import ORDERS
 
 SHAPE = (1, 8, 8)
 TINY = DpCgan(discriminator_steps=6, batch_size=20, ratio=2, discriminator_width=8, generator_width=8)

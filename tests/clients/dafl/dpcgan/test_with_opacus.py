@@ -13,8 +13,9 @@ from clients.dafl.dpcgan.nets import paper, small
 from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.dpcgan.with_opacus import OpacusGradients, Terms
 from clients.dafl.generator import Bill, PrivateRecords
-from fl_sim.privacy.accounting import ORDERS, epsilon_of_counts
+from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.renyi import ORDERS
 
 TINY = DpCgan(gradients="opacus", discriminator_steps=6, batch_size=20, discriminator_width=8, generator_width=8)
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import ORDERS, compose, epsilon_of_curve, rdp_curve
+from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.pate import gnmax, labelling_cost, lnmax
+from fl_sim.privacy.renyi import ORDERS, rdp_curve
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax
 
 ALL = np.array(ORDERS)

@@ -20,7 +20,7 @@ from fl_sim.experiment.job import Job, job_of
 from fl_sim.native import kernel
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json, to_json
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.payments import with_whole_run
 from fl_sim.simulation.client_ledgers import fingerprint
 from fl_sim.simulation.run import Silent, run

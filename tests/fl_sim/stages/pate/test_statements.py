@@ -9,9 +9,10 @@ import pytest
 
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_counts, epsilon_of_curve
+from fl_sim.privacy.accounting import compose, epsilon_of_counts, epsilon_of_curve
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.renyi import ORDERS
+from fl_sim.privacy.terms import Adjacency
 from fl_sim.seeding import rng
 from fl_sim.settings import kinds_of
 from fl_sim.stages.pate.ensemble import Votes

@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_sim.errors import UserError
-from fl_sim.privacy import planning
+from fl_sim.privacy import accounting
 from fl_sim.privacy.accounting import (
-    Accountant,
-    amplify_fixed_size,
-    amplify_poisson,
     epsilon_of_counts,
+    least_noise,
+    noise_beyond,
+    noise_multiplier,
     searching_epsilon,
+    steps_that_fit,
 )
-from fl_sim.privacy.planning import delta_advice, least_noise, noise_beyond, noise_multiplier, steps_that_fit
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.terms import Accountant
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")  # which figure it is that is kept to is tested elsewhere
 
@@ -122,7 +124,7 @@ def test_noise_is_found_between_a_cost_without_bound_and_none() -> None:
 def test_steps_fit_that_cost_just_the_target(monkeypatch: pytest.MonkeyPatch, accountant: Accountant) -> None:
     prices = {"rdp": 0.5, "pld": 0.25}
     monkeypatch.setattr(
-        planning,
+        accounting,
         "epsilon_of_counts",
         lambda counts, delta, *, accountant="rdp": prices[accountant] * counts.popitem()[1],
     )
@@ -146,12 +148,3 @@ def test_impossible_and_senseless_targets_are_refused() -> None:
         noise_multiplier(plain, 10**6, 1e-9, 1e-12)
     with pytest.raises(UserError, match="more than"):
         steps_that_fit(amplify_poisson(Gaussian(1000.0), 1e-9), 8.0, DELTA)
-
-
-def test_delta_is_measured_against_the_population() -> None:
-    assert delta_advice(1e-5, 10_000) is None
-    assert "is large" in (delta_advice(5e-5, 10_000) or "")
-    for delta in (1e-3, 1e-2):
-        advice = delta_advice(delta, 1000) or ""
-        assert "not below 1 / 1000" in advice
-        assert "0.0001" in advice

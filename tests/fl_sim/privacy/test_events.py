@@ -8,8 +8,10 @@ from dp_accounting import dp_event
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.privacy.accounting import ORDERS, Adjacency, adjacency, delta_profile, epsilon, epsilon_of_counts, rdp_curve
-from fl_sim.privacy.pure import BoundedRangeDpEvent, bounded_loss_curve, pure_epsilon
+from fl_sim.privacy.accounting import delta_profile, epsilon, epsilon_of_counts
+from fl_sim.privacy.events import BoundedRangeDpEvent, adjacency, pure_epsilon
+from fl_sim.privacy.renyi import ORDERS, bounded_loss_curve, rdp_curve
+from fl_sim.privacy.terms import Adjacency
 
 EPSILONS = (1e-3, 0.1, 1.0, 5.0)
 GAUSSIAN = dp_event.PoissonSampledDpEvent(0.05, dp_event.GaussianDpEvent(1.5))
