@@ -333,8 +333,10 @@ _HAMMER = """
 import os, sys
 from pathlib import Path
 from dp_accounting import dp_event
-from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
-from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.accounting import epsilon
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.errors import BudgetExhausted
 
 event = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
