@@ -27,11 +27,10 @@ from pydantic import Field, ValidationError
 from fl_sim.errors import RunError, UserError
 from fl_sim.mistakes import explain
 from fl_sim.own_code import in_one_line
-from fl_sim.privacy.accounting import Adjacency
+from fl_sim.privacy.accounting import epsilon_at, fixed_order
 from fl_sim.privacy.charge_log import Charge, Receipt
-from fl_sim.privacy.filter import epsilon_at, fixed_order
 from fl_sim.privacy.ledger import Ledger
-from fl_sim.privacy.terms import Terms
+from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.settings import Settings, parse_table
 from fl_sim.store.files import alone_in
 from fl_sim.store.tensors import write_private
@@ -121,7 +120,7 @@ class Policy:
         """Charge all of ``releases`` (name -> event) before any is made, or none. Raises RunError beyond epsilon.
 
         Whoever orders a release has seen the ones before it, so they add up at one Renyi order, which the first ones
-        fixed (``fl_sim.privacy.filter``). ``noise`` identifies the noise key: what was charged under it already is the
+        fixed (a Renyi filter). ``noise`` identifies the noise key: what was charged under it already is the
         same release, and free.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)

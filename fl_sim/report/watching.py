@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import in_a_line
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.files import Synthesis
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page_words import privacy_in_short, short_names
