@@ -26,7 +26,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.names import records_of
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Charge, Ledger
-from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import rounded_up
 from fl_sim.store.files import folder_of
 
 _EARLIER: Final = "earlier"
