@@ -54,6 +54,10 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.data.unit_range": "fl_sim.data.dataset",
     "fl_sim.data.whitening": "fl_sim.data.scattering",
     "fl_sim.entry_points": "fl_sim.one_of",
+    "fl_sim.experiment.engine": "fl_sim.experiment.groups",
+    "fl_sim.experiment.evaluate": "fl_sim.experiment.groups",
+    "fl_sim.experiment.local": "fl_sim.experiment.groups",
+    "fl_sim.experiment.own_records": "fl_sim.experiment.job",
     "fl_sim.handed_out": "fl_sim.params",
     "fl_sim.import_path": "fl_sim.own_code",
     "fl_sim.late_torch": "fl_sim.importing",
@@ -137,6 +141,14 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.tracking.trackio": "fl_sim.tracking.trackers",
     "fl_sim.tracking.wandb": "fl_sim.tracking.trackers",
     "fl_sim.write_guard": "fl_sim.params",
+    "partitions.dirichlet": "partitions.label_skew",
+    "partitions.errors": "partitions.scheme",
+    "partitions.feature_noise": "partitions.feature_skew",
+    "partitions.iid": "partitions.quantity",
+    "partitions.label_k": "partitions.label_skew",
+    "partitions.natural": "partitions.feature_skew",
+    "partitions.parts": "partitions.scheme",
+    "partitions.shards": "partitions.label_skew",
 }
 """{where a module was: where what was in it is now}."""
 

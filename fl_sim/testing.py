@@ -20,9 +20,8 @@ from clients.client_task import OnClient, Starting
 from fl_sim import models
 from fl_sim.data import load
 from fl_sim.errors import RunError
-from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.local import Local
+from fl_sim.experiment.groups import InProcess, Local
 from fl_sim.kinds import title_of
 from fl_sim.local_plan import Sending, sent_by
 from fl_sim.native.kernel import load_kernel

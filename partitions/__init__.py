@@ -1,16 +1,10 @@
 """Ways to split a data set over clients: labels in, disjoint index arrays out. Needs numpy alone."""
 
 from partitions.assign import label_counts
-from partitions.dirichlet import Dirichlet
-from partitions.errors import ImpossibleSplit
-from partitions.feature_noise import FeatureNoise
-from partitions.iid import Iid
-from partitions.label_k import LabelK
-from partitions.natural import Natural
-from partitions.parts import Parts
-from partitions.quantity import Quantity
-from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, Scheme
-from partitions.shards import Shards
+from partitions.feature_skew import FeatureNoise, Natural
+from partitions.label_skew import Dirichlet, LabelK, Shards
+from partitions.quantity import Iid, Quantity
+from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, ImpossibleSplit, Parts, Scheme
 
 __all__ = [
     "ByGroup",

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from partitions.errors import ImpossibleSplit
-from partitions.parts import Parts
+from partitions.scheme import ImpossibleSplit, Parts
 
 STRICT = {"extra": "forbid"}
 """Pydantic's spelling of "unknown parameters are refused"; as plain data, so that this package needs numpy alone."""

@@ -1,7 +1,7 @@
-"""Quantity skew: sizes follow a Dirichlet distribution, labels are IID (NIID-Bench, Li et al. 2022, 4.3)."""
+"""IID labels: equal parts, or sizes from a Dirichlet distribution (quantity skew; NIID-Bench, Li et al. 2022, 4.3)."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,28 @@ from partitions.assign import (
     drawn_until,
     group,
 )
-from partitions.parts import Parts
+from partitions.scheme import Parts
+
+
+@dataclass(frozen=True)
+class Iid:
+    """Shuffled equal parts; sizes differ by at most 1."""
+
+    kind: Literal["iid"] = field(default="iid", kw_only=True)
+
+    title: ClassVar[str] = "iid"
+    __pydantic_config__ = STRICT
+
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+        """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
+
+        Raises ImpossibleSplit for more clients than records.
+        """
+        check_sizes(len(labels), num_partitions)
+        owner = np.empty(len(labels), dtype=np.int64)
+        owner[rng.permutation(len(labels))] = np.arange(len(labels)) % num_partitions
+        return group(owner, num_partitions)
+
 
 _MOST_DRAWS = 1000
 

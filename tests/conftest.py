@@ -98,7 +98,7 @@ COVERED_ELSEWHERE = (
     "fl_sim/simulation/test_empty_clients.py", "fl_sim/simulation/test_fixed_parts.py",
     "fl_sim/simulation/test_measuring.py", "fl_sim/simulation/test_run.py", "fl_sim/simulation/test_two_worlds.py",
     "fl_sim/stages/dafl/test_synthesis.py", "fl_sim/training/test_stacked_step.py",
-    "fl_sim/training/test_trainer.py", "partitions/test_schemes.py", "strategies/compression/test_compressors.py",
+    "fl_sim/training/test_trainer.py", "partitions/test_scheme.py", "strategies/compression/test_compressors.py",
     "strategies/compression/test_runs.py", "strategies/pate/test_mechanisms.py", "strategies/pate/test_student.py",
     "strategies/test_algorithm.py", "strategies/test_feddyn.py", "strategies/test_global_dp.py",
 )  # fmt: skip

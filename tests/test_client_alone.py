@@ -14,8 +14,8 @@ from flwr.app import Message
 
 from fl_sim.engines import wire
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import InProcess, Ray
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.groups import InProcess, Ray
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
 from fl_sim.simulation.capacity import stack_of

@@ -10,9 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field, ModelWrapValidatorHandler
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import Auto, Engine
-from fl_sim.experiment.evaluate import Evaluate
-from fl_sim.experiment.local import Local, goes_by_steps
+from fl_sim.experiment.groups import Auto, Engine, Evaluate, Local, goes_by_steps
 from fl_sim.kinds import Checking, Completing, Promising, Remarking, is_none, path_in, replaces_records
 from fl_sim.mistakes import explain, shortened
 from fl_sim.names import known_model

@@ -15,9 +15,8 @@ from fl_sim import models
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, own_name, without_settings
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import Auto, Ray
-from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
@@ -341,3 +340,41 @@ def _checked(parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: 
     if not len(indices):
         raise UserError(f"{giver} gave none of {num_clients} clients a record, so nobody could train: deal some out")
     return replace(laid_out, records=indices.astype(np.int64, copy=False))
+
+
+def public_facts(dataset: Dataset) -> dict[str, Any]:
+    """Return, as JSON values, what nodes with records of their own must know of the server's."""
+    return {
+        "shape": list(dataset.input_shape), "classes": dataset.num_classes, "mean": list(dataset.mean),
+        "std": list(dataset.std),
+    }  # fmt: skip
+
+
+def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any]) -> Job:
+    """Return the job of the node that plays ``client`` with all training records of its own data set ``name``.
+
+    ``facts``: the server's ``public_facts``, by whose constants records are scaled. Raises UserError for records of
+    another shape or other classes, and for validation records.
+    """
+    own = load(name, None, experiment.features)
+    if list(own.input_shape) != facts["shape"]:
+        raise UserError(
+            f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
+            f"{facts['shape']}: give the node such records"
+        )
+    if int(own.train.labels.max()) >= facts["classes"]:  # which class may be a record's secret, and this goes out
+        raise UserError(
+            f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node others"
+        )
+    if own.validation is not None:
+        raise UserError(
+            f"the node's own records come with {len(own.validation):,} validation records, and a node measures "
+            "nothing: leave them out"
+        )
+    dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
+    # Nothing is dealt out there, and nobody sees records in another way than they are.
+    settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
+    experiment = experiment_from(settled)
+    none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))
+    shards = Parts.of([everything if one == client else none for one in range(experiment.num_clients)])
+    return Job(experiment, dataset, shards, device_of(experiment), None)

@@ -9,7 +9,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
+from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients
 

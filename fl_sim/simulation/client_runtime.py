@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from clients.client_task import ClientRuntime, ClientTask
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.groups import InProcess
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, kind_of, replaces_records
 from fl_sim.local_plan import LocalAlgorithm

@@ -19,8 +19,8 @@ from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
+from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
 from fl_sim.importing import settled
 from fl_sim.kinds import kind_of

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from clients.client_task import ClientRuntime
-from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.groups import InProcess
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, fields_in_use

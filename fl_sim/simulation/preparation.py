@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import Diverged
-from fl_sim.experiment.job import Job
-from fl_sim.experiment.own_records import public_facts
+from fl_sim.experiment.job import Job, public_facts
 from fl_sim.kinds import hides_clients
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite, layers_after, placed

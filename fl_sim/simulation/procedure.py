@@ -11,8 +11,7 @@ from flwr.serverapp import Grid
 from clients.client_task import ClientRuntime
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.experiment.job import Job, job_of
-from fl_sim.experiment.own_records import own_job
+from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import kind_of, path_in
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
+from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.capacity import cores, generator_threads, workers_of
 from fl_sim.types import Examples

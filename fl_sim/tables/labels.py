@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fl_sim.data.naming import short_label, without_settings
-from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.experiment.local import Local
+from fl_sim.experiment.groups import Evaluate, Local
 from fl_sim.kinds import Captioned, field_defaults, is_none, is_settings, kind_of, short_form, title_of
 from fl_sim.settings import default_of
 from fl_sim.types import Dataset

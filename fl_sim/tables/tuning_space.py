@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, PlainValidator, ValidationError, field_validator
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.evaluate import Validation
+from fl_sim.experiment.groups import Validation
 from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings, flat

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment, defined_in_script
+from fl_sim.experiment.groups import InProcess
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.own_code import with_place

@@ -9,7 +9,7 @@ import pytest
 import fl_sim
 from fl_sim.errors import MOST_LETTERS, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.experiment.local import Local
+from fl_sim.experiment.groups import Local
 from fl_sim.mistakes import OTHER_WORDS, as_cell, in_a_line, printable
 
 LONG = "9" * 5000

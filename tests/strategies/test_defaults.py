@@ -13,7 +13,7 @@ from torch import nn
 import fl_sim
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, experiment_of_run
-from fl_sim.experiment.local import Schedule
+from fl_sim.experiment.groups import Schedule
 from fl_sim.kinds import Remarking, kinds
 from fl_sim.params import flattened
 from fl_sim.seeding import rng, torch_kept

@@ -9,7 +9,7 @@ from torch import nn
 import fl_sim
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.local import Local
+from fl_sim.experiment.groups import Local
 from fl_sim.store.tensors import load_state, save_state
 from strategies.fedavg import FedAvg
 from strategies.scaffold import Scaffold

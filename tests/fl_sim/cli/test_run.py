@@ -9,9 +9,8 @@ import pytest
 from fl_sim.__main__ import main
 from fl_sim.cli.arguments import read
 from fl_sim.cli.run import parse_experiment
-from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.experiment.local import Local
+from fl_sim.experiment.groups import Evaluate, Local
 from fl_sim.tables.files import PRESETS
 
 QUICK = ["model=logistic", "rounds=2", "engine=inprocess"]

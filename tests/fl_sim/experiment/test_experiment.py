@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import Ray
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.groups import Cosine, Ray
 from fl_sim.experiment.job import resolved
-from fl_sim.experiment.local import Cosine
 from fl_sim.seeding import rng
 from fl_sim.settings import read_table
 from fl_sim.store import run_directory

@@ -11,8 +11,8 @@ import pytest
 import fl_sim.experiment.job
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.groups import Local
 from fl_sim.experiment.job import job_of
-from fl_sim.experiment.local import Local
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.simulation.engine_choice import (

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from clients.dafl.dpcgan.settings import DpCgan
-from fl_sim.experiment.engine import Auto, InProcess, Ray
 from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.groups import Auto, InProcess, Ray
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import choose, seconds_beforehand

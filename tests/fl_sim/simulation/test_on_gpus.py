@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import InProcess, Ray
 from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.groups import InProcess, Ray
 from fl_sim.experiment.job import Job, job_of, precision_of
 from fl_sim.simulation import runtime
 from fl_sim.simulation.capacity import stack_of, threads_of, workers_of

@@ -12,8 +12,8 @@ import pytest
 import fl_sim
 from fl_sim.__main__ import main
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.engine import Auto, InProcess, Ray
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.groups import Auto, InProcess, Ray
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables import workers

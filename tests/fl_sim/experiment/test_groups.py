@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from fl_sim.data import load
 from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError
-from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.experiment.groups import held_out
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
