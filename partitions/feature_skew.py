@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_finite, check_sizes, group
-from partitions.errors import ImpossibleSplit
-from partitions.iid import Iid
-from partitions.parts import Parts
+from partitions.quantity import Iid
+from partitions.scheme import ImpossibleSplit, Parts
 
 
 @dataclass(frozen=True)

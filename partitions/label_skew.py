@@ -19,8 +19,7 @@ from partitions.assign import (
     drawn_until,
     group,
 )
-from partitions.errors import ImpossibleSplit
-from partitions.parts import Parts
+from partitions.scheme import ImpossibleSplit, Parts
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partitions import ImpossibleSplit, LabelK, label_counts
-from partitions import Dirichlet, ImpossibleSplit, Quantity, label_counts
+
+from partitions import Dirichlet, ImpossibleSplit, LabelK, Quantity, label_counts
 from partitions.assign import cut
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partitions import FeatureNoise, Iid, ImpossibleSplit, Shards
-from partitions import ImpossibleSplit, Quantity
+
+from partitions import FeatureNoise, Iid, ImpossibleSplit, Quantity, Shards
 
 
 @settings(max_examples=50, deadline=None)
