@@ -140,6 +140,23 @@ def report(
     write_report(directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output)
 
 
+def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
+    """Tell what this installation has: versions, trainer, GPU, data sets, caches, ledgers; and test it in seconds.
+
+    Exits with 1 when something is wrong. Attach the output of --json to a bug report: it names folders of yours.
+
+    For example:
+
+      fl-sim doctor
+
+      fl-sim doctor --json
+    """
+    with importing():
+        from fl_sim.cli.doctor import examine  # noqa: PLC0415 (see the top)
+
+    examine(data_root, json_output=json_output)
+
+
 def watch(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A run's or a table's directory, or one that holds some.")
@@ -268,7 +285,7 @@ def _print_version(*, asked: bool) -> None:
         raise typer.Exit
 
 
-for _verb in (run, table, sweep, init, plan, settings, partition, report, watch, export):
+for _verb in (run, table, sweep, init, plan, settings, partition, report, watch, export, doctor):
     app.command()(_verb)
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(data_app, name="data")

@@ -1,0 +1,177 @@
+"""``fl-sim doctor``: versions, processor, trainer, GPU, Ray, data sets, caches and ledgers, and a self-test."""
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import fl_sim
+from fl_sim.cli.screen import say, waiting
+from fl_sim.data import NAMES, find, roots
+from fl_sim.errors import RunError
+from fl_sim.interface import run
+from fl_sim.native.compiling import ARCHITECTURES, WIDTHS, find_library, lanes_of, processor
+from fl_sim.native.kernel import load_kernel
+from fl_sim.store.files import folder_of
+
+PACKAGES: Final = (
+    "torch", "torchvision", "numpy", "flwr", "ray", "opacus", "dp-accounting", "scikit-learn", "pydantic",
+)  # fmt: skip
+EXTRAS: Final = ("datasets", "pyarrow", "optuna", "mlflow", "wandb", "tensorboard", "trackio")
+FOLDERS: Final = {
+    "pools": ("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache"),
+    "features": ("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache"),
+    "ledgers": ("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state"),
+}
+"""{a folder that outlives runs: the variable that names it, that of its parent, the default parent}."""
+
+_SELF_TEST: Final = {
+    "data": "digits", "model": "logistic", "partition": "iid", "clients": 4, "rounds": 2, "seed": 0,
+    "engine": {"kind": "inprocess", "workers": 1},
+}  # fmt: skip
+_LEAST_ACCURACY: Final = 0.5  # chance is 0.1; two rounds of this setting reach about 0.9
+_MEGABYTE: Final = 1e6
+
+
+def examine(data_root: Path | None, *, json_output: bool) -> None:
+    """Print what is installed and found, and the result of the self-test. Raises RunError where something is wrong."""
+    with waiting() as tell:
+        tell("looks at data sets, caches and ledgers")
+        report: dict[str, Any] = {
+            "fl_sim": _installation(),
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "packages": {name: _version(name) for name in PACKAGES},
+            "extras": {name: _version(name) for name in EXTRAS},
+            "processor": _processor(),
+            "compiled_trainer": _compiled_trainer(),
+            "gpu": _gpu(),
+            "data_roots": [
+                {"path": str(root.path), "origin": root.origin, "exists": root.path.is_dir()}
+                for root in roots(data_root)
+            ],
+            "data": {name: source.layout if (source := find(name, data_root)) else None for name in NAMES},
+            "folders": {name: _folder(name, *where) for name, where in FOLDERS.items()},
+        }
+        tell("trains a small model twice")
+        report["self_test"] = _self_test()
+    problems = [*report["fl_sim"]["problems"], *report["self_test"]["problems"]]
+    say(json.dumps({"ok": not problems, **report}) if json_output else "\n".join(_in_lines(report)))
+    if problems:
+        raise RunError("; ".join(problems))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _installation() -> dict[str, Any]:
+    """Return version and place of fl-sim, and whether another project's files share its import package.
+
+    Another project on GitHub has the same import package and the same command; pip installs both over each other.
+    """
+    place, problems = Path(fl_sim.__file__).parent, []
+    strangers = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
+    if strangers:
+        problems.append(
+            f"the import package fl_sim belongs to {', '.join(strangers)}, too: install one of them in a fresh environment"
+        )
+    installed = _version("fl-sim")
+    if installed is not None and installed != fl_sim.__version__:
+        problems.append(
+            f"fl_sim in {place} is version {fl_sim.__version__}, and installed is {installed}: reinstall, or start "
+            "Python in another folder"
+        )
+    return {"version": fl_sim.__version__, "installed": installed, "path": str(place), "problems": problems}
+
+
+def _processor() -> dict[str, Any]:
+    features = processor()
+    known = {name for names in WIDTHS.values() for name in names} | {"avx512_bf16", "amx_bf16"} | set(ARCHITECTURES)
+    return {"cores": os.cpu_count(), "features": sorted(features & known), "vector_width": lanes_of(features)}
+
+
+def _compiled_trainer() -> dict[str, Any]:
+    kernel, reason = load_kernel()
+    return {"available": kernel is not None, "reason": reason, "path": str(find_library())}
+
+
+def _gpu() -> list[str]:
+    if torch.cuda.is_available():
+        return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return []
+
+
+def _folder(name: str, variable: str, base_variable: str, base: str) -> dict[str, Any]:
+    path = folder_of(variable, base_variable, base, name)
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else []
+    return {
+        "path": str(path),
+        "files": len(files),
+        "megabytes": round(sum(one.stat().st_size for one in files) / _MEGABYTE, 1),
+    }
+
+
+def _self_test() -> dict[str, Any]:
+    """Return seconds and accuracy of two rounds of FedAvg on the embedded digits, run twice: the bits must agree."""
+    start, problems = time.perf_counter(), []
+    folder = Path(tempfile.mkdtemp(prefix="fl-sim-doctor-"))
+    try:
+        first, again = (run(_SELF_TEST, out=folder / name, progress=False) for name in ("first", "again"))
+        same = (first.directory / "model.safetensors").read_bytes() == (again.directory / "model.safetensors").read_bytes()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not same:
+        problems.append("two runs with one seed end in different bits: report this with 'fl-sim doctor --json'")
+    accuracy = first.final_accuracy or 0.0  # None where it is not a number
+    if accuracy < _LEAST_ACCURACY:
+        problems.append(
+            f"the self-test ends at accuracy {accuracy:.2f}, and {_LEAST_ACCURACY} is the least: "
+            "report this with 'fl-sim doctor --json'"
+        )
+    return {
+        "seconds": round(time.perf_counter() - start, 2),
+        "accuracy": accuracy,
+        "bit_identical": same,
+        "problems": problems,
+    }
+
+
+def _in_lines(report: Mapping[str, Any]) -> list[str]:
+    ours, tested, trainer = report["fl_sim"], report["self_test"], report["compiled_trainer"]
+    found = [f"{name} ({layout})" for name, layout in report["data"].items() if layout]
+    missing = [name for name, layout in report["data"].items() if not layout]
+    lines = {
+        "fl-sim": f"{ours['version']} in {ours['path']}",
+        "Python": report["python"],
+        "system": report["system"],
+        "packages": ", ".join(f"{name} {version or 'missing'}" for name, version in report["packages"].items()),
+        "extras": ", ".join(f"{name} {version}" for name, version in report["extras"].items() if version) or "none",
+        "processor": f"{report['processor']['cores']} cores; {', '.join(report['processor']['features']) or 'unknown'}",
+        "compiled trainer": trainer["path"] if trainer["available"] else f"none: {trainer['reason']}",
+        "GPU": ", ".join(report["gpu"]) or "none",
+        "data roots": ", ".join(
+            f"{root['path']} ({root['origin']}{'' if root['exists'] else ', not there'})"
+            for root in report["data_roots"]
+        ),
+        "data sets": f"{', '.join(found)}; missing: {', '.join(missing) or 'none'}",
+        **{
+            name: f"{one['path']}: {one['files']} files, {one['megabytes']} MB"
+            for name, one in report["folders"].items()
+        },
+        "self-test": f"accuracy {tested['accuracy']:.2f} after two rounds, "
+        f"{'bit-identical' if tested['bit_identical'] else 'NOT bit-identical'} twice, {tested['seconds']} s",
+    }
+    return [f"{name:17} {text}" for name, text in lines.items()]
