@@ -15,9 +15,9 @@ from fl_sim.engines import releases, wire
 from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
-from fl_sim.errors import RunError
+from fl_sim.errors import RunError, in_a_line
 from fl_sim.kinds import is_own_kind
-from fl_sim.mistakes import in_a_line, shortened
+from fl_sim.mistakes import shortened
 
 if TYPE_CHECKING:
     from clients.policy import Policy

@@ -7,8 +7,7 @@ import click
 
 from fl_sim.cli.screen import say
 from fl_sim.cli.verbs import app
-from fl_sim.errors import RunError, UserError
-from fl_sim.mistakes import in_a_line
+from fl_sim.errors import RunError, UserError, in_a_line
 
 INTERRUPTED = 130
 """What a shell reports for Ctrl-C, and what typer returns for it."""

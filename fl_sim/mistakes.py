@@ -1,8 +1,6 @@
-"""Messages about mistakes in settings, and texts that are safe on a terminal and in a spreadsheet."""
+"""Messages about mistakes in settings."""
 
 import difflib
-import re
-import unicodedata
 from collections.abc import Iterable
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
@@ -116,37 +114,6 @@ def _union(members: Iterable[type]) -> Any:
 
 def _has_kind_or_fields(member: Any) -> bool:
     return isinstance(member, type) and is_settings(member)
-
-
-_STEERING: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-"""Control characters but tab and line feed, marks that turn the direction of a text, and halves of characters."""
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with each character that steers a terminal as Python writes it, in ASCII."""
-    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def in_a_line(text: str) -> str:
-    """Return ``text`` as one printable line: line breaks and tabs become spaces."""
-    return printable(re.sub(r"\s*[\t\n\r\x0b\x0c\x85\u2028\u2029]+\s*", " ", text))
-
-
-def as_cell(text: str) -> str:
-    """Return ``text`` for a cell of a spreadsheet: what would be a formula there begins with an apostrophe.
-
-    Numbers stay as they are.
-    """
-    first = unicodedata.normalize("NFKC", text.lstrip())[:1]
-    return f"'{text}" if (first in {"=", "+", "-", "@"} and not _is_number(text)) or text[:1] in {"\t", "\r"} else text
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 OTHER_WORDS: Final = {

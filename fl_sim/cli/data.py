@@ -8,8 +8,7 @@ from typing import Any
 from fl_sim.cli.screen import say
 from fl_sim.data import NAMES, Check, Source, find, is_own, load, roots, verify, wanted_files
 from fl_sim.data.dataset import card_of
-from fl_sim.errors import RunError, UserError
-from fl_sim.mistakes import in_a_line
+from fl_sim.errors import RunError, UserError, in_a_line
 from fl_sim.types import Dataset
 
 _MOST = 20  # lines of classes, of columns, and numbers in a record that are printed

@@ -14,9 +14,9 @@ from fl_sim.cli.arguments import Given
 from fl_sim.cli.run import parse_experiment
 from fl_sim.cli.screen import say
 from fl_sim.data import load
+from fl_sim.errors import printable
 from fl_sim.experiment.job import shards_of
 from fl_sim.kinds import short_form
-from fl_sim.mistakes import printable
 from fl_sim.report.figures.partition import draw_partition
 from fl_sim.tables.labels import label
 from partitions import label_counts

@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fl_sim.cli.screen import say
-from fl_sim.mistakes import in_a_line, printable
+from fl_sim.errors import in_a_line, printable
 from fl_sim.privacy.bill import Bill
 from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, targets, texts
 from fl_sim.report.table_files import as_json, markdown

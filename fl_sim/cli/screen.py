@@ -8,7 +8,7 @@ from typing import Final
 
 import typer
 
-from fl_sim.mistakes import printable
+from fl_sim.errors import printable
 
 SILENT_SECONDS: Final = 2.0
 """For so long nothing is said at first, and where lines stay (no terminal), between two of them."""

@@ -17,7 +17,7 @@ from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.table import Column
 from rich.text import Text
 
-from fl_sim.mistakes import printable
+from fl_sim.errors import printable
 from fl_sim.store.run_directory import RoundRecord
 
 _GAP: Final = 2

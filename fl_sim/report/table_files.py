@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from fl_sim.mistakes import as_cell, in_a_line
+from fl_sim.errors import as_cell, in_a_line
 from fl_sim.report.measures import Value, mean_and_deviation, of_round
 from fl_sim.report.table import (
     MEASURES,

@@ -14,8 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fl_sim.errors import UserError
-from fl_sim.mistakes import in_a_line
+from fl_sim.errors import UserError, in_a_line
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.files import Synthesis
 from fl_sim.report.groups import group, panels

@@ -18,14 +18,14 @@ from fl_sim.engines.inprocess import Groups, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.engines.wire import Signer
-from fl_sim.errors import UserError
+from fl_sim.errors import UserError, in_a_line
+from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
 from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
 from fl_sim.importing import settled
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import fields_in_use
-from fl_sim.mistakes import in_a_line
 from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from fl_sim.mistakes import in_a_line, shortened
+from fl_sim.errors import in_a_line
+from fl_sim.mistakes import shortened
 from fl_sim.seeding import torch_kept
 from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.work import Work

@@ -22,8 +22,7 @@ from typing import Final
 
 from filelock import FileLock, Timeout
 
-from fl_sim.errors import RunError, UserError
-from fl_sim.mistakes import in_a_line
+from fl_sim.errors import RunError, UserError, in_a_line
 
 _PARTIAL: Final = re.compile(r"\..+\.(\d+)\.\d+\.part")
 """What a file is called while it is written: the number of its writer's process, and of its thread."""

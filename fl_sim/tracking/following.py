@@ -17,9 +17,8 @@ from typing import Any, Final, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_sim.errors import RunError, UserError
+from fl_sim.errors import RunError, UserError, in_a_line
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.mistakes import in_a_line
 from fl_sim.own_code import in_one_line, load_object
 from fl_sim.report.measures import flat_settings, measures, of_round
 from fl_sim.settings import read_table
