@@ -19,7 +19,6 @@ from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError, in_a_line
-from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
 from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere

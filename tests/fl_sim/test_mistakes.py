@@ -9,7 +9,6 @@ import pytest
 import fl_sim
 from fl_sim.errors import MOST_LETTERS, UserError, as_cell, in_a_line, printable
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.errors import as_cell, in_a_line, printable
 from fl_sim.experiment.groups import Local
 from fl_sim.mistakes import OTHER_WORDS
 
