@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import fl_sim
-from fl_sim.cli.arguments import read
 from fl_sim.cli.run import run_experiment
+from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.interface import RESULTS
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.files import file_or_preset
@@ -70,7 +70,7 @@ def _directories(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> l
     found = []
     for words in runs:
         small = ["model=logistic", "rounds=2", "engine=inprocess"]
-        run_experiment(read([*words, *small]), None, None, again=False, json_output=False)
+        run_experiment(read_arguments([*words, *small]), None, None, again=False, json_output=False)
         printed = capsys.readouterr()
         beforehand = re.findall(r"^results go to (.*)$", printed.err, re.MULTILINE)
         assert re.findall(r"^results in (.*)$", printed.out, re.MULTILINE) == beforehand

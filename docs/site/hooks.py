@@ -11,7 +11,7 @@ import click
 import typer
 from mkdocs.structure.files import File, Files
 
-from fl_sim.cli.settings import title_of
+from fl_sim.cli.run import title_of
 from fl_sim.cli.verbs import app
 from fl_sim.experiment.reference import Group, groups
 from fl_sim.report.gallery import page_of, read_gallery

@@ -1,22 +1,37 @@
-"""``fl-sim data``: which data sets are on this machine, whether their files are sound, and what is in them."""
+"""``fl-sim data`` and ``partition``: the data sets on this machine, their content, and their splits into clients."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fl_sim.cli.running_verbs import RunArguments
 from fl_sim.cli.screen import say
-from fl_sim.data import NAMES, Check, Source, find, is_own, load, roots, verify, wanted_files
+from fl_sim.data import NAMES, Source, find, is_own, load, roots, verify, wanted_files
 from fl_sim.data.dataset import card_of
-from fl_sim.errors import RunError, UserError, in_a_line
+from fl_sim.errors import RunError, UserError, in_a_line, printable
+from fl_sim.importing import importing
+from fl_sim.kinds import short_form
 from fl_sim.types import Dataset
+from partitions import label_counts
+from partitions.assign import USUAL_MIN_SIZE
 
-_MOST = 20  # lines of classes, of columns, and numbers in a record that are printed
-_BAR = 30
+_MOST: Final = 20  # lines of classes, of columns, and numbers in a record that are printed
+_BAR: Final = 30
+_MOST_CLIENTS: Final = 30
+_MOST_COLUMNS: Final = 12
+_QUANTILES: Final = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
 def show_found(data_root: Path | None, *, json_output: bool) -> None:
-    """Print which data sets are found, and where the others are looked for."""
+    """Print the data sets that are found, and the folders that are searched for the others."""
     found = {name: find(name, data_root) for name in NAMES}
     if json_output:
         searched = [
@@ -25,7 +40,7 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
         say(json.dumps({"roots": searched, "data": [_row(name, source) for name, source in found.items()]}))
         return
     for name, source in found.items():
-        say(f"{name:14} {_where(source) if source else f'missing; wanted: {wanted_files(name)}'}")
+        say(f"{name:14} {_where(source)}{'' if source else f'; wanted: {wanted_files(name)}'}")
     say("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
     say(
         "your own: csv:PATH, parquet:PATH (a table with a column for the label), npz:PATH (x_train, y_train, x_test, "
@@ -34,16 +49,20 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
 
 
 def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -> None:
-    """Compare the data sets ``names``, or all that are found, with what is published.
+    """Compare the data sets ``names``, or all that are found, with their published checksums, shapes and counts.
 
-    Raises RunError where a file is damaged or a data set asked for is missing.
+    Raises RunError if a file is damaged or one of ``names`` is missing.
     """
     wanted = names or [name for name in NAMES if find(name, data_root)]
     checks = []
     for name in wanted:
-        checks.append(verify(name, data_root))
+        check = verify(name, data_root)
+        checks.append(check)
         if not json_output:
-            _say(checks[-1])
+            note = f"  ({check.note})" if check.note else ""
+            say(f"{check.name:14} {'ok' if check.ok else 'NOT OK':7} {_where(check.source)}{note}")
+            for problem in check.problems:
+                say(f"    {problem}")
     broken = [check.name for check in checks if not check.ok]
     if json_output:
         rows = [{**_row(c.name, c.source), "ok": c.ok, "problems": list(c.problems), "note": c.note} for c in checks]
@@ -55,9 +74,9 @@ def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -
 def show_card(
     arguments: list[str], sheet: Path | None, data_root: Path | None, *, with_records: bool, json_output: bool
 ) -> None:
-    """Print the card of the data set that was typed, and draw some of its images where ``sheet`` names a file.
+    """Print the card of a data set, and draw some of its images into the file ``sheet``.
 
-    Raises UserError for a name that is none, and for a sheet of what are no images.
+    Raises UserError for an unknown name, and for a sheet of records that are not images.
     """
     from fl_sim.experiment.experiment import experiment_from, with_overrides  # noqa: PLC0415 (slow, only here)
 
@@ -72,9 +91,39 @@ def show_card(
     if json_output:
         say(json.dumps(card))
     else:
-        _print(_in_lines(card))
+        _print_card(_in_lines(card))
     if card["shows_records"] and is_own(dataset.name):
         say("This card shows records of your data: where these are private, it is, too.", err=True)
+
+
+def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
+    """Print sizes and label counts of every client, and draw them into the file ``plot``."""
+    with importing():
+        from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
+        from fl_sim.experiment.job import shards_of  # noqa: PLC0415
+        from fl_sim.report.figures.partition import draw_partition  # noqa: PLC0415
+        from fl_sim.tables.labels import label  # noqa: PLC0415
+
+    experiment = parse_experiment(given)
+    data, clients, seed = experiment.data, experiment.clients, experiment.seed_of_partition
+    dataset = load(data, data_root)
+    parts = shards_of(dataset, experiment.partition, clients, seed)
+    counts = label_counts(dataset.train.labels, parts, dataset.num_classes)
+    left_out = np.bincount(dataset.train.labels, minlength=dataset.num_classes) - counts.sum(axis=0)
+    scheme = short_form(experiment.partition)
+    title = f"{data}, {label(experiment.partition)}, {clients:,} clients, seed {seed}"
+    if plot is not None:
+        draw_partition(counts, plot, title)
+    _warn(counts, left_out)
+    if json_output:
+        sizes = counts.sum(axis=1).tolist()
+        result = {"data": data, "data_note": dataset.note, "scheme": scheme, "clients": clients, "seed": seed,
+                  "sizes": sizes, "label_counts": counts.tolist(), "left_out": left_out.tolist()}  # fmt: skip
+        say(json.dumps(result))
+        return
+    _print_split(counts, f"{title} ({dataset.note})" if dataset.note else title)
+    if plot is not None:
+        say(f"drawn to {plot}")
 
 
 def _row(name: str, source: Source | None) -> dict[str, Any]:
@@ -89,17 +138,8 @@ def _where(source: Source | None) -> str:
     return f"{source.layout:8} {source.path}" if source.path else "embedded in scikit-learn"
 
 
-def _say(check: Check) -> None:
-    say(
-        f"{check.name:14} {'ok' if check.ok else 'NOT OK':7} {_where(check.source)}"
-        + (f"  ({check.note})" if check.note else "")
-    )
-    for problem in check.problems:
-        say(f"    {problem}")
-
-
 def _in_lines(value: Any) -> Any:
-    """Return a card whose texts, names from files among them, are one line each."""
+    """Return the card with each text on one line: names from files may hold line breaks."""
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):
@@ -123,7 +163,7 @@ def _draw(dataset: Dataset, sheet: Path) -> None:
         write_whole(sheet, drawn)
 
 
-def _print(card: Mapping[str, Any]) -> None:
+def _print_card(card: Mapping[str, Any]) -> None:
     say(card["name"])
     for line in filter(None, (card["note"], *card["counted"])):
         say(f"  {line}")
@@ -140,10 +180,12 @@ def _print(card: Mapping[str, Any]) -> None:
     _print_classes(card["classes"])
     _print_clients(card["clients"])
     _print_columns(card)
-    _print_inferred(card["inferred"])
+    if card["inferred"]:
+        say("\n  ".join(["taken for granted", *card["inferred"]]))
     for fact in card["read_off"]:
         say(f"read off the records: {fact}")
-    _print_first(card.get("first_records", []))
+    if card.get("first_records"):
+        _print_records(card["first_records"])
     if "sheet" in card:
         say(f"drawn to {card['sheet']}")
 
@@ -155,7 +197,8 @@ def _print_classes(classes: list[dict[str, Any]]) -> None:
     for one in classes[:_MOST]:
         bar = "#" * round(_BAR * one["train"] / largest)
         say(f"  {one['name']:{width}} {one['train']:9,} {one['test']:9,}  {bar}")
-    _print_more(classes)
+    if len(classes) > _MOST:
+        say(f"  ... and {len(classes) - _MOST:,} more (all of them with --json)")
 
 
 def _print_clients(clients: dict[str, Any] | None) -> None:
@@ -185,29 +228,57 @@ def _print_columns(card: Mapping[str, Any]) -> None:
         say(f"  {column['name']:{width}}  {column['is']}{held}")
 
 
-def _print_inferred(lines: list[str]) -> None:
-    if lines:
-        say("taken for granted")
-    for line in lines:
-        say(f"  {line}")
-
-
-def _print_first(rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
+def _print_records(rows: list[dict[str, Any]]) -> None:
     say(f"first     {len(rows)} training records, as models see them")
     for row in rows:
-        cells = [_cell(name, value) for name, value in row.items() if "=" not in name or value]
+        cells = [
+            (name if "=" in name and value == 1 else f"{name} {value:g}")
+            if isinstance(value, float)
+            else f"{name} {value}"
+            for name, value in row.items()
+            if "=" not in name or value
+        ]
         left = [*cells[:_MOST], f"... {len(cells) - _MOST - 1} more", cells[-1]] if len(cells) > _MOST + 1 else cells
         say(f"  {', '.join(left)}")
 
 
-def _cell(name: str, value: object) -> str:
-    if isinstance(value, float):
-        return name if "=" in name and value == 1 else f"{name} {value:g}"
-    return f"{name} {value}"
+def _warn(counts: NDArray[np.int64], left_out: NDArray[np.int64]) -> None:
+    sizes = counts.sum(axis=1)
+    num_small, num_empty = np.count_nonzero(sizes < USUAL_MIN_SIZE), np.count_nonzero(sizes == 0)
+    if num_small:
+        none = f"; {num_empty:,} of them none, and those train nothing" if num_empty else ""
+        say(
+            f"warning: {num_small:,} of {len(sizes):,} clients hold fewer than {USUAL_MIN_SIZE} records{none}", err=True
+        )
+    if left_out.any():
+        classes = ", ".join(str(c) for c in np.flatnonzero(left_out))
+        say(
+            f"warning: {left_out.sum():,} of {left_out.sum() + sizes.sum():,} training records belong to no client: "
+            f"nobody holds class {classes}; use at least {len(left_out)} clients or a larger k",
+            err=True,
+        )
 
 
-def _print_more(lines: list[dict[str, Any]]) -> None:
-    if len(lines) > _MOST:
-        say(f"  ... and {len(lines) - _MOST:,} more (all of them with --json)")
+def _print_split(counts: NDArray[np.int64], title: str) -> None:
+    num_clients, num_classes = counts.shape
+    wide = num_classes <= _MOST_COLUMNS
+    shown = num_clients if num_clients <= _MOST_CLIENTS else 10
+    table = Table(title=Text(printable(title)), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+    for heading in ("client", "records", *(map(str, range(num_classes)) if wide else ("classes",))):
+        table.add_column(heading, justify="right")
+    if not wide:
+        table.add_column("largest (class: records)")
+    for client in range(shown):
+        row = counts[client]
+        order = np.argsort(-row, kind="stable")[:5]
+        largest = "  ".join(f"{c}: {row[c]}" for c in order if row[c])
+        cells = [str(n) if n else "." for n in row] if wide else [str(np.count_nonzero(row)), largest]
+        table.add_row(str(client), str(row.sum()), *cells)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    if shown < num_clients:
+        console.print(f"... and {num_clients - shown:,} more clients (all of them with --json)")
+    for what, values in ("records", counts.sum(axis=1)), ("classes", np.count_nonzero(counts, axis=1)):
+        numbers = np.quantile(values, list(_QUANTILES.values()), method="nearest")
+        quantiles = ", ".join(f"{name} {number}" for name, number in zip(_QUANTILES, numbers, strict=True))
+        console.print(f"{what} a client: {quantiles}")

@@ -1,4 +1,4 @@
-"""Plans and tables on the screen: in colour at a terminal, as plain text in a pipe, as JSON where that is asked for."""
+"""Plans and tables on the screen: in colour at a terminal, as plain text in a pipe, as JSON on request."""
 
 import json
 from collections.abc import Sequence
@@ -14,18 +14,17 @@ from rich.text import Text
 from fl_sim.cli.screen import say
 from fl_sim.errors import in_a_line, printable
 from fl_sim.privacy.bill import Bill
-from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, targets, texts
+from fl_sim.report.table import MEASURES, Table, differences, notes, targets, texts
 from fl_sim.report.table_files import as_json, markdown
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.tables.filling import Board, conclude
 from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words
 
-_WIDTH = 140
+_WIDTH: Final = 140
 """Characters of a line that goes to no terminal."""
 
-
-_MOST_TOLD: Final = 8
-"""Kinds of work that are listed on the screen; ``--json`` has all."""
+_MOST_TIMED: Final = 8
+"""Kinds of work that are listed on the screen; ``--json`` lists all."""
 
 _ROUGH: Final = (
     "The time for privacy accounting was up: some of these epsilons are the RDP accountant's alone, and what the runs "
@@ -34,10 +33,10 @@ _ROUGH: Final = (
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What is shown of ``runs``, ``jobs`` of them side by side, after ``searches`` that are not done.
+class PlanReport:
+    """Forecasts of ``runs``, ``jobs`` of them at a time, after the unfinished ``searches``.
 
-    ``watch``: what was timed; None: nothing. ``is_rough``: whether a bill has epsilons for which there was no time.
+    ``watch``: the measured times; None: nothing was timed. ``is_rough``: some epsilon of a bill is by RDP alone.
     """
 
     runs: Sequence[Forecast]
@@ -48,13 +47,21 @@ class Shown:
     is_rough: bool
 
     def print(self) -> None:
-        """Print a line for each run, what all of them take, what was timed, and what they cost in privacy."""
+        """Print a line for each run, the total time, the measured times and the privacy bill."""
         console = Console()
         console = console if console.is_terminal else Console(width=_WIDTH)
-        console.print(_drawn(self.runs))
-        say(_together(self.runs, self.jobs))
-        for line in self._timed_in_words():
-            say(line)
+        console.print(_run_grid(self.runs))
+        left_out = sorted({what for one in self.runs for what in one.estimate.left_out})
+        not_counted = f"; not counted: {', '.join(left_out)}" if left_out else ""
+        say(f"{time_in_words(self.runs, self.jobs)}{not_counted}")
+        timed = self._timed()
+        whole = [f"{what}: {short(one.piece)}" for what, one in timed if not (one.at_least or one.why_not)]
+        rest = [f"{what}: over {short(one.piece)}" for what, one in timed if one.at_least]
+        rest += [f"{what}: {one.why_not}" for what, one in timed if one.why_not]
+        for head, lines in ("Timed just now", whole), ("Not timed as a whole, so the time is a lower bound", rest):
+            if lines:
+                more = f"; and {len(lines) - _MOST_TIMED} more kinds of work (--json)" if lines[_MOST_TIMED:] else ""
+                say(f"{head}: {'; '.join(lines[:_MOST_TIMED])}{more}.")
         if making := [one.estimate for one in self.runs if one.estimate.seconds and one.estimate.synthetic_seconds]:
             share = sum(one.synthetic_seconds for one in making) / sum(one.seconds or 0.0 for one in making)
             say(
@@ -63,8 +70,8 @@ class Shown:
             )
         if self.searches:
             say(f"before them {search_in_words(self.searches, self.jobs)}")
-        for told in dict.fromkeys(told for one in self.runs for told in one.told):
-            say(told)
+        for sentence in dict.fromkeys(sentence for one in self.runs for sentence in one.told):
+            say(sentence)
         for bill in self.bills:
             say(bill.in_words)
         if not self.bills:
@@ -73,7 +80,7 @@ class Shown:
             say(_ROUGH)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same for programs; seconds are null where nothing was timed."""
+        """Return the report as JSON values; seconds are null where nothing was timed."""
         return {
             "jobs": self.jobs,
             "seconds": seconds_together(self.runs, self.jobs),
@@ -111,15 +118,6 @@ class Shown:
     def _timed(self) -> Sequence[tuple[str, Timing]]:
         return () if self.watch is None else self.watch.told
 
-    def _timed_in_words(self) -> list[str]:
-        """Return what was timed, and what was not or not as a whole."""
-        timed = self._timed()
-        whole = [f"{what}: {short(timing.piece)}" for what, timing in timed if not (timing.at_least or timing.why_not)]
-        rest = [f"{what}: over {short(timing.piece)}" for what, timing in timed if timing.at_least]
-        rest += [f"{what}: {timing.why_not}" for what, timing in timed if timing.why_not]
-        heads = ("Timed just now", whole), ("Not timed as a whole, so the time is a lower bound", rest)
-        return [f"{head}: {_some(said)}." for head, said in heads if said]
-
 
 def short(seconds: float) -> str:
     """Return a time that was measured in three digits.
@@ -134,28 +132,38 @@ def short(seconds: float) -> str:
 
 
 def print_table(board: Board, out: Path, *, json_output: bool) -> None:
-    """Write and print what is known of a table, and the files of it that could not be read."""
+    """Write and print the table as far as it is filled, and warn of its files that cannot be read."""
     table, problems = conclude(board, out)
-    _show(table, json_output=json_output)
+    console = Console()
+    if json_output:
+        say(json.dumps(as_json(table)))
+    elif console.is_terminal:
+        console.print(_table_grid(table))
+        for further in filter(None, (differences(table), targets(table))):
+            grid = RichTable("Method", title=Text(in_a_line(further.title)))
+            for head in further.heads:
+                grid.add_column(Text(in_a_line(head)), justify="right")
+            for row, cells in further.rows:
+                grid.add_row(Text(in_a_line(row)), *(Text(in_a_line(cell)) for cell in cells))
+            console.print(grid)
+        for note in notes(table):
+            console.print(printable(note), highlight=False, markup=False)
+    else:
+        say(markdown(table))
     for problem in problems:
         say(f"warning: {problem.path}: {problem.error}", err=True)
 
 
-def _some(said: Sequence[str]) -> str:
-    more = len(said) - _MOST_TOLD
-    return "; ".join(said) if more <= 0 else f"{'; '.join(said[:_MOST_TOLD])}; and {more} more kinds of work (--json)"
-
-
-def _drawn(found: Sequence[Forecast]) -> RichTable:
-    drawn = RichTable("run", "state", box=box.SIMPLE)
+def _run_grid(runs: Sequence[Forecast]) -> RichTable:
+    grid = RichTable("run", "state", box=box.SIMPLE)
     for head in ("time left", "MB down", "MB up"):
-        drawn.add_column(head, justify="right")
-    for one in found:
+        grid.add_column(head, justify="right")
+    for one in runs:
         traffic, seconds = one.estimate.total, one.seconds_left
         sizes = [f"{size / 1e6:,.1f}" for size in (traffic.down, traffic.up)] if traffic else ["-", "-"]
-        told = f"{'over ' if one.estimate.at_least else ''}{in_time(seconds)}" if seconds else "-"
-        drawn.add_row(one.name, _status(one), told, *sizes)
-    return drawn
+        time_left = f"{'over ' if one.estimate.at_least else ''}{in_time(seconds)}" if seconds else "-"
+        grid.add_row(one.name, _status(one), time_left, *sizes)
+    return grid
 
 
 def _status(one: Forecast) -> str:
@@ -165,40 +173,11 @@ def _status(one: Forecast) -> str:
     return f"{begun}, synthetic records there" if one.has_pool else begun
 
 
-def _together(found: Sequence[Forecast], jobs: int) -> str:
-    told = time_in_words(found, jobs)
-    left_out = sorted({what for one in found for what in one.estimate.left_out})
-    return f"{told}; not counted: {', '.join(left_out)}" if left_out else told
-
-
-def _show(table: Table, *, json_output: bool) -> None:
-    console = Console()
-    if json_output:
-        say(json.dumps(as_json(table)))
-    elif console.is_terminal:
-        console.print(_for_terminal(table))
-        for grid in filter(None, (differences(table), targets(table))):
-            console.print(_grid(grid))
-        for note in notes(table):
-            console.print(printable(note), highlight=False, markup=False)
-    else:
-        say(markdown(table))
-
-
-def _for_terminal(table: Table) -> RichTable:
-    shown = RichTable("Method")
+def _table_grid(table: Table) -> RichTable:
+    grid = RichTable("Method")
     for column in table.columns:
         for measure in MEASURES:
-            shown.add_column(Text(f"{in_a_line(column)}\n{measure}"), justify="right")
+            grid.add_column(Text(f"{in_a_line(column)}\n{measure}"), justify="right")
     for row, cells in texts(table):
-        shown.add_row(Text(in_a_line(row)), *(Text(text, "bold green" if best else "") for text, best in cells))
-    return shown
-
-
-def _grid(grid: Grid) -> RichTable:
-    shown = RichTable("Method", title=Text(in_a_line(grid.title)))
-    for head in grid.heads:
-        shown.add_column(Text(in_a_line(head)), justify="right")
-    for row, cells in grid.rows:
-        shown.add_row(Text(in_a_line(row)), *(Text(in_a_line(cell)) for cell in cells))
-    return shown
+        grid.add_row(Text(in_a_line(row)), *(Text(text, "bold green" if best else "") for text, best in cells))
+    return grid

@@ -1,10 +1,11 @@
-"""Finished runs are shown: ``fl-sim report`` writes a page or a gallery, ``fl-sim export`` tells trackers."""
+"""``fl-sim report``, ``watch`` and ``export``: a page of runs, their live progress, and their metrics for trackers."""
 
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.live import Live
 from rich.progress import Progress
 
 from fl_sim.cli.screen import say
@@ -32,6 +34,7 @@ from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
 from fl_sim.report.runs import Found, Run, find, read_all
+from fl_sim.report.watching import STATES, Watched, Watcher, view
 from fl_sim.store.files import sole_run
 from fl_sim.store.run_directory import write_text
 
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from fl_sim.data.features import Features
 
 PAGE = "report.html"
+
+_PLAIN_WIDTH = 200
 
 
 def write_report(
@@ -88,6 +93,28 @@ def write_report(
         say(line)
     for name in (PAGE, *files):
         say(str(out / name))
+
+
+def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:
+    """Show the runs in ``directory`` every ``every`` seconds until all have ended, or until Ctrl-C.
+
+    ``once``: show them once. Without a terminal, plain text is written at the start, after each run and at the end.
+    """
+    watcher = Watcher(directory)
+    watched = watcher.look()
+    if json_output:
+        say(json.dumps(_watched_as_json(directory, watched)))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PLAIN_WIDTH, no_color=True)
+    with suppress(KeyboardInterrupt):  # looking on may end at any time
+        if once or not watcher.is_alive(watched):
+            _show(console, watched)
+        elif console.is_terminal:
+            _live(console, watcher, every)
+        else:
+            _lines(console, watcher, every)
 
 
 def write_gallery(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
@@ -249,3 +276,46 @@ def _exported(run: Run, trackers: Sequence[str], *, json_output: bool) -> dict[s
         told = [*(f"{tracker} ({place})" for tracker, place in places.items()), *(f"{one} had it" for one in there)]
         say(f"{run.path}: {len(run.rounds)} rounds; {', '.join(told) or 'sent nowhere'}")
     return {"dir": str(run.path), "rounds": len(run.rounds), "sent": places, "there": there, "failed": sender.failed}
+
+
+def _show(console: Console, watched: Sequence[Watched]) -> None:
+    console.print(view(watched, height=None, is_plain=not console.encoding.startswith("utf")))
+
+
+def _live(console: Console, watcher: Watcher, every: float) -> None:
+    plain = not console.encoding.startswith("utf")
+    watched = watcher.look()
+    with Live(console=console, auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt):
+        while watcher.is_alive(watched):
+            live.update(view(watched, height=console.height, is_plain=plain), refresh=True)
+            time.sleep(every)
+            watched = watcher.look()
+    _show(console, watched)
+
+
+def _lines(console: Console, watcher: Watcher, every: float) -> None:
+    shown: list[tuple[str, str]] | None = None
+    while True:
+        watched = watcher.look()
+        states = [(one.directory, str(one.state)) for one in watched]
+        if states != shown:
+            _show(console, watched)
+            shown = states
+        if not watcher.is_alive(watched):
+            return
+        time.sleep(every)
+
+
+def _watched_as_json(directory: Path, watched: Sequence[Watched]) -> dict[str, Any]:
+    return {
+        "dir": str(directory),
+        "states": {state: sum(one.state == state for one in watched) for state in STATES},
+        "runs": [
+            {
+                "dir": one.directory, "method": one.method, "place": one.place, "seed": one.seed, "state": one.state,
+                "round": one.round, "rounds": one.rounds, "accuracy": one.accuracies[-1] if one.accuracies else None,
+                "seconds_per_round": one.pace, "seconds_left": one.left, "epsilon": one.epsilon, "error": one.error,
+            }
+            for one in watched
+        ],
+    }  # fmt: skip

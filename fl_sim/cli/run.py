@@ -1,29 +1,55 @@
-"""``fl-sim run``: one experiment."""
+"""``fl-sim run``, ``table``, ``sweep``, ``plan`` and ``settings``: experiments are explained, forecast and run.
 
+torch and Flower are imported after all settings are checked: an error in them is reported at once.
+"""
+
+import hashlib
 import json
-from collections.abc import Mapping
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fl_sim.cli.arguments import Given
-from fl_sim.cli.screen import say
+import typer
+
+from fl_sim.cli.running_verbs import RunArguments
+from fl_sim.cli.screen import say, waiting
 from fl_sim.data.naming import without_settings
 from fl_sim.data.places import look_for
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.reference import Group, groups
 from fl_sim.importing import importing
+from fl_sim.mistakes import elsewhere, guess
 from fl_sim.tables.labels import took
+from fl_sim.tables.plan import TableSettings, deadline_after, plan_table, table_settings, tuned
 from fl_sim.tracking.trackers import chosen_trackers
 
-_BEST = {
+if TYPE_CHECKING:
+    from fl_sim.tables.tuning_trials import Search
+
+ANSWER_SECONDS: Final = 20.0
+"""After this time no further PLD is computed for a plan."""
+
+_BEST: Final = {
     "test": "picked on the test set, so optimistic",
     "validation": "picked on records held out for validation",
     "last": "the last, which alone was tested",
     "nothing": "nothing was measured",
 }
+_MOST_CHARACTERS = 60
+_WIDEST = 110
 
 
 def run_experiment(
-    given: Given,
+    given: RunArguments,
     out: Path | None,
     data_root: Path | None,
     *,
@@ -31,26 +57,165 @@ def run_experiment(
     again: bool,
     json_output: bool,
 ) -> None:
-    """Run what was typed, and print what came of it."""
-    trackers = chosen_trackers(track)  # now: a mistake is told without waiting for torch
+    """Run the given experiment and print its result."""
+    trackers = chosen_trackers(track)
     experiment = parse_experiment(given)
     look_for(experiment.data, data_root)
-    with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
+    with importing():
         from fl_sim.interface import run  # noqa: PLC0415
     result = run(experiment, out=out, data_root=data_root, again=again, track=trackers)
     if json_output:
         say(json.dumps(result.facts))
     else:
-        _print(result.facts, result.directory)
+        _print_result(result.facts, result.directory)
 
 
-def parse_experiment(given: Given) -> Experiment:
-    """Return the experiment that was typed; of a table's file, its [base]."""
-    return experiment_from(with_overrides(base_of(given), given.overrides))
+def parse_experiment(given: RunArguments) -> Experiment:
+    """Return the given experiment; of a table's file, its [base]."""
+    return experiment_from(with_overrides(_base_of(given), given.overrides))
 
 
-def base_of(given: Given) -> dict[str, Any]:
-    """Return the settings in the file that was typed; of a table's, those of its [base], and say what is left out."""
+def fill_table(
+    given: RunArguments,
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    hours: float | None,
+    again: bool = False,
+    track: str = "",
+    json_output: bool,
+) -> None:
+    """Run all unfinished cells and print the table. Raises RunError if a cell failed.
+
+    ``hours``: the time budget; exits with 3 if it was too short. ``again``: repeat runs of other records or code.
+    """
+    trackers, deadline = chosen_trackers(track), deadline_after(hours)
+    assert given.path is not None, "without one typed, a preset"
+    settings = table_settings(given.table, given.overrides, str(given.path))
+    plan = plan_table(settings, data_root)
+    with importing():
+        from fl_sim.cli.printed import print_table  # noqa: PLC0415
+        from fl_sim.interface import RESULTS  # noqa: PLC0415
+        from fl_sim.tables.filling import Board, TimeIsUp, fill  # noqa: PLC0415
+        from fl_sim.tracking.following import following_of  # noqa: PLC0415
+    following = following_of(trackers)
+    out = out or RESULTS / given.path.stem
+    board = Board(settings, plan)
+    try:
+        fill(board, out, jobs, data_root, deadline=deadline, following=following, again=again)
+    except TimeIsUp:
+        print_table(board, out, json_output=json_output)
+        failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""
+        say(
+            f"--budget {hours:g} leaves no time for more: this table is PARTIAL, {board.num_finished()} of "
+            f"{len(board.plan.runs)} cells are finished and kept in {out}{failed}; the same command goes on from there",
+            err=True,
+        )
+        raise typer.Exit(3) from None
+    except KeyboardInterrupt:
+        print_table(board, out, json_output=json_output)
+        say(
+            f"interrupted: {board.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
+            "the same command goes on from there",
+            err=True,
+        )
+        raise typer.Exit(130) from None
+    print_table(board, out, json_output=json_output)
+    say(f"table.md, table.csv, rounds.csv, table.tex and table.json are in {out}", err=True)
+    if failures := board.failures():
+        raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")
+
+
+def as_table(given: RunArguments) -> RunArguments:
+    """Return the arguments as a table: settings with several values are its grid, all others its base.
+
+    The name depends on the names of the varied settings and on the base, so further values extend the same table.
+    Raises UserError if no setting has several values, or a value is empty.
+    """
+    typed = [override.partition("=") for override in given.overrides]
+    varied = {key: value.split(",") for key, _, value in typed if "," in value}
+    if not varied:
+        raise UserError(
+            "nothing varies: give a setting several values, such as 'fl-sim sweep local.learning_rate=0.01,0.1 "
+            "seed=0,1,2'; one run is 'fl-sim run'"
+        )
+    for key, values in varied.items():
+        if "" in values or len(set(values)) < len(values):
+            raise UserError(
+                f"{key}={','.join(values)} names a value twice, or an empty one: separate values by one comma"
+            )
+    fixed = [override for override in given.overrides if override.partition("=")[0] not in varied]
+    base = with_overrides(_base_of(given), fixed)
+    same = json.dumps([base, sorted(varied)], sort_keys=True, default=str)
+    names = "-".join(varied)[:_MOST_CHARACTERS]
+    path = Path(f"sweep-{names}-{hashlib.sha256(same.encode()).hexdigest()[:8]}.toml")
+    return RunArguments("the sweep", path, {"centralized": False, "base": base, "grid": varied}, [])
+
+
+def show_plan(
+    given: RunArguments, out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
+) -> None:
+    """Print the forecast of every run of the given experiment or table, and the privacy bill of all."""
+    deadline, is_late = time.monotonic() + ANSWER_SECONDS, list[bool]()
+
+    def in_time() -> bool:
+        is_late.append(time.monotonic() >= deadline)
+        return not is_late[-1]
+
+    with waiting() as show, redirect_stdout(sys.stderr):  # output of the user's own code
+        if given.path is not None and {"base", "grid", "tune"} & set(given.table):
+            planned = _planned_table(given.path, given, out, jobs, data_root, show)
+        elif jobs is not None:
+            raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
+        else:
+            planned = _planned_run(given, out, data_root)
+        with importing():
+            from fl_sim.cli.printed import PlanReport  # noqa: PLC0415
+            from fl_sim.privacy.loss_distribution import begun_only_if  # noqa: PLC0415
+            from fl_sim.simulation.stopwatch import Stopwatch  # noqa: PLC0415
+            from fl_sim.tables.forecast import bills_of, forecast, search_forecasts  # noqa: PLC0415
+        watch = None if quick else Stopwatch()
+        found = forecast(planned.runs, planned.cells, data_root, watch, billed=in_time, say=show)
+        searches = []
+        if planned.settings is not None:
+            searches = search_forecasts(planned.settings, planned.searches, planned.cells.parent, data_root, found)
+        show("adding up what all runs cost in privacy")
+        with begun_only_if(in_time):
+            bills = bills_of(found)
+        report = PlanReport(found, searches, planned.jobs, bills, watch, is_rough=any(is_late))
+    if json_output:
+        say(json.dumps({"directory": str(planned.cells), **report.to_json()}))
+    else:
+        report.print()
+
+
+def show_settings(name: str | None, *, json_output: bool) -> None:
+    """Print the reference of the setting, group or kind called ``name``; None: the settings of every experiment."""
+    every = groups()
+    if name is None:
+        chosen = [group for group in every if not group.kind and group.name in {"", "local", "evaluate"}]
+    else:
+        chosen = _find(name, every)
+    if json_output:
+        say(json.dumps([asdict(group) for group in chosen]))
+        return
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    for group in chosen:
+        say("\n".join([*_lines_of(group, width), ""]))
+    if name is None:
+        say("Further: 'fl-sim settings NAME', where NAME is a setting, the start of one, or a kind, such as")
+        say("local.schedule, preprocess, scaffold or poisson.")
+
+
+def title_of(group: Group) -> str:
+    """Return the setting that selects a group, as it is typed, and the setting that must be made before it."""
+    title = f"{group.name}={group.kind}" if group.kind else group.name
+    return f"{title}, with {group.within}" if group.within else title
+
+
+def _base_of(given: RunArguments) -> dict[str, Any]:
+    """Return the settings of the given file; of a table's file its [base], with a warning about the rest."""
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
         say(
@@ -62,60 +227,43 @@ def base_of(given: Given) -> dict[str, Any]:
     return base
 
 
-def _print(result: Mapping[str, Any], out: Path) -> None:
+def _print_result(result: Mapping[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
+    server = f", {result['titles']['server']}" if result["titles"].get("server") else ""
+    share = result.get("measures", {}).get("majority_share")
+    majority = "" if share is None else f" (largest class: {_percent(share)} of the test records)"
     say(
-        f"{result['algorithm']}{_server(result)} on {without_settings(result['data'])}{note}, {result['partition']}, "
+        f"{result['algorithm']}{server} on {without_settings(result['data'])}{note}, {result['partition']}, "
         f"{result['clients']} clients, {result['model']}: "
-        f"accuracy {_percent(result['final_accuracy'])}{_majority(result)} after {result['rounds']} rounds, "
+        f"accuracy {_percent(result['final_accuracy'])}{majority} after {result['rounds']} rounds, "
         f"best {_percent(result['best_accuracy'])} ({_BEST[result.get('best_chosen_on', 'test')]}), "
         f"{took(result)} on engine {result['engine']}"
     )
     if result["stopped"]:
         say(result["stopped"])
-    _print_virtual_time(result)
-    if result["preprocess"]["kind"] != "none":
-        say(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
-    if result["calibrate"]["kind"] != "none":
-        say(_calibration_in_words(result["calibrate"]))
-    if "tstr" in result:
-        say(_classifiers_in_words(result["tstr"]))
-    if "pate" in result:
-        say(_votes_in_words(result["pate"]))
-    if not result["privacy"]:
-        say("privacy: none - updates leave the clients without noise")
-    for promise in result["privacy"]:
-        _print_promise(promise)
-    say(f"results in {out}")
-
-
-def _print_promise(promise: Mapping[str, Any]) -> None:
-    say(f"privacy of a {promise['unit']}: {promise['guarantee']}")
-    if promise["unit"] == "client":
-        say(f"  who takes part: {promise['sampling']}")
-    say(f"  covers: {promise['covers']}")
-    say(f"  does not cover: {promise['does_not_cover']}")
-
-
-def _server(result: Mapping[str, Any]) -> str:
-    """Name the server where it does not wait for a round's clients."""
-    title = result["titles"].get("server")
-    return f", {title}" if title else ""
-
-
-def _print_virtual_time(result: Mapping[str, Any]) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
+    if result["preprocess"]["kind"] != "none":
+        say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
+    if result["calibrate"]["kind"] != "none":
+        say(_calibration(result["calibrate"]))
+    if "tstr" in result:
+        say(_classifiers(result["tstr"]))
+    if "pate" in result:
+        say(_votes(result["pate"]))
+    if not result["privacy"]:
+        say("privacy: none - updates leave the clients without noise")
+    for statement in result["privacy"]:
+        say(f"privacy of a {statement['unit']}: {statement['guarantee']}")
+        if statement["unit"] == "client":
+            say(f"  who takes part: {statement['sampling']}")
+        say(f"  covers: {statement['covers']}")
+        say(f"  does not cover: {statement['does_not_cover']}")
+    say(f"results in {out}")
 
 
-def _majority(result: Mapping[str, Any]) -> str:
-    """Say how often guessing the most frequent class would be right: an accuracy near it has learned nothing."""
-    share = result.get("measures", {}).get("majority_share")
-    return "" if share is None else f" (largest class: {_percent(share)} of the test records)"
-
-
-def _in_words(made: Mapping[str, Any], *, is_drawn: bool) -> str:
+def _preprocessing(made: Mapping[str, Any], *, is_drawn: bool) -> str:
     if made["kind"] == "private-start":
         return (
             f"{made['kind']}: the first model learned from {made['num_images']:,} images, drawn from "
@@ -130,7 +278,7 @@ def _in_words(made: Mapping[str, Any], *, is_drawn: bool) -> str:
     )
 
 
-def _calibration_in_words(made: Mapping[str, Any]) -> str:
+def _calibration(made: Mapping[str, Any]) -> str:
     if "accuracy_after" not in made:
         return f"{made['kind']}: the run did not come to it"
     skipped = ", ".join(map(str, made["classes_skipped"]))
@@ -141,7 +289,7 @@ def _calibration_in_words(made: Mapping[str, Any]) -> str:
     )
 
 
-def _votes_in_words(facts: dict[str, Any]) -> str:
+def _votes(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['teachers']} teachers answered {facts['queries_answered']} of {facts['queries_asked']} queries about "
         f"{facts['public_records']} public records; noisy labels right: {_percent(facts['label_accuracy'])}; student "
@@ -149,15 +297,94 @@ def _votes_in_words(facts: dict[str, Any]) -> str:
     )
 
 
-def _classifiers_in_words(facts: Mapping[str, Any]) -> str:
-    tried = "; ".join(
+def _classifiers(facts: Mapping[str, Any]) -> str:
+    accuracies = "; ".join(
         f"{one['name']} {_percent(one['test_accuracy'])} (held-out synthetic {_percent(one['held_out_accuracy'])})"
         for one in facts["classifiers"]
     )
     frechet = facts["frechet"]
     apart = frechet and f"; Frechet distance to real test records {frechet['distance']:.1f} ({frechet['features']})"
-    return f"classifiers on synthetic records: {tried}; chosen: {facts['chosen']}{apart or ''}"
+    return f"classifiers on synthetic records: {accuracies}; chosen: {facts['chosen']}{apart or ''}"
 
 
 def _percent(accuracy: float | None) -> str:
     return "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %"
+
+
+class _Planned(NamedTuple):
+    """Runs {directory in ``cells``: experiment}, ``jobs`` at a time, and the unfinished searches before them."""
+
+    runs: Mapping[str, Experiment]
+    cells: Path
+    jobs: int = 1
+    settings: TableSettings | None = None
+    searches: "tuple[Search, ...]" = ()
+
+
+def _planned_run(given: RunArguments, out: Path | None, data_root: Path | None) -> _Planned:
+    experiment = parse_experiment(given)
+    look_for(experiment.data, data_root)
+    with importing():
+        from fl_sim.interface import directory_of  # noqa: PLC0415
+    experiment, directory = directory_of(experiment, out, data_root)
+    return _Planned({directory.name: experiment}, directory.parent)
+
+
+def _planned_table(
+    path: Path,
+    given: RunArguments,
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    show: Callable[[str], object],
+) -> _Planned:
+    settings = table_settings(given.table, given.overrides, str(path))
+    plan = plan_table(settings, data_root, show)
+    with importing():
+        from fl_sim.interface import RESULTS  # noqa: PLC0415
+        from fl_sim.simulation.capacity import cores  # noqa: PLC0415
+        from fl_sim.tables.filling import CELLS  # noqa: PLC0415
+        from fl_sim.tables.tuning import known_choices, values_of  # noqa: PLC0415
+        from fl_sim.tables.tuning_trials import searches_of  # noqa: PLC0415
+        from fl_sim.tables.workers import with_share_of_cores  # noqa: PLC0415
+    out = out or RESULTS / path.stem
+    searches = () if settings.tune is None else searches_of(settings, plan, data_root)
+    if searches and (chosen := known_choices(settings, searches, out, data_root)) is not None:
+        plan, searches = tuned(settings, plan, values_of(chosen), data_root), ()
+    jobs = jobs or min(cores(), len(plan.runs))
+    runs = {name: with_share_of_cores(experiment, jobs) for name, experiment in plan.runs.items()}
+    return _Planned(runs, out / CELLS, jobs, settings, searches)
+
+
+def _find(name: str, every: Sequence[Group]) -> list[Group]:
+    """Return the groups, or parts of them, called ``name``; ``algorithm=fedprox`` is the kind in its group.
+
+    Raises UserError if nothing has this name.
+    """
+    setting, _, kind = name.partition("=")
+    kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])
+    if kind or "=" in name:
+        found = [group for group in every if (group.name, group.kind) == (setting, kind)]
+    else:
+        found = [group for group in every if name == group.kind or (group.name + ".").startswith(name + ".")]
+        alone = {setting: group for group in every for setting in group.settings if setting.name == name}
+        found = [Group(group.name, group.kind, group.within, "", (one,)) for one, group in alone.items()] + found
+    if found:
+        return found
+    names = {group.kind or group.name for group in every} | {
+        setting.name for group in every for setting in group.settings
+    }
+    meant = elsewhere(name) or guess(kind or name, names - {""})
+    raise UserError(f"no setting or kind is called {name!r}{meant}; 'fl-sim settings' lists them")
+
+
+def _lines_of(group: Group, width: int) -> list[str]:
+    wrapped = partial(textwrap.wrap, width=width, subsequent_indent="      ", break_on_hyphens=False)
+    title = title_of(group)
+    lines = [title] if title and group.about else []
+    lines += textwrap.wrap(group.about.replace("``", ""), width)
+    for setting in group.settings:
+        default = f" (default: {setting.default})" if setting.default else ""
+        lines += ["", *wrapped(f"{setting.name}: {setting.takes}{default}", initial_indent="  ")]
+        lines += wrapped(setting.meaning.replace("``", ""), initial_indent="      ")
+    return lines if lines[0] else lines[1:]  # a single setting has no title

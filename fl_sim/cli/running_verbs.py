@@ -1,14 +1,16 @@
-"""What can be typed to run experiments, or to see beforehand what they would do; and the options that verbs share."""
+"""The verbs that run or plan experiments: their options, help and arguments; and the options that all verbs share.
+
+Nothing of an experiment is imported here: help and a missing file are answered without any kind of setting.
+"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from fl_sim.cli.screen import say
+from fl_sim.errors import UserError
 from fl_sim.importing import importing
-
-if TYPE_CHECKING:
-    from fl_sim.cli.arguments import Given
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DataRoot = Annotated[
@@ -35,14 +37,14 @@ Stale = Annotated[
         "--again", help="Run again what is of other records or code of yours than now; what it was is moved beside it."
     ),
 ]
-Arguments = Annotated[
+ArgumentList = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]..."),
 ]
 
 
 def run(
-    arguments: Arguments = None,
+    arguments: ArgumentList = None,
     *,
     out: Annotated[
         Path | None,
@@ -93,7 +95,7 @@ def run(
 
       fl-sim run rounds=50 --track tensorboard
     """
-    given = _read(arguments)
+    given = read_arguments(arguments)
     if dry_run:
         _show_plan(given, out, None, data_root, json_output=json_output)
         return
@@ -104,7 +106,7 @@ def run(
 
 
 def table(  # noqa: PLR0913 (one parameter per option)
-    arguments: Arguments = None,
+    arguments: ArgumentList = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
     data_root: DataRoot = None,
@@ -141,15 +143,18 @@ def table(  # noqa: PLR0913 (one parameter per option)
 
       fl-sim table grid.toml --budget 8
     """
-    given = _read(arguments, "digits")
+    given = read_arguments(arguments, "digits")
     if dry_run:
         _show_plan(given, out, jobs, data_root, json_output=json_output)
-    else:
-        _fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
+        return
+    with importing():
+        from fl_sim.cli.run import fill_table  # noqa: PLC0415 (see verbs.py)
+
+    fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
 
 
 def sweep(  # noqa: PLR0913 (one parameter per option)
-    arguments: Arguments = None,
+    arguments: ArgumentList = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/sweep-NAME).")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side (default: one a core).")] = None,
     data_root: DataRoot = None,
@@ -171,19 +176,19 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
 
       fl-sim sweep data=mnist partition=label-2 algorithm=fedavg,fedprox,scaffold local.epochs=1,5 --dry-run
     """
-    given = _read(arguments)
+    given = read_arguments(arguments)
     with importing():
-        from fl_sim.cli.table import as_table  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.run import as_table, fill_table  # noqa: PLC0415 (see verbs.py)
 
     given = as_table(given)
     if dry_run:
         _show_plan(given, out, jobs, data_root, json_output=json_output)
-    else:
-        _fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
+        return
+    fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
 
 
 def plan(
-    arguments: Arguments = None,
+    arguments: ArgumentList = None,
     out: Annotated[
         Path | None, typer.Option(help="Where the results are, or will be (default: as for the verb).")
     ] = None,
@@ -209,11 +214,11 @@ def plan(
 
       fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
     """
-    _show_plan(_read(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
+    _show_plan(read_arguments(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
 
 
 def partition(
-    arguments: Arguments = None,
+    arguments: ArgumentList = None,
     *,
     data: Annotated[str | None, typer.Option(help="The same as data=TEXT.")] = None,
     scheme: Annotated[str | None, typer.Option(help="The same as partition=TEXT.")] = None,
@@ -240,39 +245,53 @@ def partition(
       fl-sim partition run.toml
     """
     typed = {"data": data, "partition": scheme, "clients": clients, "seed": seed}
-    given = _read([*(arguments or []), *(f"{key}={value}" for key, value in typed.items() if value is not None)])
+    given = read_arguments(
+        [*(arguments or []), *(f"{key}={value}" for key, value in typed.items() if value is not None)]
+    )
     with importing():
-        from fl_sim.cli.partition import show_partition  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.data import show_partition  # noqa: PLC0415 (see verbs.py)
 
     show_partition(given, plot, data_root, json_output=json_output)
 
 
-def _read(arguments: list[str] | None, default: str | None = None) -> "Given":
+class RunArguments(NamedTuple):
+    """The arguments of a verb: FILE or PRESET ``name``, if given, its path and content, and key=value texts."""
+
+    name: str | None
+    path: Path | None
+    table: dict[str, Any]
+    overrides: list[str]
+
+
+def read_arguments(arguments: list[str] | None, default: str | None = None) -> RunArguments:
+    """Read ``[FILE or PRESET] [key=value ...]``; ``default`` stands for a missing FILE.
+
+    Reports a preset that hides a file, and settings that a later one replaces. Raises UserError for two files, and for
+    a file that cannot be read.
+    """
     with importing():
-        from fl_sim.cli.arguments import read  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.settings import read_table  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.tables.files import file_or_preset  # noqa: PLC0415
 
-    return read(arguments, default)
-
-
-def _fill_table(
-    given: "Given",
-    out: Path | None,
-    jobs: int | None,
-    data_root: Path | None,
-    *,
-    hours: float | None,
-    again: bool,
-    track: str,
-    json_output: bool,
-) -> None:
-    with importing():
-        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see verbs.py)
-
-    fill_table(given, out, jobs, data_root, hours=hours, again=again, track=track, json_output=json_output)
+    files = [argument for argument in arguments or [] if "=" not in argument]
+    if len(files) > 1:
+        raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
+    overrides = [argument for argument in arguments or [] if "=" in argument]
+    last = {override.partition("=")[0]: override for override in overrides}
+    for override in overrides:
+        if override not in last.values():
+            say(f"{override} has no effect: {last[override.partition('=')[0]]} comes after it", err=True)
+    name = files[0] if files else default
+    if name is None:
+        return RunArguments(None, None, {}, overrides)
+    path, which = file_or_preset(name)
+    if which:
+        say(which, err=True)
+    return RunArguments(name, path, read_table(path), overrides)
 
 
 def _show_plan(
-    given: "Given",
+    given: RunArguments,
     out: Path | None,
     jobs: int | None,
     data_root: Path | None,
@@ -281,6 +300,6 @@ def _show_plan(
     json_output: bool,
 ) -> None:
     with importing():
-        from fl_sim.cli.table import show_plan  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.run import show_plan  # noqa: PLC0415 (see verbs.py)
 
     show_plan(given, out, jobs, data_root, quick=quick, json_output=json_output)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fl_sim
-from fl_sim.cli.privacy.verbs import app as privacy_app
+from fl_sim.cli.privacy import app as privacy_app
 from fl_sim.cli.running_verbs import AnyDataRoot, AsJson, DataRoot, partition, plan, run, sweep, table
 from fl_sim.cli.screen import say
 from fl_sim.importing import importing
@@ -74,7 +74,7 @@ def settings(
       fl-sim settings algorithm=fedprox
     """
     with importing():
-        from fl_sim.cli.settings import show_settings  # noqa: PLC0415 (see the top)
+        from fl_sim.cli.run import show_settings  # noqa: PLC0415 (see the top)
 
     show_settings(name, json_output=json_output)
 
@@ -178,7 +178,7 @@ def watch(
       fl-sim watch results --once
     """
     with importing():
-        from fl_sim.cli.watch import watch_directory  # noqa: PLC0415 (see the top)
+        from fl_sim.cli.report import watch_directory  # noqa: PLC0415 (see the top)
 
     watch_directory(directory, every=every, once=once, json_output=json_output)
 

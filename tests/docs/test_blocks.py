@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import typer
 
-from fl_sim.cli.arguments import read
 from fl_sim.cli.run import parse_experiment
+from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.cli.verbs import app
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.plan import table_settings
@@ -113,9 +113,9 @@ def test_every_command_is_valid_as_it_stands(folder: Path) -> None:
                 parsed = verb.make_context(verb.name, list(arguments)) if not hasattr(verb, "commands") else None
             settings = (parsed.params.get("arguments") or []) if parsed else []
             if words[0] == "run":
-                parse_experiment(read(settings))
+                parse_experiment(read_arguments(settings))
             elif words[0] == "table":
-                given = read(settings, "digits")
+                given = read_arguments(settings, "digits")
                 table_settings(given.table, given.overrides, given.name or "")
             checked += 1
     assert checked > 40

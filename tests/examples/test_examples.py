@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fl_sim
-from fl_sim.cli.arguments import read
 from fl_sim.cli.run import parse_experiment
+from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.kinds import kind_of, title_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
@@ -46,14 +46,14 @@ def test_there_is_one_for_every_extension_point() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_in_an_example_runs_what_is_in_it(name: str, tmp_path: Path) -> None:
-    result = fl_sim.run(parse_experiment(read([*COMMANDS[name], *SMALL])), out=tmp_path, progress=False)
+    result = fl_sim.run(parse_experiment(read_arguments([*COMMANDS[name], *SMALL])), out=tmp_path, progress=False)
     assert result.facts["status"] == "finished"
     written = (tmp_path / "config.toml").read_text()
     assert f'"{next(word for word in COMMANDS[name] if f"={name}:" in word).partition("=")[2]}"' in written
 
 
 def experiment(name: str) -> Any:
-    return parse_experiment(read(COMMANDS[name]))
+    return parse_experiment(read_arguments(COMMANDS[name]))
 
 
 def test_the_loss_term_keeps_the_laws_and_does_something(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ OWN_PARTS = {"fedper": {}, "ifca": {}, "private_steps": {}, "adapters": {}}
 
 
 def _small(name: str, out: Path, **more: Any) -> Any:
-    settings = parse_experiment(read([*COMMANDS[name], "clients=4", "rounds=3", "seed=1"])).model_dump()
+    settings = parse_experiment(read_arguments([*COMMANDS[name], "clients=4", "rounds=3", "seed=1"])).model_dump()
     return fl_sim.run({**settings, "engine": "inprocess", **more}, out=out, progress=False)
 
 

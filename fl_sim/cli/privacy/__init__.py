@@ -1,1 +1,343 @@
-"""``fl-sim privacy``: one file per verb."""
+"""``fl-sim privacy``: plan a budget before a run, and audit the mechanism that spends it.
+
+Nothing slow is imported before a verb is called: help is answered from this file.
+"""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+
+from fl_sim.cli.screen import say
+from fl_sim.errors import UserError
+from fl_sim.importing import importing
+
+if TYPE_CHECKING:
+    from fl_sim.cli.privacy.plan import Sampling
+
+app = typer.Typer(
+    help="Plan a privacy budget, or audit the mechanism that spends it.", no_args_is_help=True, rich_markup_mode=None
+)
+
+_Rate = Annotated[
+    float | None, typer.Option(help="Poisson sampling: a unit's chance to take part in a step, in (0, 1].")
+]
+_Noise = Annotated[
+    float | None, typer.Option(help="Noise on the sum / clipping norm; leave out to have it found for --epsilon.")
+]
+_Delta = Annotated[float, typer.Option(help="Well below 1 / number of protected units.")]
+_Epsilon = Annotated[float | None, typer.Option(help="The budget to plan for.")]
+_Accountant = Annotated[Literal["rdp", "pld"], typer.Option(help="Whose epsilon counts; both are shown.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw epsilon over steps into this file.", metavar="FILE.png")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+_LARGEST_RANGE: Final = 10**6
+_BAR: Final = 40
+_MOST_ROWS: Final = 25
+
+
+@app.command("global-dp")
+def global_dp(  # noqa: PLR0913 (one parameter per option)
+    *,
+    sampling_rate: _Rate = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients K.")] = None,
+    cohort: Annotated[
+        int | None, typer.Option(help="Fixed-size sampling: m of the K clients, without replacement.")
+    ] = None,
+    noise_multiplier: _Noise = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; leave out to be told how many fit --epsilon.")] = None,
+    delta: _Delta = 1e-5,
+    epsilon: _Epsilon = None,
+    accountant: _Accountant = "rdp",
+    plot: _Plot = None,
+    json_output: _Json = False,
+) -> None:
+    """Client-level privacy of a federated run. Give two of --noise-multiplier, --rounds and --epsilon.
+
+    For example:
+
+      fl-sim privacy global-dp --sampling-rate 0.1 --noise-multiplier 1.0 --rounds 54 --delta 1e-5
+
+      fl-sim privacy global-dp --sampling-rate 0.1 --rounds 100 --epsilon 8
+
+      fl-sim privacy global-dp --clients 1000 --cohort 100 --noise-multiplier 2.0 --epsilon 8 --json
+    """
+    sampling = _sampling("client", sampling_rate, cohort, clients)
+    _plan(sampling, noise_multiplier, rounds, delta, epsilon, accountant, plot=plot, json_output=json_output)
+
+
+@app.command("dp-sgd")
+def dp_sgd(  # noqa: PLR0913 (one parameter per option)
+    *,
+    sampling_rate: _Rate = None,
+    records: Annotated[int | None, typer.Option(help="Number of records n.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Expected batch B; Poisson sampling with rate B / n.")] = None,
+    noise_multiplier: _Noise = None,
+    steps: Annotated[int | None, typer.Option(help="Steps; leave out to be told how many fit --epsilon.")] = None,
+    delta: _Delta = 1e-5,
+    epsilon: _Epsilon = None,
+    accountant: _Accountant = "rdp",
+    plot: _Plot = None,
+    json_output: _Json = False,
+) -> None:
+    """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
+
+    A plan alone: clients of fl-sim run take no private steps in rounds, and there is no secure sum. DP-SGD runs in the
+    generator dp-cgan of preprocess=da-fl.
+
+    For example:
+
+      fl-sim privacy dp-sgd --records 60000 --batch-size 250 --noise-multiplier 1.3 --steps 3600
+
+      fl-sim privacy dp-sgd --records 6000 --batch-size 64 --steps 5000 --epsilon 10 --accountant pld
+    """
+    if batch_size is not None:
+        if records is None or sampling_rate is not None:
+            raise UserError("--batch-size goes with --records and without --sampling-rate: the rate is B / n")
+        if not 1 <= batch_size <= records:
+            raise UserError(f"a batch of {batch_size} does not fit {records} records: choose 1 to {records}")
+        sampling_rate = batch_size / records
+    if sampling_rate is None:
+        raise UserError("how are records sampled? Give --records N --batch-size B, or --sampling-rate Q")
+    sampling = _sampling("record", sampling_rate, None, records)
+    _plan(sampling, noise_multiplier, steps, delta, epsilon, accountant, plot=plot, json_output=json_output)
+
+
+@app.command("labels")
+def plan_labels(
+    *,
+    records: Annotated[int, typer.Option(help="Records of the class, n_k.")],
+    gamma: Annotated[float, typer.Option(help="Synthetic records per record.")],
+    largest: Annotated[int, typer.Option("--range", help="R: the most synthetic records of a class; public.")],
+    epsilon: Annotated[float, typer.Option(help="epsilon_1, the price of one class's selection.")] = 0.1,
+    mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="How the count is noised.")] = (
+        "exponential"
+    ),
+    classes: Annotated[int, typer.Option(help="Classes L, for the totals.")] = 10,
+    false_positive: Annotated[
+        float, typer.Option(help="How likely an absent class may get labels; 1 drops nothing.")
+    ] = 0.01,
+    json_output: _Json = False,
+) -> None:
+    """Record-level privacy of DA-FL's label picker: how many synthetic labels a class gets, and what that costs.
+
+    For example:
+
+      fl-sim privacy labels --records 600 --gamma 0.05 --epsilon 0.1 --range 400
+
+      fl-sim privacy labels --records 600 --gamma 0.05 --epsilon 0.1 --range 400 --mechanism geometric --json
+    """
+    found = _label_costs(mechanism, records, gamma, epsilon, largest, classes=classes, false_positive=false_positive)
+    say(json.dumps(found) if json_output else _label_costs_in_words(found))
+
+
+@app.command("pate")
+def plan_pate(  # noqa: PLR0913 (one parameter per option)
+    *,
+    votes: Annotated[Path, typer.Option(help="Counts: an integer array, queries x classes.", metavar="COUNTS.npy")],
+    mechanism: Annotated[
+        Literal["lnmax", "gnmax", "confident"], typer.Option(help="Laplace noise, Gaussian noise, or with a threshold.")
+    ],
+    gamma: Annotated[float | None, typer.Option(help="lnmax: Laplace noise of scale 1 / gamma votes.")] = None,
+    sigma: Annotated[float | None, typer.Option(help="gnmax, confident: noise on every count, in votes.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="confident: votes that the top count must reach.")] = None,
+    sigma_threshold: Annotated[float | None, typer.Option(help="confident: noise of that test, in votes.")] = None,
+    delta: _Delta = 1e-5,
+    epsilon: Annotated[float | None, typer.Option(help="Also say how many of the queries fit this total.")] = None,
+    release: Annotated[
+        bool, typer.Option("--release", help="Also publish the data-dependent epsilon with noise; each call costs.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw epsilon over queries.", metavar="FILE.png")] = None,
+    json_output: _Json = False,
+) -> None:
+    """Record-level privacy of labels that teachers voted for: data-dependent (private) and data-independent epsilon.
+
+    For example:
+
+      fl-sim privacy pate --votes counts.npy --mechanism lnmax --gamma 0.05 --delta 1e-5
+
+      fl-sim privacy pate --votes counts.npy --mechanism confident --sigma 40 --threshold 200 --sigma-threshold 150
+    """
+    with importing():
+        from fl_sim.cli.privacy import pate  # noqa: PLC0415 (slow imports, only here)
+
+    request = pate.LabellingRequest(mechanism, gamma, sigma, threshold, sigma_threshold, delta, epsilon)
+    request.cost()
+    counts = pate.read_votes(votes)
+    bill = pate.answer(request, counts)
+    if release:
+        bill["release"] = pate.release(request, counts)
+    if plot is not None:
+        pate.plot(bill, counts, plot)
+    for warning in bill["warnings"]:
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(bill) if json_output else pate.in_words(bill))
+
+
+@app.command("audit")
+def run_audit(
+    *,
+    noise_multiplier: Annotated[
+        float, typer.Option(help="Noise multiplier whose claim is put to the test.", min=0.1)
+    ] = 1.0,
+    runs: Annotated[int, typer.Option(help="Simulated rounds in each of the two worlds.", min=100)] = 4000,
+    seed: Annotated[int | None, typer.Option(help="Repeat an audit; without a seed the noise is fresh.")] = None,
+    json_output: _Json = False,
+) -> None:
+    """Run the real Global DP aggregator, and planted faults, on a worst case and hold them against the claimed privacy.
+
+    For example:
+
+      fl-sim privacy audit --noise-multiplier 1.0 --runs 4000
+    """
+    with importing():
+        from dp_accounting import GaussianDpEvent  # noqa: PLC0415
+
+        from fl_sim.cli.privacy.audit import TRUE_MECHANISM, audit_global_dp, refuted_epsilon  # noqa: PLC0415 (slow)
+        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+    noise = Noise.secret() if seed is None else Noise.seeded(seed)
+    findings = audit_global_dp(noise_multiplier, num_runs=runs, noise=noise)
+    at_delta = epsilon_of_counts({GaussianDpEvent(noise_multiplier): 1}, 1e-5, accountant="pld")
+    proven = refuted_epsilon(findings[0], noise_multiplier, 1e-5)
+    if json_output:
+        shown = [{**asdict(finding), "caught": finding.caught} for finding in findings]
+        head = {"unit": "client", "noise_multiplier": noise_multiplier, "runs": runs, "confidence": 0.95}
+        tight = {"claimed_epsilon": at_delta, "refuted_epsilon": proven, "tightness": proven / at_delta}
+        say(json.dumps({**head, "true_mechanism": TRUE_MECHANISM, **tight, "mechanisms": shown}))
+        return
+    say(f"noise multiplier {noise_multiplier:g}, {runs} rounds per world, 95 % confidence; deltas at epsilon 0 and 1")
+    say(f"{'mechanism':32}{'delta(0) >=':>12}{'delta(1) >=':>12}{'epsilon >=':>12}  verdict")
+    claimed = findings[0].profile.claimed
+    say(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
+    for finding in findings:
+        profile = finding.profile
+        if profile.claimed != claimed:
+            claimed = profile.claimed
+            say(f"{'claimed by sampling, 16 rounds':32}{claimed[0]:12.3f}{claimed[2]:12.3f}")
+        verdict = "CLAIM REFUTED" if profile.refuted else ("noise is wrong" if finding.caught else "nothing found")
+        bounds = f"{profile.lower_bounds[0]:12.3f}{profile.lower_bounds[2]:12.3f}{profile.epsilon_lower_bound:12.2f}"
+        say(f"{finding.mechanism:32}{bounds}  {verdict}")
+    say(
+        f"tightness {proven / at_delta:.2f}: had {TRUE_MECHANISM!r} claimed an epsilon below {proven:.2f} (it claims "
+        f"{at_delta:.2f}), these runs would have refuted it"
+    )
+
+
+def _sampling(unit: str, rate: float | None, cohort: int | None, population: int | None) -> "Sampling":
+    if rate is None and (cohort is None or population is None):
+        raise UserError(f"how are {unit}s sampled? Give --sampling-rate Q, or --{unit}s K and --cohort m")
+    if rate is not None and cohort is not None:
+        raise UserError("--sampling-rate means Poisson sampling, --cohort a fixed size: give one of them")
+    if rate is not None and not 0 < rate <= 1:
+        raise UserError(f"sampling rate {rate} is not in (0, 1]: give the chance that one {unit} takes part in a step")
+    if population is not None and population < 1:
+        raise UserError(f"{population} {unit}s: give at least 1")
+    with importing():
+        from fl_sim.cli.privacy.plan import Sampling  # noqa: PLC0415
+
+    return Sampling(unit, rate, cohort, population)
+
+
+def _plan(
+    sampling: "Sampling",
+    noise: float | None,
+    steps: int | None,
+    delta: float,
+    target: float | None,
+    accountant: Literal["rdp", "pld"],
+    *,
+    plot: Path | None,
+    json_output: bool,
+) -> None:
+    from fl_sim.cli.privacy import plan  # noqa: PLC0415 (imported before)
+
+    request = plan.BudgetRequest(sampling, noise, steps, target, delta, accountant)
+    answer = plan.answer(request)
+    if plot is not None:
+        plan.plot(request, answer, plot)
+    for warning in answer["warnings"]:
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(answer) if json_output else plan.in_words(answer))
+
+
+def _label_costs(
+    mechanism: Literal["exponential", "geometric"],
+    records: int,
+    gamma: float,
+    epsilon: float,
+    largest: int,
+    *,
+    classes: int,
+    false_positive: float,
+) -> dict[str, Any]:
+    """Return the distribution of one class's selection, its moments and its cost as JSON values."""
+    if records < 0:
+        raise UserError(f"{records} records: give 0 or more")
+    if not 0 < epsilon < math.inf:
+        raise UserError(f"epsilon {epsilon} is not a positive number: choose one such as 0.1")
+    if largest > _LARGEST_RANGE:
+        raise UserError(f"a range up to {largest} is too long to print: give at most {_LARGEST_RANGE}")
+    if classes < 1:
+        raise UserError(f"{classes} classes: give at least 1")
+    if not 0 < false_positive <= 1:
+        raise UserError(f"a false-positive probability of {false_positive} is not in (0, 1]: choose one such as 0.01")
+    with importing():
+        import numpy as np  # noqa: PLC0415
+
+        from clients.dafl.labels import ExponentialMechanism, Geometric  # noqa: PLC0415
+    kind = ExponentialMechanism if mechanism == "exponential" else Geometric
+    picker = kind(epsilon=epsilon, false_positive=false_positive)
+    pmf = picker.pmf(records, gamma, largest)
+    counts = np.arange(largest + 1)
+    mean = float(pmf @ counts)
+    threshold = picker.threshold(gamma, largest)
+    totals = picker.totals(classes)
+    return {
+        "unit": "record",
+        "mechanism": mechanism,
+        "records": records,
+        "gamma": gamma,
+        "range": largest,
+        "classes": classes,
+        "epsilon": epsilon,
+        "delta": 0.0,
+        "epsilon_parallel": totals.parallel,
+        "epsilon_sequential": totals.sequential,
+        "epsilon_replace_one": totals.replace_one,
+        "target": gamma * records,
+        "mean": mean,
+        "standard_deviation": math.sqrt(float(pmf @ (counts - mean) ** 2)),
+        "threshold": threshold,
+        "false_positive": false_positive,
+        "dropped": float(pmf[:threshold].sum()),
+        "mean_of_absent_class": float(picker.pmf(0, gamma, largest) @ counts),
+        "pmf": pmf.tolist(),
+    }
+
+
+def _label_costs_in_words(found: dict[str, Any]) -> str:
+    """Return the answer as lines of text; of a long distribution, the part around its mean."""
+    lines = [
+        f"synthetic labels    {found['mean']:.4g} on average, standard deviation {found['standard_deviation']:.4g}",
+        f"target              {found['target']:.6g} = gamma x records; at most {found['range']}",
+        f"threshold           {found['threshold']}; fewer count as none",
+        f"  of this class     {found['dropped']:.3g} is the chance to fall below it",
+        f"  of an absent one  {found['false_positive']:g} at most is the chance to reach it",
+        f"absent class        {found['mean_of_absent_class']:.3g} labels on average without the threshold",
+        f"epsilon             {found['epsilon_parallel']:g} for all classes together, since a record is in one class",
+        f"  sequential        {found['epsilon_sequential']:g} added up over {found['classes']} classes",
+        f"  replace one       {found['epsilon_replace_one']:g} where a record may change its class",
+        "unit                record, add-or-remove-one; delta 0",
+        "",
+        f"{'labels':>8}  probability",
+    ]
+    pmf = found["pmf"]
+    first = min(max(0, round(found["mean"]) - _MOST_ROWS // 2), max(0, len(pmf) - _MOST_ROWS))
+    shown = range(first, min(first + _MOST_ROWS, len(pmf)))
+    lines += [f"{count:8}  {pmf[count]:.6f} {'#' * round(_BAR * pmf[count] / max(pmf))}".rstrip() for count in shown]
+    return "\n".join(lines)

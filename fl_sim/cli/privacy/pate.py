@@ -1,4 +1,4 @@
-"""``fl-sim privacy pate``: what it costs to label a public pool with somebody's votes."""
+"""``fl-sim privacy pate``: the privacy cost of labels that teachers voted for."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -31,8 +31,8 @@ _MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments
 
 
 @dataclass(frozen=True)
-class Question:
-    """A mechanism with its parameters as the user gave them; all noise is in votes (Laplace: scale 1 / gamma)."""
+class LabellingRequest:
+    """A mechanism with the user's parameters; all noise is in votes (Laplace: scale 1 / gamma)."""
 
     mechanism: Name
     gamma: float | None
@@ -43,7 +43,7 @@ class Question:
     target: float | None = None
 
     def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
-        """Return the mechanism's cost. Raises UserError where a parameter is missing, superfluous or senseless."""
+        """Return the mechanism's cost. Raises UserError for a missing, superfluous or invalid parameter."""
         given = {
             "--gamma": self.gamma,
             "--sigma": self.sigma,
@@ -53,7 +53,8 @@ class Question:
         needed = _NEEDS[self.mechanism]
         for name, value in given.items():
             if (value is None) == (name in needed):
-                raise UserError(f"mechanism {self.mechanism} takes {' and '.join(needed)}: {name} is {_state(value)}")
+                state = "missing" if value is None else "not for it"
+                raise UserError(f"mechanism {self.mechanism} takes {' and '.join(needed)}: {name} is {state}")
             if value is not None and not (0 < value < math.inf or (name == "--threshold" and value == 0)):
                 raise UserError(f"{name} {value} gives no guarantee: choose a positive number")
         if self.gamma is not None:
@@ -79,23 +80,23 @@ def read_votes(path: Path) -> labelling_cost.Counts:
         raise UserError(f"{path}: {error}") from error
 
 
-def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str, Any], labelling_cost.Analysis]:
-    """Return the bill as JSON values, and the analysis behind it."""
-    valid_delta(question.delta)
-    if question.target is not None and not 0 < question.target < math.inf:
-        raise UserError(f"target epsilon {question.target} is not a positive number: choose one such as 8")
-    cost = question.cost()
-    found = labelling_cost.analyse(counts, cost, question.delta)
-    confident = question.mechanism == "confident"
-    advice = delta_advice(question.delta, float(counts[0].sum()))  # there are at least as many records as teachers
+def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
+    """Return the privacy bill as JSON values."""
+    valid_delta(request.delta)
+    if request.target is not None and not 0 < request.target < math.inf:
+        raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
+    cost = request.cost()
+    found = labelling_cost.analyse(counts, cost, request.delta)
+    confident = request.mechanism == "confident"
+    advice = delta_advice(request.delta, float(counts[0].sum()))  # there are at least as many records as teachers
     bill = {
         "unit": "record",
-        "mechanism": question.mechanism,
+        "mechanism": request.mechanism,
         **asdict(cost),
         "queries": len(counts),
         "teachers": int(counts[0].sum()),
         "classes": counts.shape[1],
-        "delta": question.delta,
+        "delta": request.delta,
         "epsilon": found.worst_case.least,
         "epsilon_rdp": found.worst_case.rdp,
         "epsilon_pld": found.worst_case.pld,
@@ -105,7 +106,7 @@ def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str,
         "answers": found.answers,
         "answers_are": "expected" if confident else "all",
         "epsilon_data_dependent_is": PRIVATE,
-        "as_published": _as_published(question, counts, found),
+        "as_published": _as_published(request, counts, found),
         "accountant": found.worst_case.accountant,
         "orders": len(ORDERS),
         "per_query": {
@@ -117,44 +118,44 @@ def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str,
         "release": None,
         "warnings": [advice] if advice else [],
     }
-    if question.target is not None:
-        bill["target_epsilon"] = question.target
-        bill["queries_that_fit"] = labelling_cost.queries_within(cost, len(counts), question.delta, question.target)
-        bill["queries_that_fit_data_dependent"] = int((found.dependent.cumulative <= question.target).sum())
-    return bill, found
+    if request.target is not None:
+        bill["target_epsilon"] = request.target
+        bill["queries_that_fit"] = labelling_cost.queries_within(cost, len(counts), request.delta, request.target)
+        bill["queries_that_fit_data_dependent"] = int((found.dependent.cumulative <= request.target).sum())
+    return bill
 
 
-def release(question: Question, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return a noisy upper bound on the data-dependent epsilon, for everybody; every call is a release of its own."""
-    cost = question.cost()
-    if question.mechanism == "confident":
+def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
+    """Return a noisy, public upper bound on the data-dependent epsilon. Every call is one more release."""
+    cost = request.cost()
+    if request.mechanism == "confident":
         raise UserError(
             "--release of confident must know which queries were answered, and votes do not tell: run algorithm=pate "
             "with algorithm.publish_cost=true, or leave --release out"
         )
     shape = {"queries": len(counts), "teachers": int(counts[0].sum()), "classes": counts.shape[1]}
-    terms = smooth_sensitivity.planned(cost, question.delta, **shape)
-    published = smooth_sensitivity.release(counts, cost, question.delta, terms, noise=Noise.secret())
+    terms = smooth_sensitivity.planned(cost, request.delta, **shape)
+    published = smooth_sensitivity.release(counts, cost, request.delta, terms, noise=Noise.secret())
     return {**asdict(published), "smoothness": terms.smoothness, "noise": terms.noise, "own_cost": terms.divergence()}
 
 
 def in_words(bill: dict[str, Any]) -> str:
-    """Return the bill as lines for people."""
+    """Return the bill as lines of text."""
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
-    total = "total (expected)" if bill["answers_are"] == "expected" else "total"
-    expected = ""
-    if bill["answers_are"] == "expected":
-        expected = ". PRIVATE, too: how many answers are expected is computed from the votes"
-    answers = f"{bill['answers']:.6g} answered" + (" (expected)" if bill["answers_are"] == "expected" else "")
+    is_expected = bill["answers_are"] == "expected"
+    is_private = ". PRIVATE, too: how many answers are expected is computed from the votes" if is_expected else ""
+    expected = " (expected)" if is_expected else ""
     facts = {
         "mechanism": _mechanism_in_words(bill),
-        "votes": f"{bill['queries']} queries, {bill['teachers']} teachers, {bill['classes']} classes; {answers}",
+        "votes": f"{bill['queries']} queries, {bill['teachers']} teachers, {bill['classes']} classes; "
+        f"{bill['answers']:.6g} answered{expected}",
         "guarantee, total": f"epsilon {rounded_up(bill['epsilon'])} at delta {delta:g}, all queries, for any votes. "
         f"{bill['epsilon_is']}",
-        "data-independent": f"epsilon {bill['epsilon_data_independent']:.4f} {total}; "
-        f"{each['epsilon_data_independent'][0]:.4f} for the first query alone; by RDP{expected}",
-        "data-dependent": f"epsilon {bill['epsilon_data_dependent']:.4f} {total}; {mean:.4f} one query alone, mean",
+        "data-independent": f"epsilon {bill['epsilon_data_independent']:.4f} total{expected}; "
+        f"{each['epsilon_data_independent'][0]:.4f} for the first query alone; by RDP{is_private}",
+        "data-dependent": f"epsilon {bill['epsilon_data_dependent']:.4f} total{expected}; {mean:.4f} one query "
+        "alone, mean",
         "": f"PRIVATE: {PRIVATE}",
         "as published": f"data-dependent {published['epsilon_data_dependent']:.4f}, data-independent "
         f"{published['epsilon_data_independent']:.4f} ({published['bounds']})",
@@ -175,7 +176,7 @@ def in_words(bill: dict[str, Any]) -> str:
 
 
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
-    """Draw total epsilon over queries, and each query's own over the teachers' agreement, into ``path``."""
+    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into ``path``."""
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -195,17 +196,19 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
     save_plot(figure, path)
 
 
-def _as_published(question: Question, counts: labelling_cost.Counts, found: labelling_cost.Analysis) -> dict[str, Any]:
-    """Return epsilon by the bounds and the conversion of the papers, to be held against their tables."""
+def _as_published(
+    request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
+) -> dict[str, Any]:
+    """Return epsilon by the papers' bounds and conversion, for comparison with their tables."""
     orders = np.array(ORDERS)
     dependent, independent = found.dependent.curve, found.independent.curve
     bounds = "2018: theorem 6, classic conversion of Renyi divergence"
-    if question.gamma is not None:
+    if request.gamma is not None:
         orders, bounds = _MOMENTS_2017, "2017: theorem 3 where it holds, 8 moments, classic conversion"
-        each = lnmax.independent_2017(question.gamma, orders)
-        theorem = lnmax.theorem_3(lnmax.log_q(counts, question.gamma), question.gamma, orders)
+        each = lnmax.independent_2017(request.gamma, orders)
+        theorem = lnmax.theorem_3(lnmax.log_q(counts, request.gamma), request.gamma, orders)
         dependent, independent = np.minimum(theorem, each).sum(axis=0), len(counts) * each
-    tail = -math.log(question.delta) / (orders - 1)
+    tail = -math.log(request.delta) / (orders - 1)
     return {
         "epsilon_data_dependent": float((dependent + tail).min()),
         "epsilon_data_independent": float((independent + tail).min()),
@@ -222,7 +225,3 @@ def _mechanism_in_words(bill: dict[str, Any]) -> str:
     return (
         f"confident gnmax, {noise} where the top count with {bill['sigma_threshold']:g} reaches {bill['threshold']:g}"
     )
-
-
-def _state(value: float | None) -> str:
-    return "missing" if value is None else "not for it"

@@ -1,4 +1,4 @@
-"""The three questions of planning: epsilon from noise, noise from epsilon, steps that fit; and a plot."""
+"""``fl-sim privacy global-dp`` and ``dp-sgd``: epsilon from noise, noise from epsilon, or the steps that fit."""
 
 import math
 from collections import Counter
@@ -19,20 +19,19 @@ from fl_sim.report.picture import save_plot
 _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
-
 NOT_IN_RUNS: Final = (
     "DP-SGD on records that one holder has, as in da-fl's dp-cgan. Clients of fl-sim run take no private steps in "
     "rounds, and no secure sum hides their updates from the server: a record is protected there by preprocess=da-fl, "
     "calibrate.epsilon or algorithm=pate, a client by aggregator=global-dp"
 )
-"""What a plan of DP-SGD does not say that fl-sim run does."""
+"""The limit of a DP-SGD plan: ``fl-sim run`` has no such training."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How units are chosen: with probability ``rate`` each, or ``cohort`` of ``population`` without replacement.
+    """Poisson sampling of units at ``rate``, or ``cohort`` of ``population`` units without replacement.
 
-    ``population`` may be None under Poisson sampling, where it is not needed and not public.
+    ``population`` may be None under Poisson sampling, which does not use it.
     """
 
     unit: str
@@ -41,7 +40,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return what ``event`` costs when its units are sampled this way."""
+        """Return ``event`` amplified by this sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -50,8 +49,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What the user knows; one of ``noise`` (noise multiplier), ``steps`` and ``target`` (epsilon) may be missing."""
+class BudgetRequest:
+    """The known quantities; one of ``noise`` (noise multiplier), ``steps`` and ``target`` (epsilon) may be missing."""
 
     sampling: Sampling
     noise: float | None
@@ -61,23 +60,21 @@ class Question:
     accountant: Accountant
 
 
-def answer(question: Question) -> dict[str, Any]:
-    """Return the plan as JSON values. Raises UserError where too little is known or a value makes no sense."""
-    _check(question)
-    sampling, delta, accountant = question.sampling, question.delta, question.accountant
-    noise, steps = question.noise, question.steps
+def answer(request: BudgetRequest) -> dict[str, Any]:
+    """Return the plan as JSON values. Raises UserError if two quantities are missing or a value is invalid."""
+    _check(request)
+    sampling, delta, accountant = request.sampling, request.delta, request.accountant
+    noise, steps = request.noise, request.steps
     asked = "epsilon"
     if noise is None:
         assert steps is not None
-        assert question.target is not None
-        asked, noise = (
-            "noise_multiplier",
-            noise_multiplier(sampling.amplify, steps, question.target, delta, accountant=accountant),
-        )
+        assert request.target is not None
+        asked = "noise_multiplier"
+        noise = noise_multiplier(sampling.amplify, steps, request.target, delta, accountant=accountant)
     event = sampling.amplify(dp_event.GaussianDpEvent(noise))
     fits = None
-    if question.target is not None and asked == "epsilon":
-        fits = steps_that_fit(event, question.target, delta, accountant=accountant)
+    if request.target is not None and asked == "epsilon":
+        fits = steps_that_fit(event, request.target, delta, accountant=accountant)
     if steps is None:
         assert fits is not None
         asked, steps = "steps", fits
@@ -99,7 +96,7 @@ def answer(question: Question) -> dict[str, Any]:
         "no_pld": found.reason,
         "epsilon_least": _json(found.least),
         "accountant_least": found.accountant,
-        "target_epsilon": question.target,
+        "target_epsilon": request.target,
         "steps_that_fit": fits,
         "adjacency": str(adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
@@ -109,7 +106,7 @@ def answer(question: Question) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan as lines for people."""
+    """Return the plan as lines of text."""
     source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
     if plan["no_pld"]:
         source = f"by RDP; {plan['no_pld']}"
@@ -129,42 +126,39 @@ def in_words(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(question: Question, plan: dict[str, Any], path: Path) -> None:
+def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
     """Draw epsilon over steps, by both accountants, into ``path`` (its suffix decides the format)."""
     if not plan["steps"]:
         raise UserError("nothing to plot: not one step fits; raise --epsilon or --noise-multiplier")
-    event = question.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
+    event = request.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     title = f"{plan['unit']}, {plan['adjacency']}: q = {plan['sampling_rate']:.4g}, z = {plan['noise_multiplier']:.4g}"
     for accountant, num_points, style in _CURVES:
         at = sorted({max(1, round(plan["steps"] * point / num_points)) for point in range(1, num_points + 1)})
-        values = [epsilon_of_counts({event: steps}, question.delta, accountant=accountant) for steps in at]
+        values = [epsilon_of_counts({event: steps}, request.delta, accountant=accountant) for steps in at]
         axes.plot(at, values, style, label=accountant.upper())
-    if question.target is not None:
-        axes.axhline(question.target, color="black", linestyle=":", label="budget")
-    axes.set(xlabel="steps", ylabel=f"epsilon at delta {question.delta:g}", ylim=(0, None), title=title)
+    if request.target is not None:
+        axes.axhline(request.target, color="black", linestyle=":", label="budget")
+    axes.set(xlabel="steps", ylabel=f"epsilon at delta {request.delta:g}", ylim=(0, None), title=title)
     axes.legend()
     save_plot(figure, path)
 
 
-def _check(question: Question) -> None:
-    valid_delta(question.delta)
-    count = "--rounds" if question.sampling.unit == "client" else "--steps"
-    known = {"--noise-multiplier": question.noise, count: question.steps, "--epsilon": question.target}
+def _check(request: BudgetRequest) -> None:
+    valid_delta(request.delta)
+    count = "--rounds" if request.sampling.unit == "client" else "--steps"
+    known = {"--noise-multiplier": request.noise, count: request.steps, "--epsilon": request.target}
     missing = [name for name, value in known.items() if value is None]
     if len(missing) > 1:
         raise UserError(f"too little to plan with: {' and '.join(missing)} are missing; give two of {', '.join(known)}")
-    if question.noise is not None and not 0 < question.noise < math.inf:
-        raise UserError(f"noise multiplier {question.noise} gives no guarantee: choose a positive number such as 1.0")
-    if question.steps is not None and not 1 <= question.steps <= _MOST_STEPS:
-        raise UserError(f"{_short(question.steps)} steps: give 1 to {_MOST_STEPS:g}")
-    if question.target is not None and not 0 < question.target < math.inf:
-        raise UserError(f"target epsilon {question.target} is not a positive number: choose one such as 8")
-
-
-def _short(number: int) -> str:
-    return str(number) if abs(number) < 10**30 else "that many"
+    if request.noise is not None and not 0 < request.noise < math.inf:
+        raise UserError(f"noise multiplier {request.noise} gives no guarantee: choose a positive number such as 1.0")
+    if request.steps is not None and not 1 <= request.steps <= _MOST_STEPS:
+        steps = str(request.steps) if abs(request.steps) < 10**30 else "that many"
+        raise UserError(f"{steps} steps: give 1 to {_MOST_STEPS:g}")
+    if request.target is not None and not 0 < request.target < math.inf:
+        raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
 
 
 def _json(epsilon: float) -> float | None:

@@ -243,10 +243,10 @@ def test_where_the_time_is_up_epsilons_are_by_rdp_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     private = ("model=logistic", "rounds=7", "aggregator=global-dp", "sampler=poisson:0.3", "--quick", "--json")
-    monkeypatch.setattr("fl_sim.cli.table.ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr("fl_sim.cli.run.ANSWER_SECONDS", 0.0)
     assert typed(monkeypatch, *private) == 0
     rough = json.loads(capsys.readouterr().out)
-    monkeypatch.setattr("fl_sim.cli.table.ANSWER_SECONDS", 1e6)
+    monkeypatch.setattr("fl_sim.cli.run.ANSWER_SECONDS", 1e6)
     assert typed(monkeypatch, *private) == 0
     exact = json.loads(capsys.readouterr().out)
     assert (rough["bill_by_rdp_alone"], exact["bill_by_rdp_alone"]) == (True, False)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fl_sim.__main__ import main
-from fl_sim.cli.arguments import read
 from fl_sim.cli.run import parse_experiment
+from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Evaluate, Local
 from fl_sim.tables.files import PRESETS
@@ -133,12 +133,12 @@ def test_debug_lets_the_traceback_through(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_preset_is_the_base_of_its_table() -> None:
-    experiment = parse_experiment(read(["mnist", "rounds=3"]))
+    experiment = parse_experiment(read_arguments(["mnist", "rounds=3"]))
     assert (experiment.data, experiment.model, experiment.rounds) == ("mnist", "niid-cnn", 3)
 
 
 def test_what_a_run_leaves_out_of_a_tables_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    parse_experiment(read(["digits"]))
+    parse_experiment(read_arguments(["digits"]))
     assert "digits is a table's: this run takes its [base] alone, not [grid]" in capsys.readouterr().err
 
 
@@ -146,12 +146,12 @@ def test_a_name_means_the_preset_in_every_folder_and_for_every_verb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read(["mnist"]).path == PRESETS / "mnist.toml"
+    assert read_arguments(["mnist"]).path == PRESETS / "mnist.toml"
     assert capsys.readouterr().err == ""
     (tmp_path / "mnist").write_text("rounds = 7\n")
-    assert read(["mnist"]).path == PRESETS / "mnist.toml"
+    assert read_arguments(["mnist"]).path == PRESETS / "mnist.toml"
     assert "mnist is taken for the preset; the file of that name in this folder is ./mnist" in capsys.readouterr().err
-    assert parse_experiment(read(["./mnist"])).rounds == 7
+    assert parse_experiment(read_arguments(["./mnist"])).rounds == 7
 
 
 def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fl_sim.cli import watch as watching
+from fl_sim.cli import report as watching
 from fl_sim.cli.verbs import watch
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation, dp_event
 from scipy import stats
 
-from fl_sim.cli.privacy.plan import Question, Sampling, answer, in_words
+from fl_sim.cli.privacy.plan import BudgetRequest, Sampling, answer, in_words
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
     bounds,
@@ -118,7 +118,7 @@ def test_below_the_floor_the_pld_is_left_out_and_that_is_said() -> None:
     assert below.pld is None
     assert below.least == below.rdp == epsilon_of_counts({event: 20_000}, floor * 0.99, accountant="pld")
     assert "rounding errors, up to" in below.in_words()
-    asked = Question(Sampling("record", 0.02, None, None), 4.0, 20_000, None, 1e-13, "rdp")
+    asked = BudgetRequest(Sampling("record", 0.02, None, None), 4.0, 20_000, None, 1e-13, "rdp")
     plan = answer(asked)
     assert plan["epsilon_pld"] is None
     assert plan["epsilon_least"] == plan["epsilon_rdp"]

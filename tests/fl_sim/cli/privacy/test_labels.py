@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clients.dafl.labels import ExponentialMechanism, Geometric
-from fl_sim.cli.privacy.verbs import app
+from fl_sim.cli.privacy import app
 from fl_sim.errors import UserError
 
 CLASS = ("labels", "--records", "600", "--gamma", "0.05", "--epsilon", "0.1", "--range", "400")

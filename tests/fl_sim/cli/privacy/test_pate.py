@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fl_sim.cli.privacy import app
 from fl_sim.cli.privacy.pate import PRIVATE
-from fl_sim.cli.privacy.verbs import app
 from fl_sim.errors import UserError
 
 LNMAX = ("--mechanism", "lnmax", "--gamma", "0.05")

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_sim.cli.privacy import audit
+from fl_sim.cli.privacy import app, audit
 from fl_sim.cli.privacy.audit import TRUE_MECHANISM, TRUE_SAMPLING, Finding, audit_global_dp
-from fl_sim.cli.privacy.verbs import app
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.testing_fixtures import SetFineness
