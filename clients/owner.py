@@ -16,7 +16,7 @@ from flwr.app import Context, Message
 from fl_sim.engines.grid import CLIENT_RAISED, failure
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
-from fl_sim.store.files import folder_of
+from fl_sim.store.files import user_folder
 
 _RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
 """What a run may be called in an order: a name, never a path out of the owner's folder."""
@@ -54,7 +54,7 @@ def owner_of(context: Context) -> Owner | None:
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
-    default = folder_of("FL_SIM_STATES", "XDG_STATE_HOME", "~/.local/state", "states")
+    default = user_folder("FL_SIM_STATES", "XDG_STATE_HOME", "~/.local/state", "states")
     return Owner(data, (Path(state).expanduser().absolute() if state else default) / f"client-{client_of(context)}")
 
 

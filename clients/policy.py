@@ -32,7 +32,7 @@ from fl_sim.privacy.charge_log import Charge, Receipt
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.settings import Settings, parse_table
-from fl_sim.store.files import alone_in
+from fl_sim.store.files import folder_lock
 from fl_sim.store.tensors import write_private
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
@@ -124,7 +124,7 @@ class Policy:
         same release, and free.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
-        with alone_in(self.home):
+        with folder_lock(self.home):
             ledger = self.open_ledger()
             paid = {(charge.release, charge.noise) for charge in ledger.charges}
             new = {name: event for name, event in releases.items() if (name, noise) not in paid}

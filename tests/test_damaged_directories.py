@@ -30,6 +30,6 @@ def test_the_harness_sees_a_run_that_goes_on_with_foreign_rounds(
     number = next(number for number in range(1000) if harness.drawn(number, setting)[1:] == ("rounds.jsonl", "cut"))
     assert harness.attempt(number, {"fedavg": setting}, tmp_path).outcome == "refused"
     monkeypatch.setattr(
-        run_directory, "keep_rounds", lambda out, last_round, chain: run_directory.read_rounds(out)[:last_round]
+        run_directory, "truncate_log", lambda out, last_round, chain: run_directory.read_rounds(out)[:last_round]
     )
     assert harness.attempt(number, {"fedavg": setting}, tmp_path).wrong == "other numbers in the log"

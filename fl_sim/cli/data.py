@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fl_sim.cli.running_verbs import RunArguments
 from fl_sim.cli.screen import say
-from fl_sim.data import NAMES, Source, find, is_own, load, roots, verify, wanted_files
+from fl_sim.data import NAMES, DataSource, find, is_own, load, roots, verify, wanted_files
 from fl_sim.data.dataset import card_of
 from fl_sim.errors import RunError, UserError, in_a_line, printable
 from fl_sim.importing import importing
@@ -126,13 +126,13 @@ def show_partition(given: RunArguments, plot: Path | None, data_root: Path | Non
         say(f"drawn to {plot}")
 
 
-def _row(name: str, source: Source | None) -> dict[str, Any]:
+def _row(name: str, source: DataSource | None) -> dict[str, Any]:
     path = None if source is None or source.path is None else str(source.path)
     layout = source.layout if source else None
     return {"name": name, "found": source is not None, "layout": layout, "path": path}
 
 
-def _where(source: Source | None) -> str:
+def _where(source: DataSource | None) -> str:
     if source is None:
         return "missing"
     return f"{source.layout:8} {source.path}" if source.path else "embedded in scikit-learn"
@@ -154,11 +154,11 @@ def _draw(dataset: Dataset, sheet: Path) -> None:
         raise UserError(f"cannot draw to {sheet}: use a name that ends in .png")
     from fl_sim.report.figures.samples import draw_records  # noqa: PLC0415 (matplotlib: a second to import)
     from fl_sim.report.picture import png  # noqa: PLC0415
-    from fl_sim.store.files import in_words, write_whole  # noqa: PLC0415
+    from fl_sim.store.files import readable_os_errors, write_whole  # noqa: PLC0415
 
     classes = dataset.classes or tuple(f"class {label}" for label in range(dataset.num_classes))
     drawn = png(draw_records(dataset.train, classes, [f"{dataset.name}: training records", dataset.note]))
-    with in_words():
+    with readable_os_errors():
         sheet.parent.mkdir(parents=True, exist_ok=True)
         write_whole(sheet, drawn)
 

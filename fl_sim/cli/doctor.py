@@ -21,7 +21,7 @@ from fl_sim.errors import RunError
 from fl_sim.interface import run
 from fl_sim.native.compiling import ARCHITECTURES, WIDTHS, find_library, lanes_of, processor
 from fl_sim.native.kernel import load_kernel
-from fl_sim.store.files import folder_of
+from fl_sim.store.files import user_folder
 
 PACKAGES: Final = (
     "torch", "torchvision", "numpy", "flwr", "ray", "opacus", "dp-accounting", "scikit-learn", "pydantic",
@@ -116,7 +116,7 @@ def _gpu() -> list[str]:
 
 
 def _folder(name: str, variable: str, base_variable: str, base: str) -> dict[str, Any]:
-    path = folder_of(variable, base_variable, base, name)
+    path = user_folder(variable, base_variable, base, name)
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else []
     return {
         "path": str(path),

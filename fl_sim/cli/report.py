@@ -35,7 +35,7 @@ from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
 from fl_sim.report.runs import Found, Run, find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
-from fl_sim.store.files import sole_run
+from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import write_text
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def _exported(run: Run, trackers: Sequence[str], *, json_output: bool) -> dict[s
 
     if run.status != "finished":
         say(f"warning: {run.path}: {run.error}", err=True)
-    with sole_run(run.path):
+    with run_lock(run.path):
         sender = send_whole(run.path, trackers, lambda line: say(f"warning: {line}", err=True))
     places = {tracker: session.place for tracker, session in sender.sessions.items()}
     there = [tracker for tracker in trackers if tracker not in {*places, *sender.failed}]

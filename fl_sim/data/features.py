@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
-from fl_sim.store.files import alone_in, folder_of, in_words, write_whole
+from fl_sim.store.files import folder_lock, readable_os_errors, user_folder, write_whole
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
@@ -39,7 +39,7 @@ _PARTS: Final = ("train", "test")
 
 def features_root() -> Path:
     """Return where features are kept: $FL_SIM_FEATURES, else the user's cache."""
-    return folder_of("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache", "features")
+    return user_folder("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache", "features")
 
 
 def version_of(features: Features) -> str:
@@ -83,9 +83,9 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
     folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
     private = is_own(dataset.name)  # features tell of the user's own records what these do
     shapes = (len(dataset.train), size), (len(dataset.test), size)
-    with in_words():
+    with readable_os_errors():
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
-        with alone_in(folder):
+        with folder_lock(folder):
             path = folder / _FILE
             if private:
                 _close(folder, path)

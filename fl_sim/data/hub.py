@@ -14,10 +14,10 @@ import numpy as np
 
 from fl_sim.data.dataset import own_dataset, read_off_classes
 from fl_sim.data.naming import OwnName
-from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
-from fl_sim.data.table import Held, Plan, dataset_of, held_by_setting, planned, rows_of
+from fl_sim.data.pictures import ImageSettings, Pixels, decoded, image_settings, stack_images
+from fl_sim.data.table import TablePlan, TestPart, dataset_of, planned, rows_of, test_part_by_setting
 from fl_sim.data.table_columns import roles_of
-from fl_sim.data.table_file import ROWS, TableFile, pyarrow, table_of
+from fl_sim.data.table_file import ROWS, TableReader, pyarrow, table_of
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
@@ -35,7 +35,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     library = _library()
     parts = _parts(library, own, path)
     train, tested_on = _chosen(own, parts)
-    held = held_by_setting(own)
+    held = test_part_by_setting(own)
     if tested_on:
         held = replace(held, other=f"its part {tested_on}")
     used = [train, *([tested_on] if tested_on else [])]
@@ -114,7 +114,7 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
     return train, test
 
 
-def _table(where: str, part: Any, first: Any) -> TableFile:
+def _table(where: str, part: Any, first: Any) -> TableReader:
     """Return ``part`` with the codes of classes that ``first`` has, the part to train on: classes are told by name."""
     arrow = pyarrow()
     schema = part.features.arrow_schema.remove_metadata()
@@ -195,16 +195,16 @@ def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
 
 
 def _with_images(
-    name: str, own: OwnName, parts: Sequence[Any], tables: Sequence[TableFile], held: Held, image: str
+    name: str, own: OwnName, parts: Sequence[Any], tables: Sequence[TableReader], held: TestPart, image: str
 ) -> Dataset:
     for key in ("drop", "text", "scale", "missing"):
         if own.option(key):
             raise UserError(f"data.{key} is for tables, and the column {image!r} holds images; leave it out")
-    wanted = wanted_by(own)
+    wanted = image_settings(own)
     plan = planned(own, tables, roles_of(own, tables[0], with_features=False), held)
     rows = rows_of(plan)
     undecoded = [part.select_columns([image]).cast_column(image, _library().Image(decode=False)) for part in parts]
-    stack = stacked(_opened(undecoded, tables, image, wanted), len(rows.labels))
+    stack = stack_images(_opened(undecoded, tables, image, wanted), len(rows.labels))
     images = stack.images
     records = Examples(images, rows.labels, rows.clients if plan.roles.client else None)
     train, test = (records.take(np.flatnonzero(mask)) for mask in (~rows.is_test, rows.is_test))
@@ -224,14 +224,14 @@ def _with_images(
     )
 
 
-def _opened(parts: Sequence[Any], tables: Sequence[TableFile], image: str, wanted: Wanted) -> Iterator[Any]:
+def _opened(parts: Sequence[Any], tables: Sequence[TableReader], image: str, wanted: ImageSettings) -> Iterator[Any]:
     for part, table in zip(parts, tables, strict=True):
         for number in range(len(part)):
             where = f"{table.where}, record {number + 1}"
             yield where, partial(_picture, part, number, image, where, wanted)
 
 
-def _picture(part: Any, number: int, image: str, where: str, wanted: Wanted) -> Pixels:
+def _picture(part: Any, number: int, image: str, where: str, wanted: ImageSettings) -> Pixels:
     given = part[number][image]
     if given is None:
         raise UserError(f"{where}, column {image!r}: there is no image")
@@ -243,7 +243,7 @@ def _picture(part: Any, number: int, image: str, where: str, wanted: Wanted) -> 
         raise UserError(f"{where}, column {image!r}: the image cannot be read ({in_one_line(error)})") from error
 
 
-def _note(plan: Plan, image: str, wanted: Wanted) -> str:
+def _note(plan: TablePlan, image: str, wanted: ImageSettings) -> str:
     clients = f"{len(plan.clients):,} clients by {plan.roles.client}" if plan.clients else ""
     tested = plan.held.told(plan.roles.split, by_client=bool(plan.clients))
     return "; ".join(filter(None, [f"images {image}", f"label {plan.roles.label}", clients, wanted.told(), tested]))

@@ -28,7 +28,7 @@ from fl_sim.data.dataset import (
     widened,
 )
 from fl_sim.data.naming import OwnName
-from fl_sim.data.table_file import told_doubles
+from fl_sim.data.table_file import similar_spellings
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import in_one_line
@@ -84,7 +84,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
     strangers = len(numbers) - len(parts[0])
     left = f"{strangers:,} clients have test records alone" if strangers else ""
-    doubles = told_doubles("users", {user.name for user in everyone}, with_names=False)
+    doubles = similar_spellings("users", {user.name for user in everyone}, with_names=False)
     counted = tuple(filter(None, (left, doubles)))
     note = f"LEAF, {_what(train, is_text=is_text)}; {len(parts[0]):,} clients by user"
     if own.option("alphabet") and not is_text:

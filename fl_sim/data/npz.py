@@ -28,7 +28,7 @@ from fl_sim.data.dataset import (
     with_validation,
 )
 from fl_sim.data.naming import KnownSet, OwnName
-from fl_sim.data.table_file import told_doubles
+from fl_sim.data.table_file import similar_spellings
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
@@ -92,7 +92,7 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
     listed, inferred = listed_classes(own), images_inferred(arrays["x_train"].shape) if is_image else ()
     made = own_dataset(name, train, test, mean, std, str(path), listed=listed)
-    counted = tuple(filter(None, [told_doubles("clients", client_names(arrays), with_names=False)]))
+    counted = tuple(filter(None, [similar_spellings("clients", client_names(arrays), with_names=False)]))
     made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed), counted=counted)
     return with_validation(made, _validation(path, arrays), str(path))
 

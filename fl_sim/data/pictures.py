@@ -26,7 +26,7 @@ from fl_sim.data.dataset import (
     unlisted,
 )
 from fl_sim.data.naming import OwnName
-from fl_sim.data.table_file import told_doubles
+from fl_sim.data.table_file import similar_spellings
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import in_one_line
@@ -49,12 +49,12 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     UserError naming the file that cannot be read, has another size than the first, or belongs to a class without
     training images.
     """
-    wanted, listed, folders = wanted_by(own), listed_classes(own), _subfolders(path / "train")
+    wanted, listed, folders = image_settings(own), listed_classes(own), _subfolders(path / "train")
     tested = _subfolders(path / "test")
     classes = _classes(path, folders, tested, listed)
     train = _files(path / "train", [folders.get(name) for name in classes])
     files = [*train, *_files(path / "test", [tested.get(name) for name in classes])]
-    stack = stacked(((str(file), partial(_image, file, wanted)) for file, _ in files), len(files))
+    stack = stack_images(((str(file), partial(_image, file, wanted)) for file, _ in files), len(files))
     images = stack.images
     labels = np.array([label for _, label in files], dtype=np.int64)
     first, second = (Examples(images[rows], labels[rows]) for rows in (slice(len(train)), slice(len(train), None)))
@@ -66,7 +66,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     return replace(
         dataset,
         note=wanted.told(),
-        counted=tuple(filter(None, (left, "" if listed else told_doubles("classes", classes)))),
+        counted=tuple(filter(None, (left, "" if listed else similar_spellings("classes", classes)))),
         classes=tuple(classes),
         read_off=(*read_off_classes(listed), *wanted.read_off),
         inferred=(*([] if listed else [order]), *stack.inferred()),
@@ -74,7 +74,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ImageSettings:
     """What images are turned into: ``size`` (width, height), None as they are; ``values``: what becomes 0 and 255.
 
     The latter is for images of more than 8 bits, None where none is expected.
@@ -95,9 +95,9 @@ class Wanted:
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
 
-def wanted_by(own: OwnName) -> Wanted:
+def image_settings(own: OwnName) -> ImageSettings:
     """Return what the name of a data set says of images. Raises UserError for what is no size, or no range."""
-    return Wanted(_size_set(own.option("size")), _values_set(own.option("values")))
+    return ImageSettings(_size_set(own.option("size")), _values_set(own.option("values")))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class Stack:
+class ImageStack:
     """Images of one size, (records, channels, height, width), and how many of them were turned upright."""
 
     images: NDArray[np.uint8]
@@ -122,7 +122,7 @@ class Stack:
         return (f"images are {kept}", turned)
 
 
-def decoded(content: bytes, where: str, wanted: Wanted) -> Pixels:
+def decoded(content: bytes, where: str, wanted: ImageSettings) -> Pixels:
     """Return the pixels of an image file's ``content``. Raises UserError for those that are neither grey nor RGB.
 
     What Pillow warns of is damage that it can live with. It is given no path: Pillow 12 turns a TIFF file twice that it
@@ -136,7 +136,7 @@ def decoded(content: bytes, where: str, wanted: Wanted) -> Pixels:
             return pixels(image, where, wanted)
 
 
-def pixels(image: Any, where: str, wanted: Wanted) -> Pixels:
+def pixels(image: Any, where: str, wanted: ImageSettings) -> Pixels:
     """Return the pixels of one of Pillow's images. Raises UserError for those that are neither grey nor RGB."""
     from PIL import ImageOps  # noqa: PLC0415 (only images need it)
 
@@ -161,7 +161,7 @@ def pixels(image: Any, where: str, wanted: Wanted) -> Pixels:
     return Pixels(np.asarray(image), is_turned)
 
 
-def stacked(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int) -> Stack:
+def stack_images(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int) -> ImageStack:
     """Return ``count`` images as (records, channels, height, width): one channel unless any image has colour.
 
     ``opened``: (where it is, a function that reads it) of each. Raises UserError where one has another size than the
@@ -186,8 +186,8 @@ def stacked(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int) -> S
             )
         images.append(image)
     if all(image.ndim == 2 for image in images):
-        return Stack(np.stack(images)[:, np.newaxis], turned)
-    return Stack(np.stack([_coloured(image) for image in images]).transpose(0, 3, 1, 2), turned)
+        return ImageStack(np.stack(images)[:, np.newaxis], turned)
+    return ImageStack(np.stack([_coloured(image) for image in images]).transpose(0, 3, 1, 2), turned)
 
 
 def _classes(
@@ -247,7 +247,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(map(shortened, names[:20]))}{more}"
 
 
-def _image(file: Path, wanted: Wanted) -> Pixels:
+def _image(file: Path, wanted: ImageSettings) -> Pixels:
     try:
         return decoded(file.read_bytes(), str(file), wanted)
     except UserError:

@@ -27,7 +27,7 @@ class Root:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A data set as found: the layout of its files, and the root, file or folder it is read from (None: embedded).
 
     Layout "own": made by a function of the user's own, which is given the root, or None.
@@ -52,31 +52,31 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
     return tuple(unique.values())
 
 
-def find(name: str, data_root: Path | None = None) -> Source | None:
+def find(name: str, data_root: Path | None = None) -> DataSource | None:
     """Return where ``name`` is, or None where it is not on this machine.
 
     Raises UserError for a name that is none of ``NAMES``, no KIND:PLACE of the user's own files and no
     package.module:function.
     """
     if name == DIGITS:
-        return Source("embedded", None)
+        return DataSource("embedded", None)
     if (own := own_name(name)) and own.kind == "hf":  # a folder, or a name on the hub
         path = _absolute(Path(own.place))
-        return Source("hf", path if os.path.isdir(path) else Path(own.place))  # noqa: PTH112 (as below)
+        return DataSource("hf", path if os.path.isdir(path) else Path(own.place))  # noqa: PTH112 (as below)
     if own:
         path = _absolute(Path(own.place))
         is_there = os.path.isfile if _is_file(own) else os.path.isdir  # (Path's raise an error for a long name)
-        return Source(own.kind, path) if is_there(path) else None
+        return DataSource(own.kind, path) if is_there(path) else None
     known = KNOWN.get(name)
     if known is None and IMPORT_PATH.fullmatch(name):
-        return Source("own", data_root)
+        return DataSource("own", data_root)
     if known is None:
         raise UserError(_unknown(name))
     found = (_find_in(root.path, known) for root in roots(data_root))
     return next((source for source in found if source), None)
 
 
-def look_for(name: str, data_root: Path | None = None) -> Source | None:
+def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
     """Return where ``name`` is, or None for a known set that must be downloaded first.
 
     Raises UserError as ``find`` does, and for files of the user's own that are not there.
@@ -111,7 +111,7 @@ def wanted_files(name: str) -> str:
     return f"{listing}, or {known.npz_names[0]} (x_train, y_train, x_test, y_test)" if known.npz_names else listing
 
 
-def download(known: KnownSet, data_root: Path | None) -> Source:
+def download(known: KnownSet, data_root: Path | None) -> DataSource:
     """Fetch ``known`` with torchvision into the first root that can be written, unless FL_SIM_OFFLINE is set.
 
     Raises UserError that names the files, the places and the embedded alternative.
@@ -136,7 +136,7 @@ def download(known: KnownSet, data_root: Path | None) -> Source:
     except (OSError, RuntimeError, HTTPException) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{missing}; downloading it to {root} failed ({reason})") from error
-    return Source(known.layout, root)
+    return DataSource(known.layout, root)
 
 
 def _absolute(path: Path) -> Path:
@@ -147,12 +147,12 @@ def _is_file(own: OwnName) -> bool:
     return own.kind not in PLACES
 
 
-def _find_in(root: Path, known: KnownSet) -> Source | None:
+def _find_in(root: Path, known: KnownSet) -> DataSource | None:
     if all((root / file).is_file() for file in known.files):
-        return Source(known.layout, root)
+        return DataSource(known.layout, root)
     for file in known.npz_names:
         if (root / file).is_file():
-            return Source("npz", root / file)
+            return DataSource("npz", root / file)
     return None
 
 

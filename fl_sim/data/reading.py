@@ -29,7 +29,7 @@ from fl_sim.data.dataset import known_dataset, looks_channels_last, tokens_in, w
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name, without_settings
 from fl_sim.data.pictures import SUFFIXES, read_folder
-from fl_sim.data.places import Source, describe_missing, download, find, look_for
+from fl_sim.data.places import DataSource, describe_missing, download, find, look_for
 from fl_sim.data.public_sets import read_cifar, read_digits, read_idx, read_svhn, read_uci
 from fl_sim.errors import UserError
 from fl_sim.names import records_of
@@ -64,7 +64,7 @@ def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -
     return _fingerprint_once(name, source, _stamps(name, source), with_test)
 
 
-def read(name: str, source: Source) -> Dataset:
+def read(name: str, source: DataSource) -> Dataset:
     """Return the data set ``name`` as it now lies at ``source``."""
     path = source.path
     if source.layout == "own":
@@ -81,7 +81,7 @@ class Check:
     """The outcome for one data set: where it is, what is wrong (nothing: ``ok``), and what else a reader must know."""
 
     name: str
-    source: Source | None
+    source: DataSource | None
     problems: tuple[str, ...]
     note: str = ""
 
@@ -152,7 +152,7 @@ def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) 
 
 
 @lru_cache(maxsize=32)
-def _fingerprint_once(name: str, source: Source, stamps: "_Stamps", with_test: bool) -> str:  # noqa: FBT001 (a key)
+def _fingerprint_once(name: str, source: DataSource, stamps: "_Stamps", with_test: bool) -> str:  # noqa: FBT001 (a key)
     dataset, digest = _read_once(name, source, stamps), hashlib.sha256()
     validation = () if dataset.validation is None else (dataset.validation,)
     for part in (dataset.train, *validation, *((dataset.test,) if with_test else ())):
@@ -161,7 +161,7 @@ def _fingerprint_once(name: str, source: Source, stamps: "_Stamps", with_test: b
     return digest.hexdigest()
 
 
-def _read_known(known: KnownSet, source: Source, path: Path) -> Dataset:
+def _read_known(known: KnownSet, source: DataSource, path: Path) -> Dataset:
     if known.finer:
         return _merged(_read_known(KNOWN[known.finer], source, path), known)
     if source.layout == "uci":
@@ -201,24 +201,24 @@ _Stamps: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 
 @lru_cache(maxsize=2)
-def _features_once(name: str, source: Source, stamps: _Stamps, features: Features) -> Dataset:
+def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Features) -> Dataset:
     digest = _fingerprint_once(name, source, stamps, with_test=True)
     return as_features(_read_once(name, source, stamps), features, digest)
 
 
 @lru_cache(maxsize=8)
-def _read_once(name: str, source: Source, stamps: _Stamps) -> Dataset:
+def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
     del stamps  # a part of the key: files that have changed are read again
     return read(name, source)
 
 
-def _stamps(name: str, source: Source) -> _Stamps:
+def _stamps(name: str, source: DataSource) -> _Stamps:
     """Return the stamps of the files of ``name``; none where nobody knows them, or they are embedded."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 
 
-def _files(name: str, source: Source) -> Iterator[str]:
+def _files(name: str, source: DataSource) -> Iterator[str]:
     path = source.path
     if path is None or source.layout in {"own", "embedded"}:
         return
@@ -301,7 +301,7 @@ def _check_part(part: Examples, num_classes: int, where: str) -> None:
         raise UserError(f"{where}: {np.count_nonzero(~np.isfinite(inputs).all(axis=1))} records are not finite")
 
 
-def _checksums(name: str, source: Source) -> list[str]:
+def _checksums(name: str, source: DataSource) -> list[str]:
     known = KNOWN.get(name)
     if source.path is None:
         return []

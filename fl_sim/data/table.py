@@ -25,21 +25,21 @@ from fl_sim.data.table_columns import (
     check_split,
     check_types,
     classes_of,
+    columns_to_survey,
     counts_rows,
     features_of,
     roles_of,
     survey,
-    to_see,
 )
 from fl_sim.data.table_file import (
-    TableFile,
+    TableReader,
     as_number,
     in_order,
     open_table,
     pyarrow,
+    similar_spellings,
     spelling_by,
     texts_of,
-    told_doubles,
 )
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
@@ -50,7 +50,7 @@ _FEW: Final = 6  # names that a note lists
 
 
 @dataclass(frozen=True)
-class Held:
+class TestPart:
     """What is said of the test part: a ``share`` of the records drawn by ``seed``, an ``other`` table, or neither."""
 
     share: float = 0.0
@@ -101,7 +101,7 @@ class Held:
         return min(max(1, round(self.share * count)), count - 1)
 
 
-def held_by_setting(own: OwnName) -> Held:
+def test_part_by_setting(own: OwnName) -> TestPart:
     """Return what the name of a data set says of its test part. Raises UserError for what is no share, or no seed."""
     share, seed, file = (own.option(key) for key in ("test", "test_seed", "test_file"))
     if seed and not share:
@@ -111,20 +111,20 @@ def held_by_setting(own: OwnName) -> Held:
         raise UserError(f"data.test = {share!r}: it is a share of the records, above 0 and below 1, such as 0.2")
     if seed and not (seed.isascii() and seed.isdigit() and len(seed) < 19):
         raise UserError(f"data.test_seed = {seed!r}: it is a whole number, at least 0")
-    return Held(number, int(seed or 0), Path(file).name)
+    return TestPart(number, int(seed or 0), Path(file).name)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TablePlan:
     """All that is known before records are read; ``clients`` are in order. ``listed``: the user lists the classes."""
 
-    tables: tuple[TableFile, ...]
+    tables: tuple[TableReader, ...]
     found: Survey
     roles: Roles
     features: tuple[Feature, ...]
     classes: tuple[str, ...]
     clients: tuple[str, ...]
-    held: Held
+    held: TestPart
     drops: bool
     listed: bool
 
@@ -153,14 +153,14 @@ class Rows:
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the table at ``path``. Raises UserError, with row and column, for what is no classification data."""
-    held, delimiter = held_by_setting(own), own.option("delimiter") or "comma"
+    held, delimiter = test_part_by_setting(own), own.option("delimiter") or "comma"
     tables = [open_table(path, own.kind, delimiter)]
     if held.other:
         tables.append(open_table(Path(own.option("test_file")).expanduser().absolute(), own.kind, delimiter))
     return dataset_of(name, own, tables, held)
 
 
-def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held) -> Dataset:
+def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], held: TestPart) -> Dataset:
     """Return the records of one table, or of one to train and one to test on."""
     scales = _choice(own, "scale", ("ranges", "records")) == "records"
     plan = planned(own, tables, roles_of(own, tables[0]), held)
@@ -168,7 +168,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held)
     train, test = (rows.part(test=part, has_clients=bool(plan.roles.client)) for part in (False, True))
     mean, std = _constants(rows, plan.features, from_records=scales)
     dropped = sum(plan.found.rows) - len(rows.labels)
-    told = Told(
+    told = TableFacts(
         plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped, plan.listed, plan.drops,
         plan.counting,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held)
     )
 
 
-def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held) -> Plan:
+def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, held: TestPart) -> TablePlan:
     """Look at all that ``roles`` name. Raises UserError for what holds no classes, or has missing cells."""
     where = tables[0].where
     held.check(has_column=bool(roles.split))
@@ -196,7 +196,7 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
                 f"{table.where} lacks the column {missing[0]!r} that {where} has; both need the same columns"
             )
         _check_alike(tables[0], table, roles)
-    seen = to_see(own, roles, tables[0])
+    seen = columns_to_survey(own, roles, tables[0])
     check_types(roles, seen, where)
     found = survey(tables, seen)
     drops = _choice(own, "missing", ("refuse", "drop")) == "drop"
@@ -214,10 +214,10 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
         if (of := seen[roles.client].texts) is None:
             raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
         clients = tuple(sorted(of, key=in_order))
-    return Plan(tuple(tables), found, roles, features, classes, clients, held, drops, bool(listed))
+    return TablePlan(tuple(tables), found, roles, features, classes, clients, held, drops, bool(listed))
 
 
-def rows_of(plan: Plan) -> Rows:
+def rows_of(plan: TablePlan) -> Rows:
     """Read all records. Raises UserError where they would take too much memory, or numbers are too large."""
     count, width = sum(plan.found.rows), sum(feature.width for feature in plan.features)
     if 2 * 4 * count * width > most_bytes():  # all of it, and once more when it is parted
@@ -238,7 +238,7 @@ def rows_of(plan: Plan) -> Rows:
 
 
 @dataclass(frozen=True)
-class Told:
+class TableFacts:
     """What is to be told.
 
     ``scales``: numbers are scaled by the records. ``dropped``: how many rows are left out, where the user ``drops``
@@ -249,7 +249,7 @@ class Told:
     features: tuple[Feature, ...]
     classes: tuple[str, ...]
     clients: tuple[str, ...]
-    held: Held
+    held: TestPart
     scales: bool
     dropped: int
     listed: bool
@@ -268,7 +268,7 @@ class Told:
         return self.held.told(self.roles.split, by_client=bool(self.clients))
 
 
-def note(told: Told) -> str:
+def note(told: TableFacts) -> str:
     """Return what stands beside results: one line, however many columns there are, and nothing that records say."""
     ranged = [feature.name for feature in told.features if feature.bounds is not None]
     categories = [f"{feature.name} ({feature.width})" for feature in told.features if feature.categories]
@@ -287,13 +287,13 @@ def note(told: Told) -> str:
     return "; ".join(filter(None, parts))
 
 
-def counted(told: Told) -> tuple[str, ...]:
+def counted(told: TableFacts) -> tuple[str, ...]:
     """Return what was counted and noticed among the records, which stands beside no result of a private run."""
     left_out = [f"{told.dropped:,} records {_lacking(told)} are left out"] if told.dropped else []
     return (*left_out, *_oddities(told))
 
 
-def shown(told: Told) -> tuple[tuple[str, str], ...]:
+def shown(told: TableFacts) -> tuple[tuple[str, str], ...]:
     """Return (column, how it is read) for each, in the order of the file's features."""
     scaled = ", scaled by the mean and deviation of the training records" if told.scales else ""
     lines = [(told.roles.label, f"label: {', '.join(told.classes)}")]
@@ -307,7 +307,7 @@ def shown(told: Told) -> tuple[tuple[str, str], ...]:
     return tuple(lines)
 
 
-def inferred(told: Told, own: OwnName) -> tuple[str, ...]:
+def inferred(told: TableFacts, own: OwnName) -> tuple[str, ...]:
     """Return what was taken for granted of the file, a line each."""
     spelling = spelling_by(own.option("decimal"), own.option("thousands"))
     roles = {"label": told.roles.label, "client": told.roles.client, "split": told.roles.split}
@@ -325,7 +325,7 @@ def inferred(told: Told, own: OwnName) -> tuple[str, ...]:
     )
 
 
-def read_off(told: Told) -> tuple[str, ...]:
+def read_off(told: TableFacts) -> tuple[str, ...]:
     """Return what of all this was read off the records, with the settings that make it public."""
     inferred = [feature.name for feature in told.features if feature.categories and not feature.is_given]
     if not inferred:
@@ -334,7 +334,7 @@ def read_off(told: Told) -> tuple[str, ...]:
     return (*read_off_classes(told.listed), categories)
 
 
-def _check_alike(first: TableFile, other: TableFile, roles: Roles) -> None:
+def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
     """Raise UserError for a column whose cells mean another thing in ``other`` than in ``first``."""
     kinds, others = (dict(zip(table.names, table.declared, strict=True)) for table in (first, other))
     for name in roles.columns:
@@ -356,7 +356,7 @@ def _names(names: Sequence[str]) -> str:
     return f"{', '.join(map(shortened, names[:10]))}{more}"
 
 
-def _fill(rows: Rows, plan: Plan) -> NDArray[np.bool_]:
+def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
     """Write what the tables hold into ``rows``, all zeros so far; return which of them are kept."""
     kept, first = np.ones(len(rows.labels), dtype=bool), 0
     for number, table in enumerate(plan.tables):
@@ -377,7 +377,7 @@ def _fill(rows: Rows, plan: Plan) -> NDArray[np.bool_]:
     return kept
 
 
-def _check_parts(rows: Rows, plan: Plan) -> None:
+def _check_parts(rows: Rows, plan: TablePlan) -> None:
     labels, is_test = rows.labels, rows.is_test
     where = f"{plan.tables[0].where}, column {plan.roles.label!r}"
     if not len(labels) or is_test.all() or not is_test.any():
@@ -410,7 +410,7 @@ def _is_test(cells: Any) -> NDArray[np.bool_]:
     return np.asarray(pyarrow().compute.equal(lower, "test").fill_null(fill_value=False))
 
 
-def _check_finite(inputs: NDArray[np.float32], plan: Plan) -> None:
+def _check_finite(inputs: NDArray[np.float32], plan: TablePlan) -> None:
     for feature in plan.features:
         if feature.width == 1 and not np.isfinite(inputs[:, feature.first]).all():
             raise UserError(
@@ -436,10 +436,12 @@ def _order(classes: tuple[str, ...]) -> str:
     return "the order of their numbers" if all(name.lstrip("-").isdigit() for name in classes) else "alphabetical order"
 
 
-def _oddities(told: Told) -> list[str]:
+def _oddities(told: TableFacts) -> list[str]:
     """Say what looks like a mistake in the file, and is read as it stands."""
-    found = [told_doubles("classes", told.classes), told_doubles("clients", told.clients, with_names=False)]
-    found += [told_doubles(f"categories of {one.name}", one.categories) for one in told.features if not one.is_given]
+    found = [similar_spellings("classes", told.classes), similar_spellings("clients", told.clients, with_names=False)]
+    found += [
+        similar_spellings(f"categories of {one.name}", one.categories) for one in told.features if not one.is_given
+    ]
     found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in told.counting if name]
     if any(not one.name for one in told.features):
         rows = " and numbers the rows" if "" in told.counting else ""
@@ -450,7 +452,7 @@ def _oddities(told: Told) -> list[str]:
     return [one for one in found if one]
 
 
-def _lacking(told: Told) -> str:
+def _lacking(told: TableFacts) -> str:
     return "with an empty cell or a class that is not listed" if told.listed else "with an empty cell"
 
 

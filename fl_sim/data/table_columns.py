@@ -17,7 +17,7 @@ from fl_sim.data.table_file import (
     LIKE_A_NUMBER,
     Declared,
     Spelling,
-    TableFile,
+    TableReader,
     are_texts,
     as_number,
     as_numbers,
@@ -51,7 +51,7 @@ STEPS: Final = 20
 
 
 @dataclass(frozen=True)
-class Cell:
+class CellPlace:
     """One cell of a table: the file, the row in it (from 1, below the names), and what it holds."""
 
     file: str
@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass
-class Seen:
+class ColumnContent:
     """What has been seen of a column so far.
 
     ``most``: how many different texts are kept; None in ``texts``: there are more. ``as_text``: its numbers are names.
@@ -77,14 +77,14 @@ class Seen:
     most: int
     as_text: bool
     spelling: Spelling = field(default_factory=Spelling)
-    missing: Cell | None = None
-    number: Cell | None = None
-    text: Cell | None = None
-    infinite: Cell | None = None
+    missing: CellPlace | None = None
+    number: CellPlace | None = None
+    text: CellPlace | None = None
+    infinite: CellPlace | None = None
     texts: set[str] | None = field(default_factory=set)
     spelled: dict[str, None] = field(default_factory=dict)
-    word: Cell | None = None
-    fraction: Cell | None = None
+    word: CellPlace | None = None
+    fraction: CellPlace | None = None
     counts: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
@@ -136,10 +136,10 @@ class Survey:
     """What a pass over all rows has found: how many rows each file has, and {column: what is in it}."""
 
     rows: tuple[int, ...]
-    columns: Mapping[str, Seen]
+    columns: Mapping[str, ColumnContent]
 
 
-def survey(files: Iterable[TableFile], columns: Mapping[str, Seen]) -> Survey:
+def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -> Survey:
     """Look at all cells of ``columns``, in every file. Raises UserError for a file without rows."""
     rows = []
     for file in files:
@@ -154,7 +154,7 @@ def survey(files: Iterable[TableFile], columns: Mapping[str, Seen]) -> Survey:
     return Survey(tuple(rows), columns)
 
 
-def is_category(seen: Seen) -> bool:
+def is_category(seen: ColumnContent) -> bool:
     """Say whether a column of features holds categories, not numbers.
 
     Raises UserError, which names row and column, for one that holds neither, or both.
@@ -184,7 +184,7 @@ def is_category(seen: Seen) -> bool:
     return seen.text is not None
 
 
-def counts_rows(seen: Seen, num_rows: int) -> bool:
+def counts_rows(seen: ColumnContent, num_rows: int) -> bool:
     """Say whether a column's numbers are those of the rows, as the index that a program has written is."""
     return seen.counts and seen.number is not None and num_rows >= _LEAST_COUNTED
 
@@ -204,7 +204,7 @@ class Roles:
         return (*filter(None, (self.label, self.client, self.split)), *self.features)
 
 
-def roles_of(own: OwnName, table: TableFile, *, with_features: bool = True) -> Roles:
+def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) -> Roles:
     """Return what the columns of ``table`` are for. Raises UserError for a column that is not there, or has two uses.
 
     Label, client and test part may go without saying where columns have these very names: label, client, split.
@@ -228,7 +228,7 @@ def roles_of(own: OwnName, table: TableFile, *, with_features: bool = True) -> R
     return Roles(label, client, split, _features(own, uses, table) if with_features else ())
 
 
-def to_see(own: OwnName, roles: Roles, table: TableFile) -> dict[str, Seen]:
+def columns_to_survey(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
     """Return what is to be found out about each column."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
@@ -236,12 +236,14 @@ def to_see(own: OwnName, roles: Roles, table: TableFile) -> dict[str, Seen]:
     declared = dict(zip(table.names, table.declared, strict=True))
     spelling = spelling_by(own.option("decimal"), own.option("thousands"))
     return {
-        name: Seen(name, declared[name], most.get(name, MOST_CATEGORIES), as_text=name in texts, spelling=spelling)
+        name: ColumnContent(
+            name, declared[name], most.get(name, MOST_CATEGORIES), as_text=name in texts, spelling=spelling
+        )
         for name in roles.columns
     }
 
 
-def check_types(roles: Roles, seen: Mapping[str, Seen], where: str) -> None:
+def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
     """Raise UserError for a label, a client or a test part that a file declares to be of no such type."""
     for name in filter(None, (roles.label, roles.client, roles.split)):
         if seen[name].declared not in {"time", "other"}:
@@ -251,7 +253,7 @@ def check_types(roles: Roles, seen: Mapping[str, Seen], where: str) -> None:
         raise UserError(f"{where}: column {name!r} holds {what}, wanted are texts or whole numbers{several}")
 
 
-def classes_of(seen: Seen, where: str) -> tuple[str, ...]:
+def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
     """Return the classes in order: whole numbers by size, texts by the alphabet.
 
     Raises UserError for numbers that are no classes.
@@ -291,7 +293,7 @@ def check_missing(found: Survey) -> None:
     )
 
 
-def check_split(seen: Seen, where: str) -> None:
+def check_split(seen: ColumnContent, where: str) -> None:
     """Raise UserError unless a column says train and test, and nothing else."""
     known = {"train", "test"}
     if seen.texts is None or (others := sorted({text.lower() for text in seen.texts} - known)):
@@ -384,13 +386,13 @@ def _continues(numbers: Any, rows_before: int) -> bool:
     return bool(np.array_equal(found, found[0] + np.arange(len(found))))
 
 
-def _first(mask: Any, file: str, rows_before: int, cells: Any) -> Cell | None:
+def _first(mask: Any, file: str, rows_before: int, cells: Any) -> CellPlace | None:
     arrow = pyarrow()
     place = arrow.compute.index(mask, value=True).as_py()
-    return None if place < 0 else Cell(file, rows_before + place + 1, str(cells[place].as_py()))
+    return None if place < 0 else CellPlace(file, rows_before + place + 1, str(cells[place].as_py()))
 
 
-def _check_spelling(seen: Seen) -> None:
+def _check_spelling(seen: ColumnContent) -> None:
     """Raise UserError for texts that all look like numbers, and are not read as such."""
     name = seen.name
     kept = f"or take all of the column as names by data.text={name}"
@@ -409,7 +411,7 @@ def _check_spelling(seen: Seen) -> None:
         )
 
 
-def _check_texts(seen: Seen) -> None:
+def _check_texts(seen: ColumnContent) -> None:
     name = seen.name
     if seen.texts is None:
         raise UserError(
@@ -425,7 +427,7 @@ def _check_texts(seen: Seen) -> None:
         )
 
 
-def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[str, ...]:
+def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tuple[str, ...]:
     """Return the columns without another use, as far as they are not left out."""
     dropped = {*own.options.get("drop", ())}
     for key in ("drop", "text"):
@@ -444,7 +446,7 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[
     return features
 
 
-def _check_column(name: str, key: str, table: TableFile) -> None:
+def _check_column(name: str, key: str, table: TableReader) -> None:
     if name not in table.names:
         several = ""
         if key == "label" and "+" in name and all(part in table.names for part in name.split("+")):

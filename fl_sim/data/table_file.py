@@ -67,7 +67,7 @@ _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 
 
 @dataclass(frozen=True)
-class TableFile:
+class TableReader:
     """A table that can be read again and again.
 
     ``where``: what it is called in messages; ``written``: its columns as they are written; ``declared``: what is said
@@ -102,7 +102,7 @@ class TableFile:
             raise _unreadable(self.where, error) from error
 
 
-def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableFile:
+def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableReader:
     """Return the table in ``path``. Raises UserError for one that cannot be read, or has two columns of one name."""
     if delimiter not in DELIMITERS:
         valid = ", ".join(DELIMITERS)
@@ -122,13 +122,13 @@ def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableFile:
         raise _unreadable(str(path), error) from error
 
 
-def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableFile:
+def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableReader:
     """Return a table with the columns of ``schema``, whose types count if it ``is_typed``.
 
     Raises UserError for two columns of one name.
     """
     declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
-    table = TableFile(where, tuple(schema.names), declared, rows, _codes(schema))
+    table = TableReader(where, tuple(schema.names), declared, rows, _codes(schema))
     _check_names(where, table.names)
     return table
 
@@ -250,7 +250,7 @@ def doubles(texts: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(sorted(group)) for group in alike.values() if len(group) > 1]
 
 
-def told_doubles(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
+def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
     """Say which of ``texts`` look like two spellings of one; nothing where there are none."""
     found = doubles(texts)
     if not found:

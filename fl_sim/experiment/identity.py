@@ -78,7 +78,7 @@ class Identity:
             return None
         if not self.is_private:
             return then == self.records
-        return private.is_of(then, self.records)
+        return private.matches(then, self.records)
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:

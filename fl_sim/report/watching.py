@@ -22,7 +22,7 @@ from fl_sim.report.page_words import privacy_in_short, short_names
 from fl_sim.report.progress import clock
 from fl_sim.report.runs import TABLE, WANTED, Run, places_in, read_json_table, read_run
 from fl_sim.report.table import Table
-from fl_sim.store.files import is_held
+from fl_sim.store.files import is_locked
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS
 
 State: TypeAlias = Literal["running", "waiting", "stopped", "failed", "damaged", "finished"]
@@ -94,7 +94,7 @@ class Watcher:
     def is_alive(self, watched: Sequence[Watched]) -> bool:
         """Return whether anything of it is running, or about to be."""
         folders = {(self.top / one.directory).parent for one in watched if one.directory != "."}
-        return any(one.state == "running" for one in watched) or any(is_held(folder) for folder in folders)
+        return any(one.state == "running" for one in watched) or any(is_locked(folder) for folder in folders)
 
     def _at(self, place: Path) -> Run | Table | str:
         """Return what is at ``place``, or what is wrong with it; what is being written may be whole the next time."""
@@ -203,7 +203,7 @@ def _named(runs: Mapping[Path, Run], tables: Mapping[Path, Table]) -> dict[Path,
 
 
 def _state(run: Run, pace: float | None) -> State:
-    held = is_held(run.path)
+    held = is_locked(run.path)
     if held is None:
         silence = time.time() - max(_changed(run.path / name) for name in (CONFIG, ROUNDS))
         held = run.outcome is None and silence < max(_SILENCE, 5 * (pace or 0.0))

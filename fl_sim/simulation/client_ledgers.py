@@ -27,7 +27,7 @@ from fl_sim.names import records_of
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Charge, Ledger
 from fl_sim.privacy.terms import rounded_up
-from fl_sim.store.files import folder_of
+from fl_sim.store.files import user_folder
 
 _EARLIER: Final = "earlier"
 
@@ -45,7 +45,7 @@ class Together:
 
 def ledgers_root() -> Path:
     """Return where ledgers are kept: $FL_SIM_LEDGERS, else the user's state."""
-    return folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
+    return user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
 
 
 def ledger_path(job: Job, client: int) -> Path:

@@ -13,7 +13,7 @@ from fl_sim.kinds import kind_of
 from fl_sim.simulation.procedure import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_checkpoint, write_checkpoint
-from fl_sim.store.tensors import open_seal
+from fl_sim.store.tensors import open_state_checksum
 
 MOST_KEPT = 64 * 2**20
 """Bytes on the disk. What a finished run ended with stays where it takes no more: the server's state, and clients'."""
@@ -41,12 +41,12 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     if checkpoint is not None:
         progress, server = checkpoint
         last = progress.last_round
-        log = run_directory.other_settings(out, settings, last, _unmeasured(experiment, last))
+        log = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
         if progress.chain != log.chain:  # which it is where a crash came between what is written below
-            records = run_directory.keep_rounds(out, last, progress.chain)
+            records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
             if state := procedure.kept_by_clients(server):
-                open_seal(out / run_directory.STATE, experiment.num_clients, last, state)
+                open_state_checksum(out / run_directory.STATE, experiment.num_clients, last, state)
             write_checkpoint(out, replace(progress, chain=log.chain), server)
         run_directory.write_log(out, log)
     elif run_directory.read_rounds(out):

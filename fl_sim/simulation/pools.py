@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from fl_sim.store.files import folder_of
+from fl_sim.store.files import user_folder
 
 
 def pools_root() -> Path:
     """Return where pools are kept: $FL_SIM_POOLS, else the user's cache."""
-    return folder_of("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")
+    return user_folder("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")

@@ -8,7 +8,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.resuming import earlier_run
 from fl_sim.store import run_directory
-from fl_sim.store.files import LOCK, in_words, sole_run
+from fl_sim.store.files import LOCK, readable_os_errors, run_lock
 from fl_sim.store.run_directory import CHECKPOINT
 
 
@@ -28,7 +28,7 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
             f"--again repeats the run in {out} as it is, with rounds={earlier.rounds}, not {experiment.rounds}: choose "
             "another --out"
         )
-    with in_words(), sole_run(out):
+    with readable_os_errors(), run_lock(out):
         aside = _free_name(out)
         aside.mkdir()
         stays = {run_directory.CONFIG, run_directory.LEDGER}

@@ -20,7 +20,7 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, is_partial
 from fl_sim.store.run_directory import CHECKPOINT, read_checkpoint
-from fl_sim.store.tensors import open_seal
+from fl_sim.store.tensors import open_state_checksum
 from strategies.layer import layer_kinds
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
@@ -59,7 +59,7 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
             f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it is of {told}: "
             f"put the whole file back; {CURE}"
         )
-    if result.get("chain") != run_directory.chained(out):
+    if result.get("chain") != run_directory.log_chain(out):
         raise UserError(
             f"{out / run_directory.RESULT} says that the run is finished, but it does not belong to "
             f"{run_directory.CONFIG} and {run_directory.ROUNDS} beside it, or comes from an older version: put the "
@@ -132,7 +132,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     checkpoint = read_checkpoint(out, log.server)
     if there is not None and checkpoint is not None:
         progress, log.server = checkpoint
-        log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
+        log.rounds = run_directory.truncate_log(out, progress.last_round, progress.chain)
         log.chain, log.layer_states = progress.chain, progress.layers
         log.versions, log.counts_holders = progress.versions, progress.counts_holders
         log.doubts = [said for said in (on_trust(out, now),) if said]
@@ -143,7 +143,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     log.identity = run_directory.read_identity(out)
     log.doubts += [said for said in (edited_code(experiment),) if said]
     if state := procedure.kept_by_clients(log.server):
-        log.seal = open_seal(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)
+        log.seal = open_state_checksum(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)
     return log, len(log.rounds) + 1
 
 

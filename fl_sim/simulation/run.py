@@ -23,8 +23,8 @@ from fl_sim.simulation.result import result_of, told
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
 from fl_sim.simulation.run_log import Observer, RunLog, Silent
 from fl_sim.store import run_directory
-from fl_sim.store.files import LOCK, in_words, sole_run
-from fl_sim.store.private import Unheard, prints_unheard, warnings_unheard
+from fl_sim.store.files import LOCK, readable_os_errors, run_lock
+from fl_sim.store.private import PrivateLog, prints_to, warnings_to
 
 
 def run(
@@ -50,14 +50,14 @@ def run(
             "take the time they take: leave devices and server out, or use fl-sim run"
         )
     job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
-    with in_words():
+    with readable_os_errors():
         now = identity_of(job.experiment, data_root)
         result = finished_result(job.experiment, out, now)
         if result is None:
             _check_budgets(job)
         if result is None or has_leftovers(job.experiment, out):
             out.mkdir(parents=True, exist_ok=True)
-            with sole_run(out):
+            with run_lock(out):
                 result = finished_result(job.experiment, out, now) or _run(procedure_of(job), out, observer, grid)
                 clean_up(job.experiment, out)
         return result
@@ -96,10 +96,10 @@ def _unheard(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
     if not experiment.is_private:
         yield
         return
-    stream = Unheard(out / run_directory.PRIVATE_WARNINGS)
+    stream = PrivateLog(out / run_directory.PRIVATE_WARNINGS)
     if isinstance(grid, LocalGrid):
-        grid.quiet = partial(prints_unheard, stream)
-    with warnings_unheard(stream):
+        grid.quiet = partial(prints_to, stream)
+    with warnings_to(stream):
         yield
 
 
@@ -123,7 +123,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
             # Under privacy who has answered when is the clients' own affair, on the screen, too.
             replied = Silent().replied if experiment.is_private else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
-            with in_words(), own as (opened, engine):
+            with readable_os_errors(), own as (opened, engine):
                 log.engine, log.trainer = engine.kind, engine.trainer
                 said = [f"{engine.why}; {engine.trainer}", *_kept(out, log, experiment), *log.warnings]
                 observer.started(experiment, "\n".join(said), first_round)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.measuring import Measured
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.store.tensors import Seal
+from fl_sim.store.tensors import StateChecksum
 from fl_sim.types import Params, ServerState, Traffic
 from strategies.layer import Layer
 
@@ -68,7 +68,7 @@ class RunLog:
     warnings: list[str] = field(default_factory=list)
     chain: str = ""
     layer_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    seal: Seal | None = None
+    seal: StateChecksum | None = None
     records: str = ""
     versions: dict[int, str] = field(default_factory=dict)
     counts_holders: bool = True

@@ -110,7 +110,7 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
             return file.readall()
 
 
-def folder_of(variable: str, base_variable: str, base: str, name: str) -> Path:
+def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path:
     """Return where ``name`` is kept between runs: in the folder that ``variable`` of the environment names.
 
     Where it names none, in the user's own, below ``base_variable`` (such as XDG_CACHE_HOME) or, without that, ``base``.
@@ -163,7 +163,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
+def readable_os_errors() -> Iterator[None]:
     """Turn an OSError into a RunError that names the file, what is wrong with it, and the cure."""
     try:
         yield
@@ -180,7 +180,7 @@ def explain(error: OSError) -> str:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Wait until no other process is alone in ``folder``, then be it.
 
     Says on standard error who is waited for after two seconds. Raises RunError where the folder cannot be locked.
@@ -196,7 +196,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def sole_run(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[None]:
     """Be the one process that writes into the run directory ``folder``.
 
     Raises RunError, with the first one's process number and start, where there is one already.
@@ -210,7 +210,7 @@ def sole_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_held(folder: Path) -> bool | None:
+def is_locked(folder: Path) -> bool | None:
     """Return whether the process that wrote the lock of ``folder`` still works there; nothing is locked or changed.
 
     None: that process is on another machine, or this system does not tell. A process that has the number of a dead

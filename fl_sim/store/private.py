@@ -18,7 +18,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import Final, TextIO
 
-from fl_sim.store.files import folder_of
+from fl_sim.store.files import user_folder
 
 _KEY: Final = "key"
 _FLEETING: Final = secrets.token_bytes(32)
@@ -37,7 +37,7 @@ def keyed(digest: str) -> str:
     return _under(key, secrets.token_hex(16), digest) if key else ""
 
 
-def is_of(recorded: str, digest: str) -> bool | None:
+def matches(recorded: str, digest: str) -> bool | None:
     """Say whether ``keyed`` made ``recorded`` of ``digest``; None where that was under the key of another machine."""
     found, key = _KEYED.fullmatch(recorded), machine_key()
     if found is None or found[1] != _name(key):
@@ -50,7 +50,7 @@ def machine_key(*, make: bool = True) -> bytes:
 
     ``make`` False writes nothing: where there is no key, one of this process's own takes its place.
     """
-    path = folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
+    path = user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
     try:
         if not path.exists():
             if not make:
@@ -70,7 +70,7 @@ def machine_key(*, make: bool = True) -> bytes:
         return b""
 
 
-class Unheard(io.StringIO):
+class PrivateLog(io.StringIO):
     """A stream into the file at ``path``, which is made, readable by its owner alone, when something is said."""
 
     def __init__(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class Unheard(io.StringIO):
 
 
 @contextmanager
-def warnings_unheard(stream: Unheard) -> Iterator[None]:
+def warnings_to(stream: PrivateLog) -> Iterator[None]:
     """Send warnings, and what loggers would write to the screen, to ``stream`` in this block."""
 
     def show(
@@ -119,7 +119,7 @@ def warnings_unheard(stream: Unheard) -> Iterator[None]:
 
 
 @contextmanager
-def prints_unheard(stream: Unheard) -> Iterator[None]:
+def prints_to(stream: PrivateLog) -> Iterator[None]:
     """Send what is printed in this block, in whatever thread, to ``stream``."""
     with redirect_stdout(stream), redirect_stderr(stream):
         yield

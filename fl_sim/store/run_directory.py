@@ -169,7 +169,7 @@ def read_rounds(out: Path) -> list[RoundRecord]:
     return [_record(out, number, line) for number, line in enumerate(_whole_lines(out), 1)]
 
 
-def chained(out: Path) -> str:
+def log_chain(out: Path) -> str:
     """Return the chain after the last whole line of the log."""
     chain = chain_start(out)
     for line in _whole_lines(out):
@@ -177,7 +177,7 @@ def chained(out: Path) -> str:
     return chain
 
 
-def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
+def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     """Return rounds 1 to ``last_round``, and take off the log the one that a crash left behind them without checkpoint.
 
     Raises UserError unless the log holds just these rounds, and as they were when ``chain`` was computed.
@@ -201,7 +201,7 @@ def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     return records[:last_round]
 
 
-def other_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]) -> Log:
+def log_with_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]) -> Log:
     """Return what the log's first ``num_rounds`` rounds are in a run of other ``settings``; nothing is written.
 
     Its identity stays.

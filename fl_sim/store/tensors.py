@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
-from fl_sim.store.files import in_words, naming, read_whole, write_all, write_whole
+from fl_sim.store.files import naming, read_whole, readable_os_errors, write_all, write_whole
 from fl_sim.types import Params, Payloads
 
 STATES, LAYOUT = "states.bin", "layout.json"
@@ -57,7 +57,7 @@ def read_by_content(path: str) -> Params:
 
     Raises RunError where it holds something else than its name says.
     """
-    with in_words():
+    with readable_os_errors():
         content = read_whole(Path(path))
     if not Path(path).stem.endswith(f"-{hashlib.sha256(content).hexdigest()[:16]}"):
         raise RunError(
@@ -87,9 +87,9 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     vectors = [group.flat for group in groups.values()]
     numbers = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).numpy(force=True)
     path = Path(state_dir) / STATES
-    with in_words(), naming(path):
+    with readable_os_errors(), naming(path):
         slots = _make(path.parent, _slots_of(state))
-    with in_words(), naming(path), path.open("r+b", buffering=0) as file:
+    with readable_os_errors(), naming(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
         _write(file, place, bytes(_HEAD.size))  # until the numbers are whole, there are none
@@ -109,7 +109,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
         slots = _read_layout(read_whole(path.with_name(LAYOUT)))
     except FileNotFoundError:
         return {}
-    with in_words(), naming(path), path.open("rb", buffering=0) as file:
+    with readable_os_errors(), naming(path), path.open("rb", buffering=0) as file:
         heads = slots.heads(file, client)
         latest = _latest(heads, server_round)
         if latest is None:
@@ -123,7 +123,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
     return slots.named(torch.from_numpy(numbers))
 
 
-def kept(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
+def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
     """Give (client, round, checksum) of what each client kept in its last round before ``server_round``.
 
     Clients that kept nothing are left out. The checksum is computed from what the client knows: it is private.
@@ -138,7 +138,7 @@ def kept(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator
                 yield client, *heads[latest]
 
 
-def met(state_dir: Path, num_clients: int) -> Iterator[int]:
+def clients_with_state(state_dir: Path, num_clients: int) -> Iterator[int]:
     """Give, ascending, all clients that may have kept something: the places of those never met are holes in the file.
 
     Where a file system does not tell holes, these are all clients.
@@ -153,25 +153,25 @@ def met(state_dir: Path, num_clients: int) -> Iterator[int]:
             client += 1
 
 
-def forget_from(state_dir: Path, num_clients: int, server_round: int) -> None:
+def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> None:
     """Forget what clients kept in ``server_round`` and later: in a round that did not finish, nobody took part."""
     if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
         return
     slots = _read_layout(read_whole(state_dir / LAYOUT))
     with (state_dir / STATES).open("r+b", buffering=0) as file:
-        for client in met(state_dir, num_clients):
+        for client in clients_with_state(state_dir, num_clients):
             for slot, (written_in, _) in enumerate(slots.heads(file, client)):
                 if written_in >= server_round:
                     _write(file, slots.place(client, slot), bytes(_HEAD.size))
 
 
-def keeps(state_dir: Path, state: Payloads) -> bool:
+def fits_layout(state_dir: Path, state: Payloads) -> bool:
     """Say whether the folder is for states of these names, shapes and type; one without any state is."""
     path = state_dir / LAYOUT
     return not path.exists() or _read_layout(read_whole(path)) == _slots_of(state)
 
 
-class Seal:
+class StateChecksum:
     """The sum of a hash over each client's state: one client's part of it changes without looking at the others'.
 
     ``num_clients``: how many the run has. The files are those of ``save_state``; a client on another machine keeps its
@@ -182,11 +182,11 @@ class Seal:
         self._state_dir = state_dir
         self._parts: dict[int, int] = {}
         self._total = 0
-        self._count(met(state_dir, num_clients), last_round)
+        self._count(clients_with_state(state_dir, num_clients), last_round)
         self._last = (last_round, self._sum())
 
     def put(self, server_round: int, cohort: Iterable[int]) -> None:
-        """Seal what clients know after a round, of which ``cohort`` took part in it, and what they knew before."""
+        """Write the checksums after this round, in which ``cohort`` took part, and after the one before."""
         self._count(cohort, server_round)
         before, self._last = self._last, (server_round, self._sum())
         said = {str(number): value for number, value in (before, self._last)}
@@ -210,7 +210,7 @@ class Seal:
             )
 
     def _count(self, clients: Iterable[int], server_round: int) -> None:
-        for client, written_in, checksum in kept(self._state_dir, clients, server_round + 1):
+        for client, written_in, checksum in state_checksums(self._state_dir, clients, server_round + 1):
             part = int.from_bytes(hashlib.sha256(f"{client} {written_in} {checksum}".encode()).digest())
             self._total += part - self._parts.get(client, 0)
             self._parts[client] = part
@@ -219,22 +219,22 @@ class Seal:
         return f"{self._total % _MODULUS:064x}"
 
 
-def open_seal(state_dir: Path, num_clients: int, last_round: int, state: Payloads) -> Seal:
+def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, state: Payloads) -> StateChecksum:
     """Return the seal of a run that goes on after ``last_round``, 0 for one that begins.
 
     ``state``: what one of its clients keeps, by names and shapes. Raises UserError where the folder does not hold what
     clients kept up to then.
     """
     if not last_round:
-        return Seal(state_dir, num_clients, last_round)
-    if not keeps(state_dir, state):
+        return StateChecksum(state_dir, num_clients, last_round)
+    if not fits_layout(state_dir, state):
         raise UserError(
             f"{state_dir} holds what clients of another model or algorithm keep: put this run's own back, or start "
             "again in a fresh directory"
         )
-    seal = Seal(state_dir, num_clients, last_round)
+    seal = StateChecksum(state_dir, num_clients, last_round)
     seal.check()
-    forget_from(state_dir, num_clients, last_round + 1)
+    delete_states_from(state_dir, num_clients, last_round + 1)
     return seal
 
 

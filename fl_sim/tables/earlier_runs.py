@@ -16,7 +16,7 @@ from fl_sim.simulation.extending import check_extension
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.simulation.resuming import objection, on_trust
 from fl_sim.store import run_directory
-from fl_sim.store.files import in_words, sole_run
+from fl_sim.store.files import readable_os_errors, run_lock
 from fl_sim.store.run_directory import CHECKPOINT
 from fl_sim.tables.labels import run_name
 
@@ -34,7 +34,7 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
         with suppress(UserError, RunError):  # damaged, in use, or its rounds are no part of the longer run
             check_extension(experiment, folder, earlier, run_directory.read_rounds(folder))
-            with sole_run(folder):
+            with run_lock(folder):
                 _copy(folder, out)
             return folder
     return None
@@ -87,7 +87,7 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
 
 
 def _copy(folder: Path, out: Path) -> None:
-    with in_words(), tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=out.parent) as temporary:
+    with readable_os_errors(), tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=out.parent) as temporary:
         copied = Path(temporary) / "run"
         copied.mkdir()
         for name in _NEEDED:

@@ -28,7 +28,7 @@ from fl_sim.simulation import resuming
 from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
-from fl_sim.store.files import sole_run
+from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tracking.following import NOBODY, Following
@@ -164,7 +164,7 @@ def run_all(
     """
     _check_importable(runs.values())
     out.mkdir(parents=True, exist_ok=True)
-    with sole_run(out):
+    with run_lock(out):
         waiting: deque[tuple[str, Experiment]] = deque()
         for name, experiment in runs.items():
             if (result := finished_result(out / name, experiment, data_root)) is not None:

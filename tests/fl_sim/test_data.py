@@ -9,7 +9,7 @@ import pytest
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from fl_sim.data import NAMES, Source, find, load, roots, tuned_on, verify
+from fl_sim.data import NAMES, DataSource, find, load, roots, tuned_on, verify
 from fl_sim.data.reading import read
 from fl_sim.errors import UserError
 from fl_sim.names import records_of
@@ -143,11 +143,11 @@ def test_roots_are_the_given_one_then_the_environment_then_the_cache(monkeypatch
 def test_the_first_root_that_has_the_set_wins(monkeypatch, tmp_path):
     monkeypatch.setenv("FL_SIM_DATA", str(tmp_path / "env"))
     write_npz(tmp_path / "cache" / "fl-sim" / "mnist.npz")
-    assert find("mnist", tmp_path / "given") == Source("npz", tmp_path / "cache" / "fl-sim" / "mnist.npz")
+    assert find("mnist", tmp_path / "given") == DataSource("npz", tmp_path / "cache" / "fl-sim" / "mnist.npz")
     write_npz(tmp_path / "env" / "mnist.npz")
-    assert find("mnist", tmp_path / "given") == Source("npz", tmp_path / "env" / "mnist.npz")
+    assert find("mnist", tmp_path / "given") == DataSource("npz", tmp_path / "env" / "mnist.npz")
     write_npz(tmp_path / "given" / "mnist.npz")
-    assert find("mnist", tmp_path / "given") == Source("npz", tmp_path / "given" / "mnist.npz")
+    assert find("mnist", tmp_path / "given") == DataSource("npz", tmp_path / "given" / "mnist.npz")
 
 
 @pytest.mark.parametrize("file", ["fashion-mnist.npz", "fashion_mnist.npz"])

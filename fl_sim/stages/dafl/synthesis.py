@@ -26,7 +26,7 @@ from fl_sim.simulation.pools import pools_root
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl.client import SYNTHESIZE
 from fl_sim.stages.dafl.pool import FACTS, Pool, da_fl, load, store
-from fl_sim.store.files import alone_in, write_whole
+from fl_sim.store.files import folder_lock, write_whole
 from fl_sim.types import Traffic
 
 _FORMAT = 2
@@ -41,7 +41,7 @@ def prepare_pool(run: Run) -> Pool:
     job = run.job
     folder = pools_root() / pool_key(job)
     folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder):
+    with folder_lock(folder):
         reused = (folder / FACTS).exists()
         if not reused:
             start = time.perf_counter()

@@ -27,7 +27,7 @@ from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.pools import pools_root
 from fl_sim.stages.pate.asking import ask_teachers
-from fl_sim.store.files import alone_in, explain, read_whole
+from fl_sim.store.files import explain, folder_lock, read_whole
 from fl_sim.store.tensors import write_private
 from strategies.pate.labelling import count_votes
 from strategies.pate.mechanisms import NoNoise
@@ -108,7 +108,7 @@ def alone_in_cache(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        with alone_in(folder):
+        with folder_lock(folder):
             yield
     except OSError as error:
         if not str(error.filename or "").startswith(str(folder)):

@@ -18,7 +18,7 @@ from fl_sim.native.compiling import (
     processor,
 )
 from fl_sim.native.kernel import Kernel, load_kernel
-from fl_sim.store.files import alone_in
+from fl_sim.store.files import folder_lock
 
 PROCESSORS = ["native", pytest.param("avx2", marks=pytest.mark.slow), pytest.param("neon", marks=pytest.mark.long)]
 
@@ -69,7 +69,7 @@ def on_arm(folder: Path) -> Kernel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
         folder.mkdir(exist_ok=True)
-        with alone_in(folder):
+        with folder_lock(folder):
             if not (folder / "kernel.so").exists():
                 compile_kernel(folder / "kernel.so", architecture="aarch64")
             library = emulated.EmulatedLibrary(folder / "kernel.so", folder)

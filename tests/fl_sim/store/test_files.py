@@ -20,13 +20,13 @@ import pytest
 from fl_sim.errors import RunError
 from fl_sim.store import files
 from fl_sim.store.files import (
-    alone_in,
     append_line,
     explain,
-    in_words,
+    folder_lock,
     is_partial,
+    readable_os_errors,
     remove_partial,
-    sole_run,
+    run_lock,
     write_whole,
 )
 
@@ -126,15 +126,15 @@ def test_the_words_name_file_trouble_and_cure(number: int, said: str) -> None:
 
 
 def test_an_unknown_trouble_keeps_its_own_words() -> None:
-    with pytest.raises(RunError, match="odd"), in_words():
+    with pytest.raises(RunError, match="odd"), readable_os_errors():
         raise OSError("odd")
 
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from fl_sim.store.files import sole_run
-with sole_run(Path(sys.argv[1])):
+from fl_sim.store.files import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -159,11 +159,11 @@ def test_another_process_is_named_to_the_second_run_and_to_the_one_that_waits_an
     with another_process_in(tmp_path) as first:
         when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         match = rf"{re.escape(str(tmp_path))} is being written by process {first.pid}, started {when}: wait for it, or"
-        with pytest.raises(RunError, match=match), sole_run(tmp_path):
+        with pytest.raises(RunError, match=match), run_lock(tmp_path):
             pass
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
         threading.Timer(0.4, first.kill).start()
-        with alone_in(tmp_path):
+        with folder_lock(tmp_path):
             first.wait()
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -173,19 +173,19 @@ def test_another_process_is_named_to_the_second_run_and_to_the_one_that_waits_an
 
 def test_a_file_that_a_killed_process_left_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("1 of somebody")
-    with sole_run(tmp_path):
+    with run_lock(tmp_path):
         pass
     assert not (tmp_path / ".lock").exists()
 
 
 def test_one_process_is_refused_as_well(tmp_path: Path) -> None:
     with (
-        sole_run(tmp_path),
+        run_lock(tmp_path),
         pytest.raises(RunError, match=f"by process {os.getpid()}, started"),
-        sole_run(tmp_path),
+        run_lock(tmp_path),
     ):
         pass
-    with sole_run(tmp_path):
+    with run_lock(tmp_path):
         pass
 
 
@@ -194,7 +194,7 @@ def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
 
     def work() -> None:
         for _ in range(20):
-            with alone_in(tmp_path):
+            with folder_lock(tmp_path):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
@@ -207,7 +207,7 @@ def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
     assert most == [1]
 
 
-@pytest.mark.parametrize("lock", [sole_run, alone_in])
+@pytest.mark.parametrize("lock", [run_lock, folder_lock])
 @pytest.mark.parametrize("is_renamed", [False, True])
 def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
     tmp_path: Path,
@@ -234,13 +234,13 @@ def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
 
 
 def test_whoever_lets_go_leaves_the_lock_of_another_alone(tmp_path: Path) -> None:
-    with sole_run(tmp_path):
+    with run_lock(tmp_path):
         (tmp_path / ".lock").unlink()
         (tmp_path / ".lock").write_text("of another")
     assert (tmp_path / ".lock").read_text() == "of another"
 
 
-@pytest.mark.parametrize("lock", [sole_run, alone_in])
+@pytest.mark.parametrize("lock", [run_lock, folder_lock])
 def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path, lock: Lock) -> None:
     target = tmp_path / "precious"
     target.write_text("precious")
@@ -259,7 +259,7 @@ def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path
 
 def test_a_thread_that_waits_for_itself_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PATIENCE", 0.05)
-    with alone_in(tmp_path), pytest.raises(RuntimeError, match="Deadlock"), alone_in(tmp_path):
+    with folder_lock(tmp_path), pytest.raises(RuntimeError, match="Deadlock"), folder_lock(tmp_path):
         pass
 
 
@@ -268,7 +268,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RunError, match=r"cannot be locked \(No locks available\)"), sole_run(tmp_path):
+    with pytest.raises(RunError, match=r"cannot be locked \(No locks available\)"), run_lock(tmp_path):
         pass
 
 
@@ -277,11 +277,11 @@ def test_a_lock_that_cannot_name_its_holder_still_holds(tmp_path: Path, monkeypa
         raise OSError(28, "disk full")
 
     monkeypatch.setattr(os, "pwrite", full_disk)
-    with sole_run(tmp_path), pytest.raises(RunError, match="by another process"), sole_run(tmp_path):
+    with run_lock(tmp_path), pytest.raises(RunError, match="by another process"), run_lock(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("lock", [sole_run, alone_in])
+@pytest.mark.parametrize("lock", [run_lock, folder_lock])
 def test_whoever_has_the_folder_removes_what_killed_writers_left(tmp_path: Path, lock) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

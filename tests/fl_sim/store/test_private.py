@@ -14,7 +14,7 @@ from torch import nn
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.run import run
-from fl_sim.store.private import MOST_CHARACTERS, Unheard, prints_unheard, warnings_unheard
+from fl_sim.store.private import MOST_CHARACTERS, PrivateLog, prints_to, warnings_to
 from fl_sim.types import ClientUpdate, LocalTask, Trained
 from strategies.algorithm import Averaging
 
@@ -115,8 +115,8 @@ def log_of(out: Path) -> Path:
 
 
 def test_no_more_is_kept_than_there_is_room_for_and_nothing_where_nothing_is_said(tmp_path: Path) -> None:
-    stream = Unheard(tmp_path / "log")
-    with warnings_unheard(stream), prints_unheard(stream):
+    stream = PrivateLog(tmp_path / "log")
+    with warnings_to(stream), prints_to(stream):
         pass
     assert not (tmp_path / "log").exists()
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_no_more_is_kept_than_there_is_room_for_and_nothing_where_nothing_is_sai
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
-    assert Unheard(tmp_path / "missing" / "log").write("lost") == 4
+    assert PrivateLog(tmp_path / "missing" / "log").write("lost") == 4
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    assert Unheard(tmp_path / "link").write("lost") == 4
+    assert PrivateLog(tmp_path / "link").write("lost") == 4
     assert not (tmp_path / "elsewhere").exists()

@@ -20,13 +20,13 @@ from fl_sim.store.run_directory import (
     RoundRecord,
     append_round,
     chain_start,
-    chained,
     coarse,
     digest_of,
-    keep_rounds,
+    log_chain,
     read_checkpoint,
     read_result,
     read_rounds,
+    truncate_log,
     write_checkpoint,
     write_config,
     write_text,
@@ -55,8 +55,8 @@ def _lines(out: Path) -> list[bytes]:
 def test_the_log_comes_back(tmp_path: Path) -> None:
     chain = _written(tmp_path / "run", 3)
     assert read_rounds(tmp_path / "run") == [_record(1), _record(2), _record(3)]
-    assert chained(tmp_path / "run") == chain[3]
-    assert keep_rounds(tmp_path / "run", 3, chain[3]) == [_record(1), _record(2), _record(3)]
+    assert log_chain(tmp_path / "run") == chain[3]
+    assert truncate_log(tmp_path / "run", 3, chain[3]) == [_record(1), _record(2), _record(3)]
 
 
 @pytest.mark.parametrize("more", [b"", b'{"round": 4, "test_', b"{", bytes(50)])
@@ -64,7 +64,7 @@ def test_what_a_crash_leaves_behind_the_last_round_is_taken_off(tmp_path: Path, 
     chain = _written(tmp_path / "run", 4)
     whole = _lines(tmp_path / "run")
     (tmp_path / "run" / "rounds.jsonl").write_bytes(b"".join(whole[:3]) + (more or whole[3]))
-    assert [record.round for record in keep_rounds(tmp_path / "run", 3, chain[3])] == [1, 2, 3]
+    assert [record.round for record in truncate_log(tmp_path / "run", 3, chain[3])] == [1, 2, 3]
     assert _lines(tmp_path / "run") == whole[:3]
 
 
@@ -95,14 +95,14 @@ def test_any_other_log_is_refused(tmp_path: Path, damage) -> None:
         b"".join(damage(_lines(tmp_path / "run"), _lines(tmp_path / "other")))
     )
     with pytest.raises(UserError, match=r"rounds\.jsonl"):
-        keep_rounds(tmp_path / "run", 3, chain[3])
+        truncate_log(tmp_path / "run", 3, chain[3])
 
 
 def test_the_chain_begins_with_the_settings(tmp_path: Path) -> None:
     chain = _written(tmp_path / "run", 2)
     write_config(tmp_path / "run", {"seed": 4})
     with pytest.raises(UserError, match=r"config\.toml was changed"):
-        keep_rounds(tmp_path / "run", 2, chain[2])
+        truncate_log(tmp_path / "run", 2, chain[2])
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b"1" * 5000])

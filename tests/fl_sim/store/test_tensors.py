@@ -13,7 +13,14 @@ import torch
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.store import tensors
-from fl_sim.store.tensors import forget_from, kept, load_state, met, open_seal, save_state
+from fl_sim.store.tensors import (
+    clients_with_state,
+    delete_states_from,
+    load_state,
+    open_state_checksum,
+    save_state,
+    state_checksums,
+)
 
 
 def _state(value):
@@ -44,22 +51,26 @@ def test_a_round_reads_what_the_last_round_before_it_left(tmp_path: Path):
 
 @pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="this system does not tell holes")
 def test_clients_that_were_never_met_take_no_space_and_are_not_looked_for(tmp_path: Path):
-    assert list(met(tmp_path, 10**6)) == []
+    assert list(clients_with_state(tmp_path, 10**6)) == []
     for client in (999_999, 3, 70_000):
         save_state(tmp_path, client, 1, _state(client))
-    assert list(met(tmp_path, 10**6)) == [3, 70_000, 999_999]
+    assert list(clients_with_state(tmp_path, 10**6)) == [3, 70_000, 999_999]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["layout.json", "states.bin"]
     assert (tmp_path / "states.bin").stat().st_blocks * 512 < 10 * 4096
-    assert [client for client, *_ in kept(tmp_path, met(tmp_path, 10**6), 2)] == [3, 70_000, 999_999]
-    forget_from(tmp_path, 10**6, 1)
-    assert list(kept(tmp_path, met(tmp_path, 10**6), 2)) == []
+    assert [client for client, *_ in state_checksums(tmp_path, clients_with_state(tmp_path, 10**6), 2)] == [
+        3,
+        70_000,
+        999_999,
+    ]
+    delete_states_from(tmp_path, 10**6, 1)
+    assert list(state_checksums(tmp_path, clients_with_state(tmp_path, 10**6), 2)) == []
 
 
 def test_all_clients_are_looked_for_where_holes_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_state(tmp_path, 3, 1, _state(3))
     monkeypatch.delattr(os, "SEEK_DATA", raising=False)
-    assert list(met(tmp_path, 9)) == [*range(9)]
-    assert [client for client, *_ in kept(tmp_path, met(tmp_path, 9), 2)] == [3]
+    assert list(clients_with_state(tmp_path, 9)) == [*range(9)]
+    assert [client for client, *_ in state_checksums(tmp_path, clients_with_state(tmp_path, 9), 2)] == [3]
 
 
 def test_groups_names_shapes_and_bits_come_back(tmp_path: Path):
@@ -239,7 +250,7 @@ def _control(value):
 
 
 def _sealed(folder: Path, rounds: int, cohorts=((0, 1, 2), (1,), (0, 2))) -> Path:
-    seal = open_seal(folder, 4, 0, _control(0))
+    seal = open_state_checksum(folder, 4, 0, _control(0))
     for server_round, cohort in enumerate(cohorts[:rounds], 1):
         for client in cohort:
             save_state(folder, client, server_round, _control(10 * client + server_round))
@@ -249,9 +260,9 @@ def _sealed(folder: Path, rounds: int, cohorts=((0, 1, 2), (1,), (0, 2))) -> Pat
 
 def test_what_was_sealed_is_taken_up_after_the_last_round_and_the_one_before(tmp_path: Path):
     for last_round in (2, 3):
-        open_seal(_sealed(tmp_path / str(last_round), 3), 4, last_round, _control(0))
+        open_state_checksum(_sealed(tmp_path / str(last_round), 3), 4, last_round, _control(0))
     with pytest.raises(UserError, match="does not hold what clients knew after round 1"):
-        open_seal(tmp_path / "3", 4, 1, _control(0))
+        open_state_checksum(tmp_path / "3", 4, 1, _control(0))
 
 
 def _delete(folder: Path) -> None:
@@ -295,7 +306,7 @@ def test_anything_lost_or_foreign_is_refused(tmp_path: Path, damage):
     folder = _sealed(tmp_path / "clients", 3)
     damage(folder)
     with pytest.raises(UserError, match=r"put .* back, or start again in a fresh directory"):
-        open_seal(folder, 4, 3, _control(0))
+        open_state_checksum(folder, 4, 3, _control(0))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", bytes(70), b"[" * 100_000, b'{"3": 5}', b'{"3": null}'])
@@ -303,7 +314,7 @@ def test_a_damaged_seal_is_refused(tmp_path: Path, content: bytes):
     folder = _sealed(tmp_path / "clients", 3)
     (folder / "seal.json").write_bytes(content)
     with pytest.raises(UserError, match="does not hold what clients knew"):
-        open_seal(folder, 4, 3, _control(0))
+        open_state_checksum(folder, 4, 3, _control(0))
 
 
 def test_in_a_round_that_did_not_finish_nobody_took_part(tmp_path: Path):
@@ -311,25 +322,25 @@ def test_in_a_round_that_did_not_finish_nobody_took_part(tmp_path: Path):
     folder = _sealed(tmp_path / "clients", 3)
     save_state(folder, 0, 4, _control(4))
     save_state(folder, 3, 4, _control(34))
-    seal = open_seal(folder, 4, 3, _control(0))
+    seal = open_state_checksum(folder, 4, 3, _control(0))
     save_state(folder, 1, 4, _control(14))
     seal.put(4, [1])
     assert [load_state(folder, client, 5)["control"]["w"][0] for client in (0, 1, 2)] == [3, 14, 23]
     assert load_state(folder, 3, 5) == {}
-    open_seal(folder, 4, 4, _control(0))
+    open_state_checksum(folder, 4, 4, _control(0))
 
 
 def test_a_refusal_changes_nothing(tmp_path: Path):
     folder = _sealed(tmp_path / "clients", 3)
     before = (folder / "states.bin").read_bytes()
     with pytest.raises(UserError):
-        open_seal(folder, 4, 1, _control(0))
+        open_state_checksum(folder, 4, 1, _control(0))
     assert (folder / "states.bin").read_bytes() == before
 
 
 def test_a_run_whose_clients_kept_nothing_yet_is_sealed_too(tmp_path: Path):
     """Whether the folder is there must not tell whether anybody took part."""
     folder = _sealed(tmp_path / "clients", 2, cohorts=((), ()))
-    open_seal(folder, 4, 2, _control(0))
+    open_state_checksum(folder, 4, 2, _control(0))
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {"seal.json": 0o600}
     assert folder.stat().st_mode & 0o777 == 0o700
