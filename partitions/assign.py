@@ -1,12 +1,12 @@
-"""From a plan of who gets how much to disjoint index arrays: the arithmetic that all schemes share."""
+"""Assignment of records to clients: from sizes and label counts to disjoint index arrays, for all schemes."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
-from partitions.scheme import ImpossibleSplit, Parts
+from partitions.scheme import ImpossibleSplit, Indices, Parts
 
 STRICT = {"extra": "forbid"}
 """Pydantic's spelling of "unknown parameters are refused"; as plain data, so that this package needs numpy alone."""
@@ -18,32 +18,22 @@ MAX_BETA = 1e6
 """Beyond it Dir(beta) is the uniform split to 0.1 %, and sums of its gamma variates overflow soon after."""
 
 
-def check_beta(beta: float) -> None:
-    """Raise ImpossibleSplit unless 0 < ``beta`` <= 1e6."""
+def check_drawn(beta: float, min_size: int | None) -> None:
+    """Raise ImpossibleSplit unless 0 < ``beta`` <= 1e6, and for a negative ``min_size``; None promises nothing."""
     if not 0 < beta <= MAX_BETA:  # also refuses NaN
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal parts use iid")
-
-
-def check_finite(name: str, value: float) -> None:
-    """Raise ImpossibleSplit unless ``value`` is a finite number of at least 0."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ImpossibleSplit(f"{name}={value} must be a finite number, at least 0")
-
-
-def check_min_size(min_size: int | None) -> None:
-    """Raise ImpossibleSplit for a least number of records a client that is negative; None promises nothing."""
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
 
 
 def drawn_until(
-    draw: Callable[[], NDArray[np.int64]], min_size: int | None, num_draws: int, refusal: Callable[[int, int], str]
-) -> NDArray[np.int64]:
-    """Return what ``draw`` returns, records by client (and class), as soon as every client holds ``min_size``.
+    draw: Callable[[], Indices], min_size: int | None, num_draws: int, refusal: Callable[[int, int], str]
+) -> Indices:
+    """Return the first draw, record counts by client (and class), in which every client holds ``min_size`` records.
 
     None aims at NIID-Bench's 10, and takes the last of ``num_draws`` draws where none has them. Raises ImpossibleSplit
-    where an explicit number is out of reach: ``refusal(num_draws, most)`` says so, ``most`` being the most records that
-    the smallest client of a draw held.
+    where an explicit number is out of reach, with the message ``refusal(num_draws, most)``; ``most`` is the size of the
+    smallest client in the best draw.
     """
     wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
     for _ in range(num_draws):
@@ -67,7 +57,7 @@ def check_sizes(num_records: int, num_partitions: int) -> None:
         )
 
 
-def count_classes(labels: NDArray[np.int64], num_partitions: int) -> NDArray[np.int64]:
+def count_classes(labels: Indices, num_partitions: int) -> Indices:
     """Return the number of records of each class 0..max(labels), after ``check_sizes``."""
     check_sizes(len(labels), num_partitions)
     if labels.min() < 0:
@@ -75,7 +65,7 @@ def count_classes(labels: NDArray[np.int64], num_partitions: int) -> NDArray[np.
     return np.bincount(labels)
 
 
-def cut(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+def cut(shares: NDArray[np.float64], total: int) -> Indices:
     """Round ``shares`` (summing to 1) of ``total`` records to whole records that sum to ``total``.
 
     Cumulative sums are rounded to the nearest, so each count is within 1 of its share. (NIID-Bench rounds them down,
@@ -85,10 +75,10 @@ def cut(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     return np.diff(bounds, prepend=0)
 
 
-def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> Parts:
-    """Give client i ``counts[i, c]`` randomly chosen records of each class c.
+def deal(labels: Indices, counts: Indices, rng: Generator) -> Parts:
+    """Assign ``counts[i, c]`` randomly chosen records of each class c to client i.
 
-    ``counts``: (clients, classes); what a column leaves over belongs to nobody.
+    ``counts``: (clients, classes). Records beyond the sum of a column belong to no client.
     """
     num_partitions, num_classes = counts.shape
     left_over = np.bincount(labels, minlength=num_classes) - counts.sum(axis=0)
@@ -100,14 +90,21 @@ def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Ge
     return group(owner, num_partitions)
 
 
-def label_counts(labels: NDArray[np.int64], parts: Sequence[NDArray[np.int64]], num_classes: int) -> NDArray[np.int64]:
-    """Return how many records of each class every client holds: (clients, ``num_classes``)."""
+def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) -> Indices:
+    """Return the number of records of each class that every client holds: (clients, ``num_classes``)."""
     held = parts if isinstance(parts, Parts) else Parts.of(parts)
     cells = held.owners * num_classes + labels[held.records]
     return np.bincount(cells, minlength=len(parts) * num_classes).reshape(len(parts), num_classes)
 
 
-def group(owner: NDArray[np.int64], num_partitions: int) -> Parts:
+def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
+    """Assign records in random order to the clients that ``owner`` lists."""
+    shuffled_owner = np.empty_like(owner)
+    shuffled_owner[rng.permutation(len(owner))] = owner
+    return group(shuffled_owner, num_partitions)
+
+
+def group(owner: Indices, num_partitions: int) -> Parts:
     """Return each client's record indices, sorted; ``owner[j]`` is record j's client, ``num_partitions`` for none."""
     sizes = np.bincount(owner, minlength=num_partitions)[:num_partitions]
     bounds = np.cumsum(np.concatenate([[0], sizes]))

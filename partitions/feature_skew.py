@@ -1,25 +1,25 @@
-"""Feature skew: noise of a client's own (NIID-Bench, Li et al. 2022, 4.2), and records that stay with their source."""
+"""Feature skew: different noise for each client (NIID-Bench, Li et al. 2022, 4.2), and real sources of records."""
 
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.random import Generator
 
-from partitions.assign import STRICT, check_finite, check_sizes, group
+from partitions.assign import STRICT, check_sizes, group
 from partitions.quantity import Iid
-from partitions.scheme import ImpossibleSplit, Parts
+from partitions.scheme import ImpossibleSplit, Indices, Inputs, Parts
 
 
 @dataclass(frozen=True)
 class FeatureNoise:
-    """Equal IID parts; each client sees its inputs with Gaussian noise of its own strength, in units of raw inputs.
+    """Equal IID parts with Gaussian noise on the inputs, of another strength for each client, in units of raw inputs.
 
     ``variant`` "paper": client i of K has noise of *variance* ``sigma`` * i / K, i = 1..K, and test records have none.
     "niid-bench", the published program: client i has noise of *standard deviation* ``sigma`` * i / (K - 1), i = 0..K-1,
     and test records are noisy, too: the program tests on a copy of the test set for each client, here test record j
-    has the noise of client j mod K, of which there are as many.
+    has the noise of client j mod K.
     """
 
     kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
@@ -29,42 +29,34 @@ class FeatureNoise:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        check_finite("sigma", self.sigma)
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise ImpossibleSplit(f"sigma={self.sigma} must be a finite number, at least 0")
 
     @property
     def title(self) -> str:
-        """Return the short form."""
+        """The short form."""
         return f"feature-noise:{self.sigma}"
 
     def remarks(self, experiment: object) -> list[str]:
-        """Say where there is no noise."""
+        """Return a sentence where there is no noise."""
         del experiment
         return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and parts are iid"]
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record, sizes within 1.
 
         Raises ImpossibleSplit for more clients than records.
         """
         return Iid().split(labels, num_partitions, rng)
 
-    def seen_by(
-        self,
-        client: int,
-        num_partitions: int,
-        inputs: NDArray[np.float32],
-        std: NDArray[np.float32],
-        rng: np.random.Generator,
-    ) -> NDArray[np.float32]:
-        """Return ``inputs`` with the noise of ``client`` on them; see ``partitions.scheme.FeatureSkew``."""
+    def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
+        """Return ``inputs`` with the noise of ``client`` added; see ``partitions.scheme.FeatureSkew``."""
         noise = rng.standard_normal(inputs.shape, dtype=np.float32)
-        seen: NDArray[np.float32] = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
+        seen: Inputs = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
         return seen
 
-    def evaluated_on(
-        self, num_partitions: int, inputs: NDArray[np.float32], std: NDArray[np.float32], rng: np.random.Generator
-    ) -> NDArray[np.float32]:
-        """Return the test ``inputs`` as the model is tested on them; see ``partitions.scheme.EvaluationSkew``."""
+    def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
+        """Return the test ``inputs``, noisy in the program's variant; see ``partitions.scheme.EvaluationSkew``."""
         if self.variant == "paper":
             return inputs
         seen = inputs.copy()
@@ -73,9 +65,9 @@ class FeatureNoise:
         return seen
 
     def noise_variance(self, client: int, num_partitions: int) -> float:
-        """Return the variance of the noise on the inputs (in units of 1, before normalisation) of ``client``, from 0.
+        """Return the variance of the noise on the inputs of ``client``, from 0, in units of raw inputs.
 
-        Client 0 is the paper's i = 1, so nobody is free of noise and the last client has ``sigma``. In the program
+        Client 0 is the paper's i = 1, so every client has noise and the last client has ``sigma``. In the program
         client 0 has none, and the last one has ``sigma`` squared.
         """
         if self.variant == "niid-bench":
@@ -85,7 +77,7 @@ class FeatureNoise:
 
 @dataclass(frozen=True)
 class Natural:
-    """Every group of records, as the data set numbers them, belongs to one client whole.
+    """All records of one writer, hospital or device belong to one client (LEAF, Caldas et al. 2018).
 
     With as many groups as clients, client i holds the group of the i-th smallest number. With more groups, each client
     gets equally many (within 1), drawn at random.
@@ -96,17 +88,15 @@ class Natural:
     title: ClassVar[str] = "natural"
     __pydantic_config__ = STRICT
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
-        """Raise ImpossibleSplit: labels do not say where a record comes from."""
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
+        """Raise ImpossibleSplit: labels do not name the source of a record."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
             "this data set does not say where its records come from; name the column of a table, data.client=COLUMN, "
             "add an array client_train to an npz file (in Python: Examples.groups), or take another split"
         )
 
-    def split_groups(
-        self, labels: NDArray[np.int64], groups: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> Parts:
+    def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record, none empty.
 
         Raises ImpossibleSplit for more clients than groups.

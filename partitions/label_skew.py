@@ -5,36 +5,24 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.random import Generator
 
-from partitions.assign import (
-    STRICT,
-    USUAL_MIN_SIZE,
-    check_beta,
-    check_min_size,
-    check_sizes,
-    count_classes,
-    cut,
-    deal,
-    drawn_until,
-    group,
-)
-from partitions.scheme import ImpossibleSplit, Parts
+from partitions import assign
+from partitions.scheme import ImpossibleSplit, Indices, Parts
 
 
 @dataclass(frozen=True)
 class LabelK:
     """Client i of K holds class i mod L and ``k`` - 1 further distinct random classes of the L there are.
 
-    Each class is split equally among its holders (sizes differ by at most 1). Every record belongs to exactly one
-    client whenever K >= L. With fewer clients than classes some classes may have no holder: their records are in no
-    client's shard, as "exactly k classes" demands.
+    Each class is split equally among its holders (sizes differ by at most 1). With K >= L every record belongs to
+    exactly one client. With fewer clients than classes some classes may have no holder: their records are in no shard.
     """
 
     kind: Literal["label-k"] = field(default="label-k", kw_only=True)
     k: int = 1
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = assign.STRICT
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -42,16 +30,24 @@ class LabelK:
 
     @property
     def title(self) -> str:
-        """Return NIID-Bench's name."""
+        """NIID-Bench's name."""
         return f"{self.k}-Label"
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays, none empty.
 
         Raises ImpossibleSplit for k > L, more clients than records, or a class with fewer records than holders.
         """
-        class_sizes = count_classes(labels, num_partitions)
-        holds = self._choose(num_partitions, len(class_sizes), rng)
+        class_sizes = assign.count_classes(labels, num_partitions)
+        num_classes = len(class_sizes)
+        if self.k > num_classes:
+            raise ImpossibleSplit(f"k={self.k} classes a client, but the data have only {num_classes} classes")
+        clients = np.arange(num_partitions)
+        scores = rng.random((num_partitions, num_classes))
+        scores[clients, clients % num_classes] = -1.0  # its own class comes first
+        chosen = np.argpartition(scores, self.k - 1, axis=1)[:, : self.k]
+        holds = np.zeros((num_partitions, num_classes), dtype=np.bool_)
+        np.put_along_axis(holds, chosen, values=True, axis=1)
         num_holders = holds.sum(axis=0)
         short = np.flatnonzero(class_sizes < num_holders)
         if len(short):
@@ -62,32 +58,17 @@ class LabelK:
             )
         base, extra = np.divmod(class_sizes, np.maximum(num_holders, 1))
         nth_holder = np.cumsum(holds, axis=0)
-        return deal(labels, holds * (base + (nth_holder <= extra)), rng)
-
-    def _choose(self, num_partitions: int, num_classes: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-        if self.k > num_classes:
-            raise ImpossibleSplit(f"k={self.k} classes a client, but the data have only {num_classes} classes")
-        clients = np.arange(num_partitions)
-        scores = rng.random((num_partitions, num_classes))
-        scores[clients, clients % num_classes] = -1.0  # its own class comes first
-        chosen = np.argpartition(scores, self.k - 1, axis=1)[:, : self.k]
-        holds = np.zeros((num_partitions, num_classes), dtype=np.bool_)
-        np.put_along_axis(holds, chosen, values=True, axis=1)
-        return holds
-
-
-_PROPORTIONS = 5_000_000
-_FEWEST_DRAWS, _MOST_DRAWS = 10, 1000
+        return assign.deal(labels, holds * (base + (nth_holder <= extra)), rng)
 
 
 @dataclass(frozen=True)
 class Dirichlet:
     """For every class c, client shares p_c ~ Dir_K(``beta``), redrawn until every client holds enough records.
 
-    ``min_size``: an explicit number is a promise, kept or refused. The default (None) aims at NIID-Bench's 10; where
-    that is out of reach (Dir(0.05) over 100 clients nearly always leaves some empty) the last draw stands as it is,
-    empty shards and all. At most 1000 draws are made, fewer from 500 clients x 10 classes on.
-    ``balanced``: NIID-Bench's variant, which gives a class nothing to clients that already hold N/K records.
+    ``min_size``: a split without an explicit number of records for each client is refused. The default (None) aims at
+    NIID-Bench's 10; where that is out of reach (Dir(0.05) over 100 clients nearly always leaves some empty) the last
+    draw is used, empty shards included. At most 1000 draws are made, fewer from 500 clients x 10 classes on.
+    ``balanced``: NIID-Bench's variant, in which clients that already hold N/K records get no more.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)
@@ -95,33 +76,48 @@ class Dirichlet:
     min_size: int | None = None
     balanced: bool = False
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = assign.STRICT
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
-        check_min_size(self.min_size)
+        assign.check_drawn(self.beta, self.min_size)
 
     @property
     def title(self) -> str:
-        """Return NIID-Bench's name."""
+        """NIID-Bench's name."""
         return f"Dir({self.beta})"
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.
         """
-        class_sizes = count_classes(labels, num_partitions)
-        wanted = USUAL_MIN_SIZE if self.min_size is None else self.min_size
-        draw = _draw_balanced if self.balanced else _draw
-        num_draws = _num_draws(len(class_sizes), num_partitions, reachable=wanted * num_partitions <= len(labels))
-        counts = drawn_until(
-            lambda: draw(class_sizes, num_partitions, self.beta, rng),
+        class_sizes = assign.count_classes(labels, num_partitions)
+        wanted = assign.USUAL_MIN_SIZE if self.min_size is None else self.min_size
+        num_draws = min(max(5_000_000 // (len(class_sizes) * num_partitions), 10), 1000)
+        counts = assign.drawn_until(
+            partial(self._draw_balanced if self.balanced else self._draw, class_sizes, num_partitions, rng),
             self.min_size,
-            num_draws,
+            num_draws if wanted * num_partitions <= len(labels) else 1,
             partial(self._refusal, len(labels), num_partitions),
         )
-        return deal(labels, counts, rng)
+        return assign.deal(labels, counts, rng)
+
+    def _draw(self, class_sizes: Indices, num_partitions: int, rng: Generator) -> Indices:
+        shares = rng.dirichlet(np.full(num_partitions, self.beta), size=len(class_sizes))
+        return np.stack([assign.cut(share, int(size)) for share, size in zip(shares, class_sizes, strict=True)], axis=1)
+
+    def _draw_balanced(self, class_sizes: Indices, num_partitions: int, rng: Generator) -> Indices:
+        counts = np.zeros((num_partitions, len(class_sizes)), dtype=np.int64)
+        sizes = np.zeros(num_partitions, dtype=np.int64)
+        fair = class_sizes.sum() / num_partitions
+        for c in np.flatnonzero(class_sizes):
+            has_room = sizes < fair
+            share = rng.dirichlet(np.full(num_partitions, self.beta)) * has_room
+            if share.sum() == 0:  # a tiny beta gave all to full clients: its limit is one random client for the class
+                share[rng.choice(np.flatnonzero(has_room))] = 1.0
+            counts[:, c] = assign.cut(share / share.sum(), int(class_sizes[c]))
+            sizes += counts[:, c]
+        return counts
 
     def _refusal(self, num_records: int, num_partitions: int, num_draws: int, most: int) -> str:
         asked = f"dirichlet:{self.beta:g} over {num_partitions} clients with min_size={self.min_size}"
@@ -129,35 +125,6 @@ class Dirichlet:
             return f"{asked} needs {num_partitions * (self.min_size or 0)} records, but there are {num_records}"
         advice = "min_size=0, fewer clients" + ("" if self.balanced else ", balanced=true") + " or a larger beta"
         return f"{asked}: in {num_draws} draws the smallest client held {most} records at best; use {advice}"
-
-
-def _num_draws(num_classes: int, num_partitions: int, *, reachable: bool) -> int:
-    if not reachable:
-        return 1
-    return min(max(_PROPORTIONS // (num_classes * num_partitions), _FEWEST_DRAWS), _MOST_DRAWS)
-
-
-def _draw(
-    class_sizes: NDArray[np.int64], num_partitions: int, beta: float, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    shares = rng.dirichlet(np.full(num_partitions, beta), size=len(class_sizes))
-    return np.stack([cut(share, int(size)) for share, size in zip(shares, class_sizes, strict=True)], axis=1)
-
-
-def _draw_balanced(
-    class_sizes: NDArray[np.int64], num_partitions: int, beta: float, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    counts = np.zeros((num_partitions, len(class_sizes)), dtype=np.int64)
-    sizes = np.zeros(num_partitions, dtype=np.int64)
-    fair = class_sizes.sum() / num_partitions
-    for c in np.flatnonzero(class_sizes):
-        has_room = sizes < fair
-        share = rng.dirichlet(np.full(num_partitions, beta)) * has_room
-        if share.sum() == 0:  # a tiny beta gave all to full clients: its limit is one random client for the class
-            share[rng.choice(np.flatnonzero(has_room))] = 1.0
-        counts[:, c] = cut(share / share.sum(), int(class_sizes[c]))
-        sizes += counts[:, c]
-    return counts
 
 
 @dataclass(frozen=True)
@@ -171,7 +138,7 @@ class Shards:
     kind: Literal["shards"] = field(default="shards", kw_only=True)
     shards_per_client: int = 2
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = assign.STRICT
 
     def __post_init__(self) -> None:
         if self.shards_per_client < 1:
@@ -179,15 +146,15 @@ class Shards:
 
     @property
     def title(self) -> str:
-        """Return the short form."""
+        """The short form."""
         return f"shards:{self.shards_per_client}"
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more shards than records.
         """
-        check_sizes(len(labels), num_partitions)
+        assign.check_sizes(len(labels), num_partitions)
         num_shards = num_partitions * self.shards_per_client
         if num_shards > len(labels):
             raise ImpossibleSplit(
@@ -198,4 +165,4 @@ class Shards:
         shard = np.arange(len(labels)) * num_shards // len(labels)
         owner = np.empty(len(labels), dtype=np.int64)
         owner[np.argsort(labels, kind="stable")] = shard_owner[shard]
-        return group(owner, num_partitions)
+        return assign.group(owner, num_partitions)

@@ -4,19 +4,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.random import Generator
 
-from partitions.assign import (
-    STRICT,
-    USUAL_MIN_SIZE,
-    check_beta,
-    check_min_size,
-    check_sizes,
-    cut,
-    drawn_until,
-    group,
-)
-from partitions.scheme import Parts
+from partitions.assign import STRICT, USUAL_MIN_SIZE, check_drawn, check_sizes, cut, drawn_until, shuffled
+from partitions.scheme import Indices, Parts
 
 
 @dataclass(frozen=True)
@@ -28,27 +19,22 @@ class Iid:
     title: ClassVar[str] = "iid"
     __pydantic_config__ = STRICT
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more clients than records.
         """
         check_sizes(len(labels), num_partitions)
-        owner = np.empty(len(labels), dtype=np.int64)
-        owner[rng.permutation(len(labels))] = np.arange(len(labels)) % num_partitions
-        return group(owner, num_partitions)
-
-
-_MOST_DRAWS = 1000
+        return shuffled(np.arange(len(labels)) % num_partitions, num_partitions, rng)
 
 
 @dataclass(frozen=True)
 class Quantity:
     """Client sizes ~ Dir(``beta``) of all records, whatever their label, redrawn until every client holds enough.
 
-    ``min_size``: an explicit number is a promise, kept or refused; 0 takes the first draw. The default (None) aims at
-    NIID-Bench's 10; where 1000 draws do not reach it (a small ``beta``, many clients), the last one stands as it is,
-    empty shards and all.
+    ``min_size``: a split without an explicit number of records for each client is refused; 0 takes the first draw. The
+    default (None) aims at NIID-Bench's 10; where 1000 draws do not reach it (a small ``beta``, many clients), the last
+    one is used, empty shards included.
     """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)
@@ -58,28 +44,21 @@ class Quantity:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
-        check_min_size(self.min_size)
+        check_drawn(self.beta, self.min_size)
 
     @property
     def title(self) -> str:
-        """Return the short form."""
+        """The short form."""
         return f"quantity:{self.beta}"
 
-    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.
         """
-        check_sizes(len(labels), num_partitions)
-        sizes = self._sizes(len(labels), num_partitions, rng)
-        owner = np.empty(len(labels), dtype=np.int64)
-        owner[rng.permutation(len(labels))] = np.repeat(np.arange(num_partitions), sizes)
-        return group(owner, num_partitions)
-
-    def _sizes(self, num_records: int, num_partitions: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        num_records = len(labels)
+        check_sizes(num_records, num_partitions)
         wanted = USUAL_MIN_SIZE if self.min_size is None else self.min_size
-        num_draws = _MOST_DRAWS if wanted * num_partitions <= num_records else 1
 
         def refusal(num_draws: int, most: int) -> str:
             return (
@@ -88,7 +67,8 @@ class Quantity:
                 "min_size=0, fewer clients or a larger beta"
             )
 
-        def draw() -> NDArray[np.int64]:
+        def draw() -> Indices:
             return cut(rng.dirichlet(np.full(num_partitions, self.beta)), num_records)
 
-        return drawn_until(draw, self.min_size, num_draws, refusal)
+        sizes = drawn_until(draw, self.min_size, 1000 if wanted * num_partitions <= num_records else 1, refusal)
+        return shuffled(np.repeat(np.arange(num_partitions), sizes), num_partitions, rng)
