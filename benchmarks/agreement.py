@@ -27,7 +27,7 @@ from torch import nn
 
 from clients import client_task
 from fl_sim import models
-from fl_sim.engines.ray_token import choose_token
+from fl_sim.engines.own_ray import choose_token
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached

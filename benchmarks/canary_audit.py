@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.engines.grid import InProcessGrid
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached

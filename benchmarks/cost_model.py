@@ -122,7 +122,7 @@ def run_one(size: Size, data: str, folder: Path) -> Measured:
 
     import torch
 
-    from fl_sim.engines.inprocess import InProcessGrid
+    from fl_sim.engines.grid import InProcessGrid
     from fl_sim.experiment.experiment import experiment_from
     from fl_sim.simulation.run import Silent, run
 

@@ -33,10 +33,8 @@ from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum, clipped_sums
 from clients.dafl.dpcgan.compiled import adversaries_of
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
-from fl_sim.native.adversaries import Pairs, Release
-from fl_sim.native.kernel import Kernel, load_kernel
-from fl_sim.native.normals import CompiledNormals
-from fl_sim.native.perceptrons import Shown
+from fl_sim.native.kernel import CompiledNormals, Kernel, load_kernel
+from fl_sim.native.perceptrons import Pairs, Release, Shown
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.packed import Packing
@@ -152,22 +152,20 @@ def cases() -> Iterator[Case]:
     shared = {"inputs": torch.ones(3, *SHAPE), "labels": torch.full((3, CLASSES), 1 / CLASSES)}
     for mixing in (FedMix(), NaiveMix()):
         yield Case(
-            f"share, {mixing.kind}", (releases.pool_content(shared),) * CLIENTS, partial(_share, mixing), private=False
+            f"share, {mixing.kind}", (wire.pool_content(shared),) * CLIENTS, partial(_share, mixing), private=False
         )
     facts = {"labels_epsilon": 1.0}
     said = json.dumps({"counts": [1, 0, 2], "refused": "", "facts": facts, "receipt": None})
     yield Case(
-        "synthesize", (releases.synthetic_content(torch.zeros(3, *SHAPE), said),) * CLIENTS, _synthesize, private=True
+        "synthesize", (wire.synthetic_content(torch.zeros(3, *SHAPE), said),) * CLIENTS, _synthesize, private=True
     )
-    votes = (releases.votes_content(np.array([0, 1, 2, 1, 0])),) * CLIENTS
+    votes = (wire.votes_content(np.array([0, 1, 2, 1, 0])),) * CLIENTS
     yield Case("vote", votes, partial(_vote, private=True), private=True)
     yield Case("vote, no privacy", votes, partial(_vote, private=False), private=False, who=f"teacher {VICTIM}")
-    moments = (releases.moments_content(np.arange(9.0).reshape(CLASSES, 3)),) * CLIENTS
+    moments = (wire.moments_content(np.arange(9.0).reshape(CLASSES, 3)),) * CLIENTS
     yield Case("summarise", moments, partial(_summarise, private=True), private=True)
     yield Case("summarise, no privacy", moments, partial(_summarise, private=False), private=False)
-    yield Case(
-        "query", tuple(releases.who_content(client) for client in range(CLIENTS)), _who, private=False, who="node "
-    )
+    yield Case("query", tuple(wire.who_content(client) for client in range(CLIENTS)), _who, private=False, who="node ")
 
 
 def _updates(algorithm: Any, packing: Packing | None = None) -> tuple[RecordDict, ...]:
@@ -237,7 +235,7 @@ def _vote(grid: Replying, *, private: bool) -> bytes:
 def _summarise(grid: Replying, *, private: bool) -> bytes:
     most = None if private else RECORDS
     run = _run(FedAvg(), grid)
-    moments = run.ask(SUMMARISE, lambda one: releases.read_moments(one, (CLASSES, 3), most), quoted=not private)
+    moments = run.ask(SUMMARISE, lambda one: wire.read_moments(one, (CLASSES, 3), most), quoted=not private)
     return b"".join(one.tobytes() for one in moments)
 
 

@@ -4,7 +4,7 @@
 
 Every network is a layer or two between little ones, so that the way back to its inputs is needed. Both trainers take
 the same SGD step on the same minibatch, in turn; a ratio is the median of those of neighbours, by processor time.
-Above 1 the compiled trainer is slower; the last column says who trains such a model (fl_sim/native/work.py). The exit
+Above 1 the compiled trainer is slower; the last column says who trains such a model (fl_sim/native/layers.py). The exit
 code is 1 where that is the slower one by a tenth or more.
 """
 
@@ -20,8 +20,7 @@ from torch import nn
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
-from fl_sim.native.layers import describe
-from fl_sim.native.work import slower_here
+from fl_sim.native.layers import describe, slower_here
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.training.loop import train

@@ -34,10 +34,10 @@ from torch import nn
 
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.models import ResidualBlock
-from fl_sim.native.checks import RECEIVED
 from fl_sim.native.compiling import compile_kernel
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
+from fl_sim.native.request import RECEIVED
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train

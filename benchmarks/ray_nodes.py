@@ -147,7 +147,7 @@ def main() -> None:
     from speed import Contestant, contestant  # another script of this folder
     from speed_work import WORKS
 
-    from fl_sim.engines.ray_token import choose_token
+    from fl_sim.engines.own_ray import choose_token
 
     choose_token()  # the cluster's, which the contestant inherits
     hidden = Path(tempfile.mkdtemp())

@@ -33,9 +33,8 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.models import MODELS
 from fl_sim.native.compiling import NoCompiler, compile_kernel, compile_plain, lanes_of, processor
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
-from fl_sim.native.layers import KINDS, Stack, describe
-from fl_sim.native.work import products_in_output, products_of, shapes_of
-from fl_sim.native.work import rows_of as layers_of
+from fl_sim.native.layers import KINDS, Stack, describe, products_in_output, products_of, shapes_of
+from fl_sim.native.layers import rows_of as layers_of
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, LocalTask, Precision

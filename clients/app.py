@@ -11,10 +11,10 @@ from flwr.clientapp import ClientApp
 from clients.client_task import Client, ClientRuntime, ClientTask, Grouped, Guarded, RuntimeFactory, Sent
 from clients.owner import Owner, client_of, discreet, owner_of
 from clients.train import Train, Turn
-from fl_sim.engines import releases, wire
+from fl_sim.engines import remote, wire
 from fl_sim.engines.arrays import reuse_freed_memory
+from fl_sim.engines.batching import BatchHandler, GroupHandler, partition_of, raised
 from fl_sim.engines.grid import partition_of, raised
-from fl_sim.engines.pieces import Play, Release
 from fl_sim.errors import RunError, in_a_line
 from fl_sim.kinds import is_own_kind
 from fl_sim.mistakes import shortened
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from clients.policy import Policy
 
 
-def build_client_app(runtime_of: RuntimeFactory, signer: wire.Signer | None = None) -> ClientApp:
+def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
     """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime.
 
     ``signer``: of the run whose driver started this worker, where its clients' ledgers are the driver's affair.
@@ -34,7 +34,7 @@ def build_client_app(runtime_of: RuntimeFactory, signer: wire.Signer | None = No
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
-        return Message(releases.who_content(client_of(context)), reply_to=message)
+        return Message(wire.who_content(client_of(context)), reply_to=message)
 
     @app.train()
     def answer(message: Message, context: Context) -> Message:
@@ -61,7 +61,7 @@ def task_of(client: Client) -> ClientTask:
     return task
 
 
-def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Play:
+def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> BatchHandler:
     """Return what trains the clients of several messages in one call of the compiled trainer, or as one computation.
 
     Where something fails, the clients are played again, each by itself, so that the one to blame is known and the
@@ -84,7 +84,7 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Play
     def play(messages: Sequence[Message]) -> list[Message]:
         try:
             return trained(messages)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.batching.answer)
             if len(messages) == 1:
                 return [raised(messages[0], error)]
             return [reply for message in messages for reply in play([message])]
@@ -92,7 +92,7 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Play
     return play
 
 
-def answer_together(runtime_of: RuntimeFactory) -> Release:
+def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
     """Return what has several clients answer a task that is ``Grouped``, in one computation."""
     reader = _Reader(runtime_of)
 
@@ -103,7 +103,7 @@ def answer_together(runtime_of: RuntimeFactory) -> Release:
             task = task_of(clients[0])
             assert isinstance(task, Grouped)
             replies = task.run_together(clients)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.batching.answer)
             replies = [error] * len(messages)
         return [
             Message(reply, reply_to=message) if isinstance(reply, RecordDict) else raised(message, reply)
@@ -116,7 +116,7 @@ def answer_together(runtime_of: RuntimeFactory) -> Release:
 class _Reader:
     """Reads messages to clients; what all messages of a round share is unpacked once."""
 
-    def __init__(self, runtime_of: RuntimeFactory, signer: wire.Signer | None = None) -> None:
+    def __init__(self, runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> None:
         self._runtime_of = runtime_of
         self._signer = signer
         self._last: tuple[RecordDict, Sent] | None = None
@@ -145,15 +145,15 @@ class _Reader:
         runtime = self._runtime(order, number, owner)
         return Client(number, runtime, order, message.content, policy, ticket, check, self._sent)
 
-    def _ticket(self, message: Message, task: str, client: int, guard: "Policy | Owner | None") -> wire.Ticket | None:
+    def _ticket(self, message: Message, task: str, client: int, guard: "Policy | Owner | None") -> remote.Ticket | None:
         """Return the ticket of a message, if it has one. Raises RunError where a ticket is no reason to release.
 
         That is so everywhere but in a worker that the run's own driver started, where there is no ``guard``.
         """
-        if not wire.has_ticket(message.content):
+        if not remote.has_ticket(message.content):
             return None
         if self._signer is None or guard is not None:
-            raise RunError(wire.NO_TICKET)
+            raise RunError(remote.NO_TICKET)
         return self._signer.read(task, client, message.content)
 
     def _runtime(self, order: wire.TaskConfig, client: int, owner: Owner | None) -> ClientRuntime:

@@ -14,7 +14,7 @@ from flwr.app import RecordDict
 from torch import nn
 
 from clients.client_layer import ClientLayer
-from fl_sim.engines import wire
+from fl_sim.engines import remote, wire
 from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
@@ -84,7 +84,7 @@ class Client:
     order: wire.TaskConfig
     content: RecordDict
     policy: "Policy | None" = None
-    ticket: wire.Ticket | None = None
+    ticket: remote.Ticket | None = None
     check: Callable[[], None] = lambda: None
     read: "Callable[[RecordDict], Sent]" = lambda content: Sent(*wire.read_task(content))
 
@@ -161,7 +161,7 @@ class Grouped(Protocol):
 class Begun:
     """A release that is paid for at home and not made yet. ``paid``: what ``finish`` needs beside the answer."""
 
-    ticket: wire.Ticket
+    ticket: remote.Ticket
     paid: Any = field(repr=False)
 
 

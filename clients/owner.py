@@ -13,7 +13,7 @@ from typing import Final
 
 from flwr.app import Context, Message
 
-from fl_sim.engines.grid import CLIENT_RAISED, failure
+from fl_sim.engines.batching import CLIENT_RAISED, failure
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.store.files import user_folder

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from fl_sim.engines import wire
-from fl_sim.engines.grid import TOO_LATE, LocalGrid, answer, failure, partition_of, raised
+from fl_sim.engines.batching import TOO_LATE, answer, failure, partition_of, raised
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import Malformed, RunError
 from fl_sim.types import Params, Payloads
@@ -147,12 +147,12 @@ def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
         time.sleep(_POLL_SECONDS)
     if len(nodes) > num_clients:
         raise RunError(f"{len(nodes)} nodes for {num_clients} clients: start as many supernodes as clients")
-    sent = [Message(releases.who_content(0), node, wire.WHO) for node in nodes]
+    sent = [Message(wire.who_content(0), node, wire.WHO) for node in nodes]
     themselves = {node: node for node in nodes}
     answers = by_client(grid.send_and_receive(sent, timeout=timeout), themselves.get, strict=True)
     node_of: dict[int, int] = {}
     for node in nodes:
-        partition = _read(answers.get(node, []), releases.read_who)
+        partition = _read(answers.get(node, []), wire.read_who)
         if isinstance(partition, Malformed):
             raise refusal(f"node {node}, asked for its partition,", partition, quoted=False)
         if partition >= num_clients or partition in node_of:

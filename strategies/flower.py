@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from clients.client_layer import ClientLayer
-from fl_sim.engines import tensor_records, wire
+from fl_sim.engines import arrays, wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.kinds import is_own_kind
 from fl_sim.own_code import error_context
@@ -115,11 +115,11 @@ class FederatedStrategy(Strategy):
             check_finite({"params": server.params, "layers": server.layers}, server_round)
             self.server = server
         if self.layer.hides_clients:  # how many came and how they fared is theirs: it leaves only in the noised mean
-            return tensor_records.to_arrays(self.server.model), None
+            return arrays.to_arrays(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
             metrics["train_loss"] = loss
-        return tensor_records.to_arrays(self.server.model), metrics
+        return arrays.to_arrays(self.server.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -146,13 +146,13 @@ class FederatedStrategy(Strategy):
 
     def traffic_with(self, content: RecordDict) -> Traffic:
         """Return the same in a round whose message is ``content``."""
-        return Traffic(tensor_records.num_bytes(content), self._bytes_up)
+        return Traffic(arrays.num_bytes(content), self._bytes_up)
 
     @cached_property
     def _bytes_up(self) -> int:
         whole = {name: params for name, params in self._template.items() if name not in self._packed}
         packed = {name: Packed.blank(size) for name, size in self._packed.items()}
-        return tensor_records.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
+        return arrays.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
 
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
         """Return what a client is sent by a server in that state."""

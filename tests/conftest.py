@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from fl_sim.engines.ray_token import choose_token
+from fl_sim.engines.own_ray import choose_token
 from fl_sim.importing import leave_out
 from fl_sim.native import compiling
 

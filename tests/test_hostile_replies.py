@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import arrays, wire
 
 
 def _faults(harness, num_replies):
@@ -33,7 +33,7 @@ def test_the_harness_sees_where_an_answer_is_believed(
         "exactly": lambda *_: None,
         "tensor_in": lambda array, *_: torch.from_numpy(array.numpy().copy()),
     }
-    for reader in (one for one in (wire, releases, tensor_records) if hasattr(one, believed)):
+    for reader in (one for one in (wire, arrays) if hasattr(one, believed)):
         monkeypatch.setattr(reader, believed, trusting[believed])
     with caplog.at_level(logging.CRITICAL):
         _, faults = _faults(load_benchmark("hostile_replies"), 240)

@@ -1,35 +1,47 @@
-"""A Flower Grid of our own, of which both engines are made: how nodes are called, and replies of those that fail."""
+"""A Flower Grid of our own, of which both engines are made, and the engine that runs every client in this process."""
 
+import math
+import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from queue import SimpleQueue
+from threading import Event
+from typing import TypeAlias
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 # A Grid of one's own needs both, and Flower exports neither publicly: messages cannot be made before a task identity is
-# set, and Grid.run has this type. tests/fl_sim/engines/test_inprocess.py fails when a new Flower moves them.
+# set, and Grid.run has this type. tests/fl_sim/engines/test_grid.py fails when a new Flower moves them.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fl_sim.errors import RunError, UserError
-from fl_sim.own_code import with_place
-
-CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
-"""Error codes of the replies that stand for a client that did not answer."""
+from fl_sim.engines import wire
+from fl_sim.engines.batching import (
+    FIRST_NODE_ID,
+    TOO_LATE,
+    BatchHandler,
+    BatchRunner,
+    ClientBatching,
+    GroupHandler,
+    failure,
+)
 
 Progress: TypeAlias = Callable[[int], None]
 """Called with the number of replies of the current exchange so far."""
-
-_FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 
 
 class LocalGrid(Grid):
     """A Grid whose nodes are partitions: node ``1000 + i`` holds partition i.
 
-    Subclasses answer a whole exchange at once in ``_exchange``; those that play clients in this process do it within
+    Subclasses answer a whole exchange at once in ``_exchange``; those that run clients in this process do it within
     ``quiet``, which keeps from the screen what clients print.
     """
 
@@ -58,7 +70,7 @@ class LocalGrid(Grid):
 
     def get_node_ids(self) -> range:
         """Return the node ids in the order of their partitions."""
-        return range(_FIRST_NODE_ID, _FIRST_NODE_ID + self.num_clients)
+        return range(FIRST_NODE_ID, FIRST_NODE_ID + self.num_clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Answer ``messages`` at once and keep the replies for ``pull_messages``."""
@@ -67,7 +79,7 @@ class LocalGrid(Grid):
         return [reply.metadata.reply_to_message_id for reply in replies]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand over the replies to ``message_ids`` that are there."""
+        """Return the replies to ``message_ids`` that are there, once."""
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -78,41 +90,121 @@ class LocalGrid(Grid):
         return self._exchange(sent, timeout)
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release the resources of the engine."""
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         """Return one reply per message, in whatever order; an error reply where ``timeout`` seconds were not enough."""
         raise NotImplementedError
 
 
-def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
-    """Return what ``app`` replies, or an error reply that says what it raised."""
-    try:
-        return app(message, node_context(message.metadata.dst_node_id, num_clients))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a user's model or data raises becomes a reply that names it)
-        return raised(message, error)
+@dataclass(frozen=True)
+class Groups:
+    """The tasks that several clients answer in one computation: by ``handler``, in ``threads`` threads of their own."""
+
+    tasks: frozenset[str]
+    handler: GroupHandler
+    threads: int
+
+    _LEAST, _MOST = 3, 10  # below 3 clients Python's overhead is a third of a step; above 10 there is no further gain
+
+    def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
+        """Divide an exchange into one batch for every thread, or more."""
+        size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
+        return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 
 
-def raised(message: Message, error: BaseException) -> Message:
-    """Return the reply of a client that raised ``error``."""
-    said = str(error) if isinstance(error, RunError | UserError) else with_place(error)
-    return failure(message, CLIENT_RAISED, said)
+class InProcessGrid(LocalGrid):
+    """All clients in this process: no start-up, and a debugger sees everything.
+
+    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; all else that
+    clients are asked is answered one after another, but for the tasks ``in_threads``. ``batching``, if given, trains
+    several clients at a time; stacks one after another. ``groups``, if given, has threads of its own. A client that
+    hangs cannot be interrupted from within its own process; ``timeout`` is looked at between batches.
+    """
+
+    def __init__(
+        self,
+        app: ClientApp,
+        num_clients: int,
+        on_reply: Progress | None = None,
+        *,
+        workers: int = 1,
+        batching: ClientBatching | None = None,
+        groups: Groups | None = None,
+        in_threads: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(num_clients, on_reply)
+        self._runner = BatchRunner(app, num_clients, batching)
+        self._is_stacked = batching is not None and batching.stack > 1
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
+        self._in_threads = in_threads
+        self._groups = groups
+        self._group_pool = ThreadPoolExecutor(groups.threads, "groups") if groups else None
+
+    def close(self) -> None:
+        """End the threads."""
+        for pool in (self._pool, self._group_pool):
+            if pool is not None:
+                pool.shutdown()
+
+    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        tasks = set(map(wire.task_of, messages))
+        stopped, handler, workers = Event(), self._runner.run, self._workers
+        if self._groups is not None and tasks <= self._groups.tasks:
+            batches, handler = self._groups.batches(messages), partial(_stoppable, self._groups.handler, stopped)
+            workers, pool = self._groups.threads, self._group_pool
+        else:
+            batches = self._runner.batches(messages, workers)
+            # A stack takes the model that all threads share.
+            is_parallel = tasks <= self._in_threads or (tasks == {wire.TRAIN} and not self._is_stacked)
+            pool = self._pool if is_parallel and len(batches) > 1 else None
+        waiting, replies = deque(batches), dict[str, Message]()
+
+        def take() -> list[Message] | None:
+            """Take the next batch, from any thread; None where there is none or time is up."""
+            try:
+                return waiting.popleft() if time.monotonic() < deadline else None
+            except IndexError:
+                return None
+
+        try:
+            with self.quiet():
+                answers = _side_by_side(pool, workers, handler, take) if pool else map(handler, iter(take, None))
+                for reply in chain.from_iterable(answers):
+                    replies[reply.metadata.reply_to_message_id] = reply
+                    self._on_reply(len(replies))
+        finally:
+            waiting.clear()  # by Ctrl-C: threads finish the batch that they have begun, and begin no more
+            stopped.set()
+        late = f"no answer within {timeout or 0:g} s: its turn did not come"
+        return [replies.get(sent.metadata.message_id) or failure(sent, TOO_LATE, late) for sent in messages]
 
 
-def failure(message: Message, code: int, reason: str) -> Message:
-    """Return the reply that stands for a client that did not answer."""
-    return Message(Error(code, reason), reply_to=message)
+def _side_by_side(
+    pool: ThreadPoolExecutor, workers: int, handler: BatchHandler, take: Callable[[], list[Message] | None]
+) -> Iterator[list[Message]]:
+    """Have threads take and answer batches until there are none; yields replies as they come."""
+    done: SimpleQueue[list[Message] | None] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            for batch in iter(take, None):
+                done.put(handler(batch))
+        finally:
+            done.put(None)
+
+    running = [pool.submit(work) for _ in range(workers)]
+    for _ in running:
+        yield from iter(done.get, None)
+    for thread in running:
+        thread.result()
 
 
-def node_context(node_id: int, num_clients: int) -> Context:
-    """Return a node's context. It carries no state: what clients keep lives in fl_sim.store.tensors."""
-    config: dict[str, bool | float | int | str] = {
-        "partition-id": node_id - _FIRST_NODE_ID,
-        "num-partitions": num_clients,
-    }
-    return Context(run_id=1, node_id=node_id, node_config=config, state=RecordDict(), run_config={})
+def _stoppable(handler: GroupHandler, stopped: Event, messages: Sequence[Message]) -> list[Message]:
+    def check() -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
 
-
-def partition_of(message: Message) -> int:
-    """Return the partition a message is addressed to."""
-    return message.metadata.dst_node_id - _FIRST_NODE_ID
+    return handler(messages, check)

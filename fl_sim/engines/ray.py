@@ -12,12 +12,10 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
-from fl_sim.engines.apart import Apart, Desk, Parcel
+from fl_sim.engines.actor_pool import LOOK_SECONDS, Crew, Worker, pickled, sources_of
 from fl_sim.engines.arrays import reuse_freed_memory
-from fl_sim.engines.envelope import Envelopes, num_bytes
+from fl_sim.engines.batching import ClientBatching, Exchange
 from fl_sim.engines.grid import LocalGrid, Progress
-from fl_sim.engines.pieces import Together
-from fl_sim.engines.ray_crew import LOOK_SECONDS, Crew, Worker, pickled, sources_of
 from fl_sim.engines.ray_start import (
     RayResources,
     check_head,
@@ -28,7 +26,7 @@ from fl_sim.engines.ray_start import (
     start_or_join,
     stop_or_leave,
 )
-from fl_sim.engines.work import Work
+from fl_sim.engines.remote import Apart, Desk, Envelopes, Parcel, encrypted_bytes
 from fl_sim.store.files import read_whole
 
 # isort: split
@@ -59,7 +57,7 @@ class RayGrid(LocalGrid):
         num_clients: int,
         resources: RayResources,
         on_reply: Progress | None = None,
-        together: Together | None = None,
+        together: ClientBatching | None = None,
         apart: Apart | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -124,21 +122,21 @@ class RayGrid(LocalGrid):
             crew.end_busy()  # left by a deadline or by Ctrl-C; the next exchange starts others
         return [work.replies[message.metadata.message_id] for message in messages]
 
-    def _hand_out(self, work: Work[Any], post: "_Post") -> None:
+    def _hand_out(self, work: Exchange[Any], post: "_Post") -> None:
         """Give every idle worker what it should have now, the fastest first, and then everybody its next."""
         for take, calls in ((work.take, 0), (work.take_ahead, 1)):
             for worker in sorted(self._crew.entered, key=lambda one: one.step_seconds):
                 others = [one.step_seconds for one in self._crew.entered if one is not worker]
                 while len(worker.calls) == calls and (batch := take(worker.step_seconds, others)):
                     letters = [letter for message in batch if (letter := post.letter(message))]
-                    work.keep(post.answered)
+                    work.add(post.answered)
                     if letters:
                         contents = worker.lacks({number: post.contents[number] for _, number, _ in letters})
                         call = worker.actor.answer.remote(self._envelopes.close(letters), contents, self._files)
                         worker.calls.append(call)
                         work.begin(call, batch)
 
-    def _wait(self, work: Work[Any], calls: list[Any], seconds: float) -> None:
+    def _wait(self, work: Exchange[Any], calls: list[Any], seconds: float) -> None:
         done, _ = ray.wait(calls, timeout=seconds)
         for call in done:
             if call in work.running:
@@ -148,15 +146,15 @@ class RayGrid(LocalGrid):
         if not done:
             check_head(self._head)
 
-    def _work(self, messages: Sequence[Message]) -> Work[Any]:
+    def _work(self, messages: Sequence[Message]) -> Exchange[Any]:
         together = self._together
         if together is None or any(wire.task_of(message) != wire.TRAIN for message in messages):
-            return Work(deque(messages))
-        return Work(
+            return Exchange(deque(messages))
+        return Exchange(
             deque(together.ordered(messages)), lambda message: max(1, together.steps_of(message)), together.stack
         )
 
-    def _collect(self, work: Work[Any], call: Any) -> None:
+    def _collect(self, work: Exchange[Any], call: Any) -> None:
         """Take the answer of a call that is done, and before it what its worker had to answer first."""
         worker = self._crew.calls[call]
         while call in worker.calls:
@@ -172,7 +170,7 @@ class RayGrid(LocalGrid):
             worker.took(seconds, steps)
             self._on_reply(len(work.replies))
 
-    def _lost(self, work: Work[Any], worker: Worker, error: RayError) -> None:
+    def _lost(self, work: Exchange[Any], worker: Worker, error: RayError) -> None:
         """Decide what becomes of what a worker had that died: only what it was doing can be to blame."""
         others = self._crew.lost_with(worker)
         first, *later = worker.calls
@@ -188,10 +186,10 @@ class RayGrid(LocalGrid):
     def _shared(self, content: RecordDict) -> tuple[int, Any]:
         """Return the number of a content that messages share, and how calls have it: closed itself, or a reference."""
         closed = self._envelopes.close(content)
-        is_small = self._apart is not None and num_bytes(closed) <= MOST_WITH_A_CALL
+        is_small = self._apart is not None and encrypted_bytes(closed) <= MOST_WITH_A_CALL
         return next(self._numbers), closed if is_small else ray.put(closed)
 
-    def _give_up_late(self, work: Work[Any], timeout: float) -> None:
+    def _give_up_late(self, work: Exchange[Any], timeout: float) -> None:
         """Give up what is unfinished after ``timeout`` seconds."""
         calls = list(self._crew.calls)
         for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []:
@@ -202,7 +200,7 @@ class RayGrid(LocalGrid):
             work.node_lost(call)
         work.too_late(progress, timeout)
 
-    def _progress(self, work: Work[Any]) -> dict[Any, list[Message]]:
+    def _progress(self, work: Exchange[Any]) -> dict[Any, list[Message]]:
         """Ask busy workers how far they came; those that do not say are left out."""
         busy = [worker for worker in self._crew.entered if worker.calls]
         asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}

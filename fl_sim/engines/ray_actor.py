@@ -15,9 +15,8 @@ with importing():  # Ray imports this file first, in a process that has nothing 
     from flwr.app import Message, RecordDict
     from flwr.clientapp import ClientApp
 
-    from fl_sim.engines.envelope import Envelopes
-    from fl_sim.engines.own_modules import importable
-    from fl_sim.engines.pieces import Clients, Together
+    from fl_sim.engines.batching import BatchRunner, ClientBatching
+    from fl_sim.engines.remote import Envelopes, importable
 
 
 class Player:
@@ -31,15 +30,15 @@ class Player:
     def __init__(self, envelopes: Envelopes, crew: Any, goods: Any) -> None:
         self._envelopes = envelopes
         app_factory: Callable[..., ClientApp]
-        together: Together | None
+        together: ClientBatching | None
         sources, pickled = envelopes.open(ray.get(crew))
         importable(sources)
         app_factory, num_clients, self._threads, together = ray.cloudpickle.loads(pickled)
         self._goods: Any = None if goods is None else envelopes.open(ray.get(goods))
         sent = () if self._goods is None else (self._goods,)
         if together is not None:
-            together = replace(together, player=partial(together.player, *sent))
-        self._clients = Clients(app_factory(*sent), num_clients, together)
+            together = replace(together, handler=partial(together.handler, *sent))
+        self._clients = BatchRunner(app_factory(*sent), num_clients, together)
         self._replies: list[Message] = []
         self._contents: dict[int, Any] = {}
         self._opened: dict[int, RecordDict] = {}
@@ -65,8 +64,8 @@ class Player:
             Message(self._content(number, own), metadata=about)  # type: ignore[call-overload]
             for about, number, own in self._envelopes.open(letters)
         ]
-        for piece in self._clients.pieces(messages, workers=1):
-            self._replies += self._clients.play(piece)
+        for piece in self._clients.batches(messages, workers=1):
+            self._replies += self._clients.run(piece)
         return self._envelopes.close((self._replies, time.perf_counter() - start))
 
     def replies_so_far(self) -> Any:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_sim.engines import ray_keeper
-from fl_sim.engines.ray_token import choose_token, is_own_token
+from fl_sim.engines import own_ray
+from fl_sim.engines.own_ray import choose_token, is_own_token
 from fl_sim.errors import RunError, UserError
 
 MANY = 10**6
@@ -86,7 +86,7 @@ def stop_or_leave() -> None:
         ray.shutdown()
     while _keepers:
         keeper = _keepers.pop()
-        keeper.communicate(b"\n" + ray_keeper.DONE)
+        keeper.communicate(b"\n" + own_ray.DONE)
 
 
 def head_address() -> str:
@@ -114,13 +114,13 @@ def node_address() -> str:
 
 def check_node(address: str) -> None:
     """Raise RunError where that process is gone."""
-    if address and not ray_keeper.is_there(address):
-        raise RunError(ray_keeper.node_gone(address))
+    if address and not own_ray.is_there(address):
+        raise RunError(own_ray.node_gone(address))
 
 
 def _keep(folder: str) -> "subprocess.Popen[bytes]":
     """Start what sees to ``folder``, and to the user, when this process is gone; no Ctrl-C for the run ends it."""
-    keeper = [sys.executable, "-I", ray_keeper.__file__, folder]
+    keeper = [sys.executable, "-I", own_ray.__file__, folder]
     _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
     return _keepers[-1]
 

@@ -1,16 +1,12 @@
-"""Orders, tasks and updates as Flower's records.
+"""Messages between server and clients as records of Flower.
 
-``releases`` has what else clients send, ``tensor_records`` how tensors travel. These three files spell every record key
-and make every conversion between our values and records, and nobody else does. What a client sends is not trusted:
-whoever reads an answer says what it must be, and anything else is Malformed. The reasons quote numbers at most, never a
+This file and ``arrays`` spell every record key and convert between our values and records. What a client sends is not
+trusted: the reader of an answer states its form, and any other is Malformed. The reasons quote numbers at most, never a
 client's text.
 """
 
-import hashlib
-import hmac
 import json
 import math
-import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +15,23 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
 
-from fl_sim.engines.tensor_records import exactly, pack, packed_record, read_group, read_packed, unpack, whole
-from fl_sim.errors import Malformed, RunError
+from fl_sim.engines.arrays import (
+    exactly,
+    numbers_in,
+    pack,
+    packed_record,
+    read_group,
+    read_json,
+    read_packed,
+    read_rows,
+    unpack,
+    whole,
+)
+from fl_sim.errors import Malformed
 from fl_sim.params import layout_of
 from fl_sim.types import ClientUpdate, Params, Payloads, Reply, Size
 
@@ -35,6 +44,12 @@ _BROADCAST, _PAYLOAD, _PACKED, _KEPT = "broadcast/", "payload/", "packed/", "kep
 _NUM_EXAMPLES, _LOSS, _MOST_STEPS = "num-examples", "loss", "most-steps"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
+
+_POOL, _SAID, _VOTES, _MOMENTS, _SUMS, _REPORT = "pool", "said", "votes", "moments", "sums", "report"
+_JSON, _PARTITION = "json", "partition-id"
+
+_LONGEST_TEXT: Final = 1_000_000
+_LARGEST_MOMENT: Final = 1e100  # products of float32 numbers, added up
 
 
 @dataclass(frozen=True)
@@ -77,64 +92,6 @@ class TaskConfig:
 
 BLANK: Final = TaskConfig("", 0, 0.0, "", "")
 """The order of messages that are not sent, of which the size alone matters."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """What a client that is played elsewhere has paid for at home.
-
-    ``key``: of its noise, a secret. ``counts``: of a share, how many records of each class to make. Only a ``Signer``
-    reads one.
-    """
-
-    key: bytes = field(repr=False)
-    simulation_only: bool
-    counts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Signer:
-    """Signs the tickets of one run, and reads them where the driver started the worker and gave it ``secret``.
-
-    A signature holds for one message alone: its kind, its client and all of its content, of which the run and the round
-    are a part. So no server, no other run and no message that was sent before can have a worker release what its client
-    has not paid for.
-    """
-
-    secret: bytes = field(repr=False)
-
-    @classmethod
-    def fresh(cls) -> "Signer":
-        """Return the signer of a run, with a secret that nobody else has."""
-        return cls(secrets.token_bytes(32))
-
-    def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
-        """Pack a ticket, signed, to be added to the ``content`` of one client's message of this ``kind``."""
-        record = ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only})
-        record["counts"] = list(ticket.counts)
-        record["signature"] = self._signature(ticket, kind, client, content)
-        return {_TICKET: record}
-
-    def read(self, kind: str, client: int, content: RecordDict) -> Ticket:
-        """Unpack the ticket of a message. Raises RunError for one that this run's driver did not sign for it."""
-        match dict(content[_TICKET]):
-            case {"key": bytes(key), "simulation-only": bool(secret), "counts": list(counts), "signature": bytes(sign)}:
-                ticket = Ticket(key, secret, tuple(int(count) for count in counts))
-            case _:
-                raise RunError(NO_TICKET)
-        if not hmac.compare_digest(sign, self._signature(ticket, kind, client, content)):
-            raise RunError(NO_TICKET)
-        return ticket
-
-    def _signature(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> bytes:
-        said = [kind, client, ticket.key.hex(), ticket.simulation_only, ticket.counts, _digests(content)]
-        return hmac.digest(self.secret, json.dumps(said).encode(), "sha256")
-
-
-NO_TICKET: Final = (
-    "the order brings a ticket, which says that its release was paid for elsewhere, and nothing was released: only a "
-    "worker that the run's own driver started takes one, signed by that driver for this message; send the order without"
-)
 
 
 def task_content(order: TaskConfig, params: Params, broadcast: Payloads) -> RecordDict:
@@ -184,11 +141,6 @@ def reordered(content: RecordDict, order: TaskConfig) -> RecordDict:
 def kept_records(kept: Payloads) -> Mapping[str, ArrayRecord]:
     """Pack what a client keeps, to be added to a content on its way to or from a worker that sees no disk of ours."""
     return {_KEPT + name: pack(group) for name, group in kept.items()}
-
-
-def has_ticket(content: RecordDict) -> bool:
-    """Say whether a message brings something that is called a ticket."""
-    return _TICKET in content
 
 
 def take_kept(content: RecordDict) -> Payloads:
@@ -262,21 +214,124 @@ def error_of(message: Message) -> str | None:
     return message.error.reason or "no reason given" if message.has_error() else None
 
 
-def _digests(content: RecordDict) -> list[list[str]]:
-    """Return the names of all records but the ticket, and digests of what is in them."""
-    return [[name, _digest(content[name])] for name in sorted(content) if name != _TICKET]
+def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
+    """Pack what a client shares before the first round."""
+    return RecordDict({_POOL: pack(dict(shared))})
 
 
-def _digest(record: object) -> str:
-    digest = hashlib.sha256()
-    if isinstance(record, ArrayRecord):
-        for name, array in record.items():
-            digest.update(json.dumps([name, list(array.shape)]).encode())
-            digest.update(array.data)
-    else:
-        assert isinstance(record, ConfigRecord), "messages to clients hold settings and tensors"
-        digest.update(json.dumps(sorted(record.items())).encode())
-    return digest.hexdigest()
+def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
+    """Unpack what a client shared: tensors like ``template``'s, but all of the same number of rows.
+
+    Raises Malformed for anything else, more than ``most_rows``, and for numbers that are not finite.
+    """
+    exactly(content, {_POOL})
+    return read_rows(content[_POOL], {name: tuple(value.shape[1:]) for name, value in template.items()}, most_rows)
+
+
+def made_content(inputs: torch.Tensor) -> RecordDict:
+    """Pack synthetic records on their way home, where what is to be said of them is added."""
+    return RecordDict({_POOL: pack({"inputs": inputs})})
+
+
+def read_made(content: RecordDict) -> torch.Tensor:
+    """Unpack what ``made_content`` packed, on a worker of ours."""
+    return unpack(content[_POOL])["inputs"]
+
+
+def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
+    """Pack a client's synthetic records and, as JSON, what it says of them."""
+    return RecordDict({_POOL: pack({"inputs": inputs}), _SAID: ConfigRecord({_JSON: said})})
+
+
+def read_synthetic(
+    content: RecordDict, input_shape: tuple[int, ...], num_classes: int, most_rows: int
+) -> tuple[torch.Tensor, str]:
+    """Unpack (synthetic records, what the client says of them as JSON: counts, refused, facts, receipt).
+
+    Raises Malformed where the records are not ``most_rows`` or fewer of that shape, finite, and as many as the counts
+    add up to; what the facts and the receipt say is not looked at.
+    """
+    exactly(content, {_POOL, _SAID})
+    inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
+    text = content[_SAID].get(_JSON)
+    if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+        raise Malformed("says of its records what is no text, or too long")
+    match read_json(text):
+        case {"counts": list(counts), "refused": str(), "facts": dict(), "receipt": dict() | None, **others} if (
+            not others
+        ):
+            if len(counts) != num_classes or sum(whole(one, most_rows, "a count") for one in counts) != len(inputs):
+                raise Malformed(
+                    f"sent counts that are not one for each of {num_classes} classes, adding up to its records"
+                )
+        case _:
+            raise Malformed("says something else of its records than their counts, why there are none, and facts")
+    return inputs, text
+
+
+def votes_content(votes: NDArray[np.int64]) -> RecordDict:
+    """Pack a teacher's votes, one class a public record."""
+    return RecordDict({_VOTES: ArrayRecord({_VOTES: Array(votes)})})
+
+
+def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArray[np.int64]:
+    """Unpack a teacher's votes, shape (records,). Raises Malformed for anything but one class for each record."""
+    exactly(content, {_VOTES})
+    record = content[_VOTES]
+    if not isinstance(record, ArrayRecord) or set(record) != {_VOTES}:
+        raise Malformed("sent no votes, or more than them")
+    votes = numbers_in(record[_VOTES], (num_records,), "<i8").astype(np.int64)
+    if ((votes < 0) | (votes >= num_classes)).any():
+        raise Malformed(f"votes for a class that does not exist: classes are 0 to {num_classes - 1}")
+    return votes
+
+
+def moments_content(moments: NDArray[np.float64]) -> RecordDict:
+    """Pack the moments of a client's features, a row for each class."""
+    return RecordDict({_MOMENTS: ArrayRecord({_MOMENTS: Array(moments)})})
+
+
+def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int | None = None) -> NDArray[np.float64]:
+    """Unpack the moments of a client's features, of at most that many records; None where there is noise on them.
+
+    Raises Malformed for another shape, for absurd numbers, and without noise for counts that are none.
+    """
+    exactly(content, {_MOMENTS})
+    record = content[_MOMENTS]
+    if not isinstance(record, ArrayRecord) or set(record) != {_MOMENTS}:
+        raise Malformed("sent no moments, or more than them")
+    moments = numbers_in(record[_MOMENTS], shape, "<f8").astype(np.float64)
+    if not (np.abs(moments) <= _LARGEST_MOMENT).all():
+        raise Malformed("sent moments of features that are not finite, or far too large")
+    counts = moments[:, 0]
+    if most_records is not None and ((counts < 0) | (counts % 1 != 0) | (counts.sum() > most_records)).any():
+        raise Malformed(f"sent numbers of records that are not whole, or add up to more than {most_records}")
+    return moments
+
+
+def sums_content(sums: Params) -> RecordDict:
+    """Pack a client's answer to a question before the first round: sums over its records."""
+    return RecordDict({_SUMS: pack(sums)})
+
+
+def read_sums(content: RecordDict, template: Params) -> Params:
+    """Unpack such an answer: float32 tensors like ``template``'s. Raises Malformed for anything else."""
+    exactly(content, {_SUMS})
+    return read_group(content[_SUMS], layout_of(template))
+
+
+def who_content(partition: int) -> RecordDict:
+    """Pack a node's answer to which partition it holds."""
+    return RecordDict({_REPORT: MetricRecord({_PARTITION: partition})})
+
+
+def read_who(content: RecordDict) -> int:
+    """Unpack which partition a node holds. Raises Malformed for anything but a number from 0 on."""
+    exactly(content, {_REPORT})
+    report = content[_REPORT]
+    if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:
+        raise Malformed("reported something else than the number of a partition")
+    return whole(report[_PARTITION], sys.maxsize, "a partition's number")
 
 
 def _config(order: TaskConfig) -> ConfigRecord:

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
-from fl_sim.native.checks import check_records, check_vector, vector_of
 from fl_sim.native.compiling import AMX, BFLOAT16, SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
 from fl_sim.native.layers import FIELDS, Stack
-from fl_sim.native.request import Held, Request, has_momentum, padded
+from fl_sim.native.request import Held, Request, check_records, check_vector, has_momentum, padded, vector_of
 from fl_sim.params import FlatParams, num_in
 from fl_sim.types import LocalTask, Precision, Trained
 
@@ -25,6 +24,8 @@ _TOGETHER = 64  # records that go through the network together where nothing is 
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """What fl_sim_layout says in a library that agrees about what a request looks like."""
+
+_LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,32 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
     return kernel, ""
 
 
+@dataclass(frozen=True)
+class CompiledNormals:
+    """The normal numbers of normals.h; other threads run while they are made."""
+
+    kernel: Kernel
+
+    def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """Return one N(0, 1) number for each pair of words. Raises ValueError where they are none."""
+        count, made = len(first), np.empty(len(first))
+        words = _row(first, np.uint64, count), _row(second, np.uint64, count)
+        self.kernel.function("normals")(*words, _LONG(count), _row(made, np.float64, count))
+        return made
+
+    def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Write the numbers times ``ratio``, rounded to whole ones, into ``out``, and return the places to decide.
+
+        They are where ``first`` and float64 do not tell which way to round. Raises ValueError where there are not as
+        many words as numbers.
+        """
+        count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
+        places = _row(undecided, np.int64, count), ctypes.byref(number)
+        words, made = _row(first, np.uint64, count), _row(out, np.float64, count)
+        self.kernel.function("rounded_normals")(words, _LONG(count), _DOUBLE(ratio), made, *places)
+        return undecided[: number.value]
+
+
 def _may_use_amx(library: ctypes.CDLL) -> bool:
     """Ask the system for AMX's registers, which are large, so that processes must ask for them."""
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
@@ -239,3 +266,9 @@ def _failure(code: int, stack: Stack, what: str) -> Exception:
         shape = tuple(stack.input_shape.tolist())
         return ValueError(f"the model's layers are unknown, or do not fit each other or records of shape {shape}")
     return RuntimeError(f"the compiled trainer failed in {what} with the code {code}, which this version does not know")
+
+
+def _row(numbers: NDArray[Any], kind: type[np.generic], count: int) -> ctypes.c_void_p:
+    if numbers.dtype != kind or numbers.shape != (count,) or not numbers.flags.c_contiguous:
+        raise ValueError(f"{count} normal numbers are made of as many pairs of 64-bit words, in one row")
+    return ctypes.c_void_p(numbers.ctypes.data)

@@ -12,9 +12,9 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from clients.client_task import Begun, Client, ClientRuntime, PaidAtHome
-from fl_sim.engines import wire
-from fl_sim.engines.apart import Parcel
-from fl_sim.engines.grid import partition_of, raised
+from fl_sim.engines import remote, wire
+from fl_sim.engines.batching import partition_of, raised
+from fl_sim.engines.remote import Parcel
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.store.tensors import load_state, save_state
@@ -28,7 +28,7 @@ class HomeDesk:
     """
 
     job: Job
-    signer: wire.Signer
+    signer: remote.Signer
     _shared: tuple[RecordDict, wire.TaskConfig, RecordDict] | None = None
     _begun: dict[tuple[str, int], Begun] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class HomeDesk:
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
         try:
             own = self._own(message, order, content)
-        except Exception as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer: this client's failure)
+        except Exception as error:  # noqa: BLE001 (as in fl_sim.engines.batching.answer: this client's failure)
             return raised(message, error)
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
 

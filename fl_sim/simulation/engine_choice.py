@@ -12,11 +12,10 @@ from flwr.clientapp import ClientApp
 
 from clients.app import answer_together, build_client_app, train_together
 from clients.client_task import Grouped, RuntimeFactory
-from fl_sim.engines.apart import Apart
-from fl_sim.engines.grid import LocalGrid, Progress
-from fl_sim.engines.inprocess import Groups, InProcessGrid
-from fl_sim.engines.pieces import Together
-from fl_sim.engines.ray_token import choose_token
+from fl_sim.engines.batching import ClientBatching
+from fl_sim.engines.grid import Groups, InProcessGrid, LocalGrid, Progress
+from fl_sim.engines.own_ray import choose_token
+from fl_sim.engines.remote import Apart, Signer
 from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError, in_a_line
 from fl_sim.experiment.experiment import defined_in_script, own_modules
@@ -25,8 +24,9 @@ from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
 from fl_sim.importing import settled
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import fields_in_use
-from fl_sim.native.checks import RECEIVED, unknown_settings
+from fl_sim.mistakes import in_a_line
 from fl_sim.native.kernel import load_kernel
+from fl_sim.native.request import RECEIVED, unknown_settings
 from fl_sim.params import num_parameters
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
 from fl_sim.simulation.client_runtime import local_settings, steps_by_client
@@ -89,7 +89,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
             signer = Signer.fresh()
             grid = RayGrid(
                 travelling.travelling_app, num_clients, resources, on_reply,
-                together and replace(together, player=partial(travelling.travelling_player, stacked=stack > 1)),
+                together and replace(together, handler=partial(travelling.travelling_player, stacked=stack > 1)),
                 Apart(travelling.TravellingJob.of(job, signer), HomeDesk(job, signer), own_modules(job.experiment)),
                 say=_tell,
             )  # fmt: skip
@@ -104,7 +104,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         groups = Groups(grouped, answer_together(here), generator_threads(engine)) if grouped else None
         grid = InProcessGrid(
             build_client_app(here), num_clients, on_reply,
-            workers=workers, together=together, groups=groups, in_threads=in_threads,
+            workers=workers, batching=together, groups=groups, in_threads=in_threads,
         )  # fmt: skip
     try:
         with settled():
@@ -128,14 +128,14 @@ def _runtime_here(job: Job) -> RuntimeFactory:
     return lambda *_: made()
 
 
-def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> Together | None:
+def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
     """Return how several clients are trained at a time; None where that does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
     player, parameters = partial(train_together, runtime_of, stacked=stack > 1), _num_parameters(job)
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # of a tiny model many steps
-    return Together(player, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
+    return ClientBatching(player, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
 
 
 def _num_parameters(job: Job) -> int:

@@ -12,7 +12,7 @@ from fl_sim.report.measures import LADDER, Reached, Spent, area_under, mean_of_l
 from fl_sim.simulation.measuring import Tested
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.training.measures import Holdings, OwnTests
+from fl_sim.training.evaluation import Holdings, OwnTests
 from fl_sim.types import Traffic
 from partitions import FeatureSkew
 

@@ -11,8 +11,7 @@ from fl_sim.own_code import error_context
 from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.client_runtime import evaluation_records, validation_records
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.training.evaluation import Scores
-from fl_sim.training.measures import Confusion, Holdings, OverClients, OwnTests, area_under_roc
+from fl_sim.training.evaluation import Confusion, Holdings, OverClients, OwnTests, Scores, area_under_roc
 from fl_sim.training.records import Source
 from fl_sim.types import Params
 from partitions import ByGroup

@@ -10,8 +10,8 @@ from safetensors.torch import load
 
 from clients.app import build_client_app, train_together
 from clients.client_task import ClientRuntime
-from fl_sim.engines import wire
-from fl_sim.engines.pieces import Play
+from fl_sim.engines import remote
+from fl_sim.engines.batching import BatchHandler
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, device_of
@@ -33,11 +33,11 @@ class TravellingJob:
     shards: Parts
     validation: Parts
     digest: str
-    signer: wire.Signer
+    signer: remote.Signer
     files: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: Job, signer: wire.Signer) -> "TravellingJob":
+    def of(cls, job: Job, signer: remote.Signer) -> "TravellingJob":
         """Pack ``job``, for workers that take what ``signer`` signs."""
         # Models are measured at home: validation records stay there.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
@@ -70,7 +70,7 @@ def travelling_app(goods: TravellingJob) -> ClientApp:
     return build_client_app(lambda *_: goods.runtime, goods.signer)
 
 
-def travelling_player(goods: TravellingJob, *, stacked: bool) -> Play:
+def travelling_player(goods: TravellingJob, *, stacked: bool) -> BatchHandler:
     """Return what trains several clients at a time on a worker that was sent ``goods``."""
     return train_together(lambda *_: goods.runtime, stacked=stacked)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from clients.class_moments import moments_of, num_moments
 from clients.client_task import Begun, Client
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import arrays, remote, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -81,15 +81,15 @@ class Summarise:
         features = features_of(client.runtime.model, client.params, inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()
         if protection is None:
-            return releases.moments_content(moments_of(features, classes, num_classes))
+            return wire.moments_content(moments_of(features, classes, num_classes))
         from clients.private_moments import private_moments, released_moments  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
         if client.ticket:
             noise = Noise(client.ticket.key, client.ticket.simulation_only)
-            return releases.moments_content(private_moments(features, classes, num_classes, protection, noise))
+            return wire.moments_content(private_moments(features, classes, num_classes, protection, noise))
         release = moments_release(self.job, client)
-        return releases.moments_content(released_moments(features, classes, num_classes, protection, release))
+        return wire.moments_content(released_moments(features, classes, num_classes, protection, release))
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
         """Pay for private moments where the client's ledger is: see ``PaidAtHome``."""
@@ -100,15 +100,15 @@ class Summarise:
         release = moments_release(self.job, client)
         begun = begin_release(len(self.job.shards[client.number]), _shape(self.job), protection, release)
         if not isinstance(begun, PaidNoise):
-            return releases.moments_content(begun)
-        return Begun(wire.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
+            return wire.moments_content(begun)
+        return Begun(remote.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
         """Keep the moments that a worker made."""
         from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
 
         release, paid = begun.paid
-        finish_release(release, paid, releases.read_moments(answer, _shape(self.job)))
+        finish_release(release, paid, wire.read_moments(answer, _shape(self.job)))
         return answer
 
 
@@ -171,7 +171,7 @@ class Calibration(Stage):
         shape, most = _shape(self.job), None if settings_of(self.job).is_private else run.strategy.most_examples
         return run.ask(
             SUMMARISE,
-            lambda one: releases.read_moments(one, shape, most),
+            lambda one: wire.read_moments(one, shape, most),
             quoted=not self.job.experiment.is_private,
             params=run.strategy.server.model,
         )
@@ -192,8 +192,8 @@ class Calibration(Stage):
         return {"moments": self._traffic_of_moments(params)}
 
     def _traffic_of_moments(self, model: Params) -> Traffic:
-        down = tensor_records.num_bytes(wire.task_content(wire.BLANK, model, {}))
-        up = tensor_records.num_bytes(releases.moments_content(np.zeros(_shape(self.job))))
+        down = arrays.num_bytes(wire.task_content(wire.BLANK, model, {}))
+        up = arrays.num_bytes(wire.moments_content(np.zeros(_shape(self.job))))
         return Traffic(down, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":

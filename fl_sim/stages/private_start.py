@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from clients.client_task import Client
 from clients.frequencies import lowest_frequencies
 from clients.frequency_sums import STEPS, Question, answer, black_frame, question_tensors, read_question, shapes_of
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import arrays, wire
 from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
@@ -63,7 +63,7 @@ class Measure:
         """Return the answer to the question that the message brings."""
         inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
         question, num_classes = read_question(client.params), self.job.dataset.num_classes
-        return releases.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
+        return wire.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
 
 
 class Start(Stage):
@@ -108,7 +108,7 @@ class Start(Stage):
             means = np.zeros((num_classes, number)) if step == max(STEPS) else None
             question = wire.task_content(wire.BLANK, question_tensors(Question(step, 1.0, frame, means)), {})
             sums = {name: torch.zeros(like) for name, like in shapes_of(step, num_classes, number).items()}
-            sizes = (tensor_records.num_bytes(content) for content in (question, releases.sums_content(sums)))
+            sizes = (arrays.num_bytes(content) for content in (question, wire.sums_content(sums)))
             each += Traffic(*sizes)
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_clients))}
 
@@ -167,7 +167,7 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
     failed: dict[int, Malformed] = {}
     for client in map(int, cohort):
         try:
-            sums = releases.read_sums(content_of(answers.get(client, [])), template)
+            sums = wire.read_sums(content_of(answers.get(client, [])), template)
             replies.append(Reply(client, {"sums": sums}, 0, None))
         except Malformed as reason:
             failed[client] = reason

@@ -10,7 +10,7 @@ from flwr.app import RecordDict
 
 from clients.client_task import Client
 from fl_sim.data import is_own
-from fl_sim.engines import releases, tensor_records
+from fl_sim.engines import arrays, wire
 from fl_sim.engines.arrays import float32_bytes
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
@@ -47,7 +47,7 @@ class Share:
         seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
         with seeded_alone(seed, "share", client.number):
             generator = rng(seed, "share", client.number)
-            return releases.pool_content(sharing(self.job).share(inputs.cpu(), labels.cpu(), num_classes, generator))
+            return wire.pool_content(sharing(self.job).share(inputs.cpu(), labels.cpu(), num_classes, generator))
 
 
 class Shares(Stage):
@@ -62,7 +62,7 @@ class Shares(Stage):
         experiment, dataset = self.job.experiment, self.job.dataset
         template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)
-        down = tensor_records.num_bytes(releases.pool_content(shared)) * experiment.num_clients
+        down = arrays.num_bytes(wire.pool_content(shared)) * experiment.num_clients
         run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
         mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records tell of them
         pool = save_by_content(run.out.absolute(), "pool", shared, mode=mode)
@@ -73,7 +73,7 @@ class Shares(Stage):
         most = run.strategy.most_examples
         sent = run.ask(
             SHARE,
-            lambda one: (releases.read_pool(one, template, most), tensor_records.num_bytes(one)),
+            lambda one: (wire.read_pool(one, template, most), arrays.num_bytes(one)),
             quoted=not run.order.synthetic,
         )
         shared = [part for part, _ in sent]

@@ -33,7 +33,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant, quadratic_discriminant
 from fl_sim.training.evaluation import Scores
-from fl_sim.training.frechet import frechet_distance
+from fl_sim.training.features import frechet_distance
 from fl_sim.training.loop import resident, to_tensors
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob, Trainer

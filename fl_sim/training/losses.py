@@ -1,10 +1,21 @@
-"""Losses of a batch that is mixed with averaged records."""
+"""The loss of a batch, each part written once, for one client and for a stack of clients.
 
-from collections.abc import Callable
-from typing import TypeAlias
+Records of weight 0, which fill batches up, add nothing, and no part makes a number of them that is not finite.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.nn import functional
+
+from fl_sim.errors import UserError
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.params import check_layout, layout_of
+from fl_sim.training.features import with_features
+from fl_sim.types import Params
 
 LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """(n, *input shape) records -> (n, classes) logits."""
@@ -12,6 +23,9 @@ LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Slope: TypeAlias = Callable[
     [LogitsOf, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ]
+
+_FAR_BELOW = -1e30
+"""Stands for minus infinity where all of a row or a column may be left out: a softmax of -inf alone is not a number."""
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -75,3 +89,153 @@ def mixed_losses(
     expansion = (gradient * mean_input).flatten(1).sum(1)
     averaged = cross_entropies(logits, mean_label.expand_as(logits), smoothing)
     return (1 - weight) * own + weight * averaged + weight * expansion
+
+
+def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
+    """Return what ``plan`` adds to the loss, without what has weight 0; the algorithm's own term comes last."""
+    terms = []
+    if (part := plan.distillation) is not None and part.weight:
+        function = _With(distilled, (part.weight, part.temperature, part.exclude_true))
+        terms.append(LossTerm(function, {} if part.classes is None else {"classes": part.classes}))
+    if (low := plan.suppression) is not None and low.weight:
+        terms.append(LossTerm(_With(suppressed, (low.weight,)), {"shares": low.shares}))
+    if (apart := plan.contrast) is not None and apart.weight:
+        terms.append(LossTerm(_With(contrasted, (apart.weight, apart.temperature)), apart.previous, features=True))
+    if (pull := plan.pull) is not None and pull.weight:
+        data = {"prototypes": pull.prototypes, "present": pull.present}
+        terms.append(LossTerm(_With(pulled, (pull.weight,)), data, features=True))
+    return (*terms, *([] if plan.loss_term is None else [plan.loss_term]))
+
+
+def outputs_for(
+    terms: Sequence[LossTerm], model: nn.Module, forward: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits of ``forward``, a forward pass of ``model``, and its features if a term asks for them."""
+    return with_features(model, forward) if any(term.features for term in terms) else (forward(), None)
+
+
+def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
+    """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf takes a class out of a softmax."""
+    if scale is not None:
+        _check("logit_scale", scale, logits.shape[1:])
+        logits = logits * scale
+    if shift is not None:
+        _check("logit_shift", shift, logits.shape[1:])
+        logits = logits + shift
+    return logits
+
+
+def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
+    """Raise UserError where labels are spread over a class that is not in the softmax: its loss would be infinite."""
+    if smoothing and plan.logit_shift is not None and bool((plan.logit_shift == -torch.inf).any()):
+        raise UserError(
+            f"local.label_smoothing={smoothing:g} gives every class a part of a label, and the plan takes classes out "
+            "of the softmax (logit_shift is minus infinity): leave local.label_smoothing out"
+        )
+
+
+def added(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
+    """Return ``loss``, (), and what ``terms`` add to it for ``batch``; ``data``: the tensors of each, on the device."""
+    for term, own in zip(terms, data, strict=True):
+        loss = loss + added_by(term, replace(batch, data=own))
+    return loss
+
+
+def added_by(term: LossTerm, batch: Batch) -> torch.Tensor:
+    """Return what ``term`` adds to the loss of ``batch``, ().
+
+    Raises UserError for anything but a tensor of one number per record, or of one for all of them.
+    """
+    added = term.function(batch)
+    shape = tuple(added.shape) if isinstance(added, torch.Tensor) else None
+    if shape == ():
+        return added
+    if shape == tuple(batch.labels.shape):
+        return (added * batch.weights).sum()
+    found = f"a {type(added).__name__}" if shape is None else f"a tensor of shape {shape}"
+    name = getattr(term.function, "__qualname__", repr(term.function))
+    raise UserError(
+        f"the loss term {name} returned {found} for {len(batch.labels)} records: it must return a tensor of one number "
+        f"per record, ({len(batch.labels)},), or of one number, ()"
+    )
+
+
+def distilled(batch: Batch, weight: float, temperature: float, exclude_true: bool) -> torch.Tensor:  # noqa: FBT001
+    """Return each record's part in what Distillation adds, (n,)."""
+    own, received = batch.logits, batch.logits_of(batch.anchor, batch.inputs).detach()
+    left_out = torch.zeros_like(own, dtype=torch.bool)
+    if "classes" in batch.data:
+        _check("the classes of a distillation", batch.data["classes"], own.shape[1:])
+        left_out = left_out | ~batch.data["classes"]
+    if exclude_true:
+        left_out = left_out | _of_class(batch)
+    # A class that is left out has probability 0 under both; where all are, both are uniform, and the rest is 0.
+    log_own, log_received = (
+        functional.log_softmax((logits / temperature).masked_fill(left_out, _FAR_BELOW), dim=1)
+        for logits in (own, received)
+    )
+    return weight * temperature**2 * (log_received.exp() * (log_received - log_own)).sum(1)
+
+
+def suppressed(batch: Batch, weight: float) -> torch.Tensor:
+    """Return what Suppression adds, (): a mean over the batch inside of a logarithm."""
+    shares, num_classes = batch.data["shares"], batch.logits.shape[1]
+    _check("the shares of a suppression", shares, (num_classes,))
+    usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
+    exponents = (batch.logits - usual).masked_fill(_of_class(batch), 0.0)
+    means = (exponents + batch.weights.log().unsqueeze(1)).logsumexp(0)
+    return torch.where(shares > 0, weight * shares * means, 0.0).sum()
+
+
+def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
+    """Return each record's part in what Contrast adds, (n,)."""
+    assert batch.features is not None
+    check_layout("the contrast's previous weights", batch.data, layout_of(batch.anchor))
+    own, previous, received = (
+        _directions(features)
+        for features in (
+            batch.features,
+            *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
+        )
+    )
+    # One product with the difference, not two: its gradient is exactly 0 where both models are the same.
+    return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
+
+
+def pulled(batch: Batch, weight: float) -> torch.Tensor:
+    """Return each record's part in what Pull adds, (n,)."""
+    assert batch.features is not None
+    prototypes, present = batch.data["prototypes"], batch.data["present"]
+    shape = batch.logits.shape[1], batch.features.shape[1]
+    _check("the prototypes", prototypes, shape, advice="; the head of the model must be its one last nn.Linear")
+    _check("the present classes", present, batch.logits.shape[1:])
+    distances = (batch.features - prototypes[batch.labels]).pow(2).sum(1)
+    return weight * torch.where(present[batch.labels], distances, 0.0)
+
+
+@dataclass(frozen=True)
+class _With:
+    """A function of a batch and of settings, the same as another one that has the same of both."""
+
+    function: Callable[..., torch.Tensor]
+    settings: tuple[Any, ...]
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        return self.function(batch, *self.settings)
+
+
+def _directions(features: torch.Tensor) -> torch.Tensor:
+    """Return the rows with length 1; a row of zeros (all ReLUs before it are dead) stays, and is not differentiated."""
+    lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
+    has_any = lengths > 0
+    return torch.where(has_any, features, 0.0) / torch.where(has_any, lengths, 1.0)
+
+
+def _of_class(batch: Batch) -> torch.Tensor:
+    """Return whether a record is of a class, (n, classes)."""
+    return batch.labels.unsqueeze(1) == torch.arange(batch.logits.shape[1], device=batch.labels.device)
+
+
+def _check(what: str, found: torch.Tensor, shape: Sequence[int], advice: str = "") -> None:
+    if tuple(found.shape) != tuple(shape):
+        raise UserError(f"{what} must have the shape {tuple(shape)} for this model, not {tuple(found.shape)}{advice}")

@@ -1,5 +1,7 @@
-"""Records where they lie on a device, and clients' shares of them as ranges: nothing is copied to name a shard."""
+"""Records on a device: the shards of clients as ranges of one source, augmentation, and the precision of products."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -7,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_sim.types import Dataset
+from fl_sim.types import Augment, Dataset, Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,3 +113,66 @@ def merged(sources: list[Source]) -> Source:
     assert len({source.scale is None for source in sources}) == 1
     inputs, labels = (torch.cat([getattr(source, name) for source in sources]) for name in ("inputs", "labels"))
     return Source(inputs, labels, first.scale)
+
+
+def black_of(augment: Augment, device: torch.device) -> torch.Tensor:
+    """Return what lies beyond an image's edge, (channels, 1, 1)."""
+    return torch.tensor(augment.black, dtype=torch.float32, device=device).reshape(-1, 1, 1)
+
+
+def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: torch.Tensor) -> torch.Tensor:
+    """Return ``images``, (..., channels, height, width), normalised, each moved as its row of ``moves`` says.
+
+    ``moves``: (..., 3), drawn by ``augment``; ``black``: see ``black_of``. Where nothing moves, records may have any
+    shape.
+    """
+    if not augment.moves:
+        return images
+    height, width = images.shape[-2:]
+    down, right, is_mirrored = moves.unsqueeze(-1).unbind(-2)
+    rows, columns = (torch.arange(size, device=images.device) for size in (height, width))
+    columns = torch.where(is_mirrored == 1, width - 1 - columns, columns)
+    rows, columns = (rows + down - augment.crop).unsqueeze(-1), (columns + right - augment.crop).unsqueeze(-2)
+    if augment.reflect:
+        rows, columns = _reflected(rows, height), _reflected(columns, width)
+    is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    places = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).flatten(-2)
+    found = images.flatten(-2).gather(-1, places.unsqueeze(-2).expand(*images.shape[:-2], -1)).view_as(images)
+    return torch.where(is_inside.unsqueeze(-3), found, black)
+
+
+@contextmanager
+def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterator[None]:
+    """Compute with ``precision`` in this block, and put PyTorch's settings back.
+
+    On a GPU "float32" means all 24 bits, in convolutions too, where PyTorch by itself takes TF32. "tf32" rounds the
+    factors of products to 11 bits; "bfloat16" rounds to 8 what PyTorch's autocast does, forward and backward. Weights
+    and their steps stay float32. On a CPU "float32" and "tf32" change nothing (and threads may be in here at once).
+    """
+    if device.type == "cpu" and precision != "bfloat16":
+        yield
+        return
+    before = [getattr(place, _NAME) for place in _PLACES]
+    _set([_TF32 if precision == "tf32" else _IEEE] * len(_PLACES))
+    try:
+        # The cache of weights cast once is of no use where each is used once, and not allowed in CUDA graphs.
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
+            yield
+    finally:
+        _set(before)
+
+
+_LEGACY = not hasattr(torch.backends.cudnn, "conv")
+"""Whether this PyTorch is older than 2.9; a newer one does not let the old settings be read beside the new ones."""
+_NAME, _TF32, _IEEE = ("allow_tf32", True, False) if _LEGACY else ("fp32_precision", "tf32", "ieee")
+_PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn))
+
+
+def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
+    """Return where in an image what lies at ``places`` beyond its edges comes from."""
+    return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
+
+
+def _set(values: Sequence[object]) -> None:
+    for place, value in zip(_PLACES, values, strict=True):
+        setattr(place, _NAME, value)

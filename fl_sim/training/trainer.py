@@ -18,18 +18,16 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
-from fl_sim.native.layers import Stack, describe
-from fl_sim.native.work import slower_here
+from fl_sim.native.layers import Stack, describe, slower_here
+from fl_sim.native.request import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.params import all_norms_in, is_finite, vector_in
 from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class
 from fl_sim.training.loop import train
 from fl_sim.training.losses import LogitsOf
-from fl_sim.training.precision import arithmetic
-from fl_sim.training.records import Records, Scale
+from fl_sim.training.records import Records, Scale, arithmetic
 from fl_sim.types import LocalSettings, LocalTask, Params, Precision, Trained
 
 _PLAIN = {

@@ -13,9 +13,9 @@ from torch import nn
 
 from clients.app import answer_together, build_client_app, train_together
 from clients.client_task import ClientRuntime
-from fl_sim.engines import releases, wire
-from fl_sim.engines.inprocess import Groups, InProcessGrid
-from fl_sim.engines.pieces import Together
+from fl_sim.engines import wire
+from fl_sim.engines.batching import ClientBatching
+from fl_sim.engines.grid import Groups, InProcessGrid
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Prepared, load_kernel
 from fl_sim.params import detached
@@ -64,7 +64,7 @@ class _Synthesize:
         return [ValueError("bad record") if one.number == 3 else self._made(one) for one in clients]
 
     def _made(self, client):
-        return releases.synthetic_content(torch.full((client.number, 4), 0.5), _said(client.number, client.folder()))
+        return wire.synthetic_content(torch.full((client.number, 4), 0.5), _said(client.number, client.folder()))
 
 
 class _Share:
@@ -74,7 +74,7 @@ class _Share:
 
     def run(self, client):
         inputs, labels = client.records.tensors()
-        return releases.pool_content({"rows": inputs + client.number, "labels": labels.float()})
+        return wire.pool_content({"rows": inputs + client.number, "labels": labels.float()})
 
 
 TASKS = {"synthesize": _Synthesize(), "share": _Share()}
@@ -216,8 +216,8 @@ def _records_of_which_one_is_broken(client, synthetic):
 def _train_together(play, records, *, stacked, timeout=None):
     """Have four clients, three of them with records, trained two at a time."""
     runtime = _runtime(FedAvg(), _without_dropout(), records=records)
-    together = Together(partial(train_together, lambda *_: runtime, stacked=stacked), [4, 4, 4, 0], stack=2)
-    grid = InProcessGrid(build_client_app(lambda *_: runtime), 4, together=together)
+    together = ClientBatching(partial(train_together, lambda *_: runtime, stacked=stacked), [4, 4, 4, 0], stack=2)
+    grid = InProcessGrid(build_client_app(lambda *_: runtime), 4, batching=together)
     content = wire.task_content(play.order(1), play.params, {})
     sent = [Message(content, 1000 + client, wire.TRAIN) for client in range(4)]
     return grid.send_and_receive(sent, timeout=timeout)
@@ -274,8 +274,8 @@ def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_pa
     monkeypatch.setattr(Prepared, "train", train_with_another)
     records = partial(one_at_a_time, _records)
     runtime = _runtime(Watched(), _without_dropout(), records=records)
-    together = Together(partial(train_together, lambda *_: runtime), [20, 20, 20, 20])
-    grid = InProcessGrid(build_client_app(lambda *_: runtime), 4, workers=2, together=together)
+    together = ClientBatching(partial(train_together, lambda *_: runtime), [20, 20, 20, 20])
+    grid = InProcessGrid(build_client_app(lambda *_: runtime), 4, workers=2, batching=together)
     content = wire.task_content(Play(FedAvg(), tmp_path).order(1), detached(runtime.model.named_parameters()), {})
     replies = grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in (0, 1, 2, 0)])
     grid.close()
@@ -295,8 +295,8 @@ def test_what_is_trained_together_looks_at_its_deadline(tmp_path: Path):
 
 def test_a_client_says_which_partition_it_plays(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    replies = play.grid.send_and_receive([Message(releases.who_content(0), 1000 + i, wire.WHO) for i in (2, 0)])
-    assert [releases.read_who(reply.content) for reply in replies] == [2, 0]
+    replies = play.grid.send_and_receive([Message(wire.who_content(0), 1000 + i, wire.WHO) for i in (2, 0)])
+    assert [wire.read_who(reply.content) for reply in replies] == [2, 0]
     assert play.asked == []
 
 
@@ -305,7 +305,7 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
     message = Message(wire.order_content(play.order(0, "share")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2, "").tensors()
-    shared = releases.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
+    shared = wire.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
     assert torch.equal(shared["rows"], inputs + 2)
     assert torch.equal(shared["labels"], labels.float())
 
@@ -314,7 +314,7 @@ def test_synthetic_records_travel_with_what_the_client_says_of_them(tmp_path: Pa
     play = Play(FedAvg(), tmp_path)
     message = Message(wire.order_content(play.order(0, "synthesize")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
-    inputs, said = releases.read_synthetic(reply.content, (4,), 3, most_rows=100)
+    inputs, said = wire.read_synthetic(reply.content, (4,), 3, most_rows=100)
     assert torch.equal(inputs, torch.full((2, 4), 0.5))
     assert said == _said(2, Path("client-2"))
 
@@ -365,7 +365,7 @@ def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: 
     for replies in (alone, together):
         assert [reply.has_error() for reply in replies] == [False, False, False, True]
         assert replies[3].error.reason.startswith("ValueError: bad record")
-        sizes = [len(releases.read_synthetic(reply.content, (4,), 3, most_rows=100)[0]) for reply in replies[:3]]
+        sizes = [len(wire.read_synthetic(reply.content, (4,), 3, most_rows=100)[0]) for reply in replies[:3]]
         assert sizes == [0, 1, 2]
 
 

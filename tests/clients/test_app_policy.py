@@ -11,7 +11,7 @@ from flwr.app import Context, Message, RecordDict
 
 from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.data import load
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
@@ -88,7 +88,7 @@ class Talkative:
     reads_records = reads_state = runs_in_threads = False
 
     def run(self, client: Any) -> RecordDict:
-        return releases.pool_content({"inputs": client.records.tensors()[0]})
+        return wire.pool_content({"inputs": client.records.tensors()[0]})
 
 
 def test_a_node_with_a_policy_takes_no_foreign_word_for_what_an_answer_is_made_of(
@@ -119,7 +119,7 @@ def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask
     first = ask(SUMMARISE, "epsilon = 10.0", *private)
     again = ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.epochs=5")  # the server's affair alone
     assert wire.error_of(first) is None
-    read = [releases.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
+    read = [wire.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
     assert (read[0] == read[1]).all()
     with pytest.raises(RunError, match=r"epsilon 10 at delta 1e-05 .*exceed"):
         ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.clipping_norm=3")

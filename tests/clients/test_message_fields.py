@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 from clients.policy import read_policy
 from fl_sim.data import load
-from fl_sim.engines import releases, wire
-from fl_sim.engines.envelope import Envelopes
-from fl_sim.engines.grid import LocalGrid, failure
+from fl_sim.engines import remote, wire
+from fl_sim.engines.batching import failure
+from fl_sim.engines.grid import LocalGrid
+from fl_sim.engines.remote import Envelopes
 from fl_sim.errors import Malformed, RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -35,26 +36,26 @@ from fl_sim.types import ClientUpdate
 
 PAGE = Path(__file__).parents[2] / "docs/privacy/messages.md"
 CLIENT, TASKS = 3, (wire.TRAIN, SHARE, SYNTHESIZE, VOTE, SUMMARISE, MEASURE, "nothing")
-TICKET = wire.Ticket(bytes(range(32)), simulation_only=False, counts=(0, 0, 0, 180, 0, 0, 0, 0, 0, 0))
+TICKET = remote.Ticket(bytes(range(32)), simulation_only=False, counts=(0, 0, 0, 180, 0, 0, 0, 0, 0, 0))
 GROUP = {"w": torch.zeros(2)}
 ORDER = wire.TaskConfig("{}", 1, 0.1, "", "", most_steps={3: 1})
 SERVERS = {
     "task_content": wire.task_content(ORDER, GROUP, {"control": GROUP}),
     "order_content": wire.order_content(ORDER),
     "kept_records": RecordDict(dict(wire.kept_records({"control": GROUP}))),
-    "Signer.records": RecordDict(dict(wire.Signer.fresh().records(TICKET, wire.TRAIN, 0, wire.order_content(ORDER)))),
+    "Signer.records": RecordDict(dict(remote.Signer.fresh().records(TICKET, wire.TRAIN, 0, wire.order_content(ORDER)))),
 }
 PACKED = {"delta": Packed(torch.zeros(2), np.zeros(3, np.uint8))}
 CLIENTS = {
     "update_content": wire.update_content(ClientUpdate({"delta": GROUP}, 5, 0.5, packed=PACKED)),
     "kept_records": SERVERS["kept_records"],
-    "pool_content": releases.pool_content(GROUP),
-    "made_content": releases.made_content(torch.zeros(1, 2)),
-    "synthetic_content": releases.synthetic_content(torch.zeros(1, 2), "{}"),
-    "votes_content": releases.votes_content(np.zeros(3, np.int64)),
-    "moments_content": releases.moments_content(np.zeros((2, 3))),
-    "sums_content": releases.sums_content(GROUP),
-    "who_content": releases.who_content(3),
+    "pool_content": wire.pool_content(GROUP),
+    "made_content": wire.made_content(torch.zeros(1, 2)),
+    "synthetic_content": wire.synthetic_content(torch.zeros(1, 2), "{}"),
+    "votes_content": wire.votes_content(np.zeros(3, np.int64)),
+    "moments_content": wire.moments_content(np.zeros((2, 3))),
+    "sums_content": wire.sums_content(GROUP),
+    "who_content": wire.who_content(3),
 }
 
 
@@ -78,7 +79,7 @@ def rows(section: str) -> list[str]:
 
 def test_every_field_of_every_message_has_a_row() -> None:
     made = {
-        name for module in (wire, releases) for name, made in inspect.getmembers(module, inspect.isfunction)
+        name for module in (wire,) for name, made in inspect.getmembers(module, inspect.isfunction)
         if name.endswith(("_content", "_records")) and made.__module__ == module.__name__
     }  # fmt: skip
     assert made == {*SERVERS, *CLIENTS} - {"Signer.records"}
@@ -146,7 +147,7 @@ def told(node: Node, **changes: Any) -> list[RecordDict]:
 
 def forged(node: Node, **fields: Any) -> list[RecordDict]:
     content = node.content()
-    signed = wire.Signer.fresh().records(TICKET, SYNTHESIZE, CLIENT, content)
+    signed = remote.Signer.fresh().records(TICKET, SYNTHESIZE, CLIENT, content)
     return [RecordDict({**content, "ticket": ConfigRecord({**signed["ticket"], **fields})})]
 
 
@@ -244,7 +245,7 @@ def test_no_server_walks_past_the_ledger_by_a_ticket(tmp_path: Path, task: str, 
     node.config.pop(left_out, None)
     [content] = forged(node)
     answer = node.asked(task, content)
-    assert str(answer) == wire.NO_TICKET
+    assert str(answer) == remote.NO_TICKET
     assert node.spent == 0
     assert not (tmp_path / "server").exists()
 
@@ -277,7 +278,7 @@ def _packed(numbers: int, bits: int) -> RecordDict:
 
 def _said(**changes: Any) -> RecordDict:
     said = {"counts": [1, 0], "refused": "", "facts": {}, "receipt": None, **changes}
-    return releases.synthetic_content(torch.zeros(1, 2), json.dumps(said))
+    return wire.synthetic_content(torch.zeros(1, 2), json.dumps(said))
 
 
 ANSWERS: dict[str, Callable[[], Any]] = {
@@ -295,12 +296,12 @@ ANSWERS: dict[str, Callable[[], Any]] = {
         3, _packed(2, 4), TEMPLATE, 100, SIZES,
     ),
     "kept/*": lambda: wire.read_update(3, _update(**{"kept/control": TWO}), TEMPLATE, 100),
-    "pool": lambda: releases.read_synthetic(releases.synthetic_content(torch.zeros(9, 2), "{}"), (2,), 2, 8),
-    "said.json": lambda: releases.read_synthetic(_said(more=1), (2,), 2, 8),
-    "votes": lambda: releases.read_votes(releases.votes_content(np.array([0, 2])), 2, 2),
-    "moments": lambda: releases.read_moments(releases.moments_content(np.full((2, 3), np.inf)), (2, 3)),
-    "sums": lambda: releases.read_sums(releases.sums_content({"w": torch.zeros(3)}), GROUP),
-    "report.partition-id": lambda: releases.read_who(RecordDict({"report": MetricRecord({"partition-id": -1})})),
+    "pool": lambda: wire.read_synthetic(wire.synthetic_content(torch.zeros(9, 2), "{}"), (2,), 2, 8),
+    "said.json": lambda: wire.read_synthetic(_said(more=1), (2,), 2, 8),
+    "votes": lambda: wire.read_votes(wire.votes_content(np.array([0, 2])), 2, 2),
+    "moments": lambda: wire.read_moments(wire.moments_content(np.full((2, 3), np.inf)), (2, 3)),
+    "sums": lambda: wire.read_sums(wire.sums_content({"w": torch.zeros(3)}), GROUP),
+    "report.partition-id": lambda: wire.read_who(RecordDict({"report": MetricRecord({"partition-id": -1})})),
 }  # fmt: skip
 
 

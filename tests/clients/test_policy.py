@@ -12,7 +12,7 @@ from dp_accounting import dp_event
 
 from clients.client_task import Client
 from clients.policy import Policy, read_policy
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_at, epsilon_of_counts, fixed_order
@@ -41,7 +41,7 @@ def _share(policy: Policy, experiment: Experiment, client: int, folder: Path) ->
     runtime = runtime_of(experiment.model_dump_json(), "")
     order = wire.TaskConfig(experiment.model_dump_json(), 0, 0.0, "", str(folder), task="synthesize")
     answer = runtime.tasks["synthesize"].run(Client(client, runtime, order, wire.order_content(order), policy))
-    return releases.read_made(answer)
+    return wire.read_made(answer)
 
 
 def test_a_policy_is_read_whole(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE
+from fl_sim.engines.batching import CLIENT_RAISED, TOO_LATE
 from fl_sim.params import scale
 from fl_sim.settings import Settings
 from fl_sim.simulation.stage import Run, Stage

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fl_sim.engines import releases, wire
-from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.engines import wire
+from fl_sim.engines.grid import InProcessGrid
 from fl_sim.errors import Malformed, RunError
 from fl_sim.stages.pate.asking import ask_teachers
 
@@ -62,7 +62,7 @@ def asked(answer_of: Callable[[int], RecordDict], *, private: bool) -> tuple[np.
 
 
 def test_votes_come_back_by_teacher() -> None:
-    votes, silent = asked(lambda client: releases.votes_content((VOTES + client) % CLASSES), private=True)
+    votes, silent = asked(lambda client: wire.votes_content((VOTES + client) % CLASSES), private=True)
     assert votes.tolist() == [((VOTES + client) % CLASSES).tolist() for client in range(3)]
     assert silent == ()
 
@@ -70,7 +70,7 @@ def test_votes_come_back_by_teacher() -> None:
 @pytest.mark.parametrize("reply", MALFORMED.values(), ids=MALFORMED)
 def test_what_is_no_ballot_is_named_or_votes_for_class_0(reply: RecordDict) -> None:
     def answer_of(client: int) -> RecordDict:
-        return reply if client == 1 else releases.votes_content(VOTES)
+        return reply if client == 1 else wire.votes_content(VOTES)
 
     with pytest.raises(RunError, match="teacher 1 "):
         asked(answer_of, private=False)
@@ -83,7 +83,7 @@ def test_a_teacher_that_fails_stops_no_private_run_and_its_words_go_nowhere() ->
     def answer_of(client: int) -> RecordDict:
         if client != 0:
             raise ValueError("my record is [0.25, 0.5]")
-        return releases.votes_content(VOTES)
+        return wire.votes_content(VOTES)
 
     with pytest.raises(RunError, match="teacher 1 failed: ValueError: my record"):
         asked(answer_of, private=False)
@@ -102,7 +102,7 @@ def test_a_teacher_that_fails_stops_no_private_run_and_its_words_go_nowhere() ->
 @given(arrays.arrays(st.sampled_from([np.int64, np.uint8, np.float32, np.bool_]), arrays.array_shapes(max_dims=2)))
 def test_whatever_array_is_sent_one_class_a_record_comes_out_or_a_refusal(sent: np.ndarray) -> None:
     try:
-        votes = releases.read_votes(raw(sent), RECORDS, CLASSES)
+        votes = wire.read_votes(raw(sent), RECORDS, CLASSES)
     except Malformed:
         return
     assert votes.shape == (RECORDS,)

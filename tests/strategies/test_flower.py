@@ -13,9 +13,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
-from fl_sim.engines import releases, wire
-from fl_sim.engines.grid import LocalGrid
-from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.engines import wire
+from fl_sim.engines.grid import InProcessGrid, LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl import synthesis
@@ -55,11 +54,11 @@ def _app():
         if client == 1 and wire.read_task_config(message.content).experiment == "broken":
             raise ValueError("no records")
         rows = {"inputs": torch.full((client + 1, 2), float(client)), "labels": torch.ones(client + 1, 3)}
-        return Message(releases.pool_content(rows), reply_to=message)
+        return Message(wire.pool_content(rows), reply_to=message)
 
     @app.query()
     def who(message, context):
-        return Message(releases.who_content(context.node_config["partition-id"]), reply_to=message)
+        return Message(wire.who_content(context.node_config["partition-id"]), reply_to=message)
 
     return app
 
@@ -153,7 +152,7 @@ def test_a_client_that_fails_is_named_with_its_reason(strategy_of, reply_of):
 
 
 def _sent(client):
-    message = Message(releases.who_content(0), 1000 + client, wire.TRAIN)
+    message = Message(wire.who_content(0), 1000 + client, wire.TRAIN)
     message.metadata.__dict__["_message_id"] = "sent"
     return message
 
@@ -280,7 +279,7 @@ def test_partitions_that_are_not_0_to_n_minus_1_each_once_are_refused(says, mess
 
     @app.query()
     def who(message, context):
-        return Message(releases.who_content(next(left)), reply_to=message)
+        return Message(wire.who_content(next(left)), reply_to=message)
 
     grid = _Remote(4)
     grid.inner = InProcessGrid(app, 4)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clients.dafl.dpcgan.nets import Networks, kernel_for, paper, small
 from clients.dafl.generator import Request
 from fl_sim.errors import RunError
-from fl_sim.native.normals import CompiledNormals
+from fl_sim.native.kernel import CompiledNormals
 from fl_sim.privacy.mechanisms import clipping_norm_on_grid
 from fl_sim.seeding import torch_alone
 

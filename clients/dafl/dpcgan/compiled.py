@@ -16,9 +16,8 @@ from clients.dafl.dpcgan.client import Client, Drawn, kept_of_average
 from clients.dafl.dpcgan.clipping import MARGIN
 from clients.dafl.dpcgan.nets import Networks, SmallGenerator
 from clients.dafl.dpcgan.weights import BETAS, Weights
-from fl_sim.native.adversaries import Adversaries, CompiledAdam, Pairs, Release
 from fl_sim.native.kernel import Kernel
-from fl_sim.native.perceptrons import Perceptron, Shown, TwoWays
+from fl_sim.native.perceptrons import Adversaries, CompiledAdam, Pairs, Perceptron, Release, Shown, TwoWays
 from fl_sim.privacy.grid import grid_spacing
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from flwr.app import RecordDict
 from clients.client_task import Begun, Client
 from clients.dafl.settings import DaFl
 from fl_sim.data import version_of
-from fl_sim.engines import releases, wire
+from fl_sim.engines import remote, wire
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.client_runtime import to_generator
 from fl_sim.training.records import Records
@@ -64,23 +64,23 @@ class Synthesize:
         if not isinstance(begun, Paid):
             return content_of(begun)
         noise, counts = begun.request.noise, begun.request.counts
-        return Begun(wire.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
+        return Begun(remote.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
         """Keep the records that a worker made."""
         from clients.dafl.share import finish_share  # noqa: PLC0415 (the accountants load slowly)
 
         releasing, paid = begun.paid
-        return content_of(finish_share(settings_of(self.job), releasing, paid, releases.read_made(answer)))
+        return content_of(finish_share(settings_of(self.job), releasing, paid, wire.read_made(answer)))
 
-    def _made_elsewhere(self, client: Client, ticket: wire.Ticket) -> RecordDict:
+    def _made_elsewhere(self, client: Client, ticket: remote.Ticket) -> RecordDict:
         from clients.dafl.share import generate_elsewhere  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
         counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
         records, seed = _private_records(self.job, client.runtime.own_records, client.number), self.job.experiment.seed
         made = generate_elsewhere(settings_of(self.job), client.number, records, counts, noise, seed=seed)
-        return releases.made_content(made)
+        return wire.made_content(made)
 
 
 def settings_of(job: Job) -> DaFl:
@@ -93,7 +93,7 @@ def content_of(share: "Share") -> RecordDict:
     """Return a share as it is sent: its records, and as JSON what is said of them."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
-    return releases.synthetic_content(share.inputs, json.dumps(said))
+    return wire.synthetic_content(share.inputs, json.dumps(said))
 
 
 def releasing_client(job: Job, client: Client) -> "Releasing":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fl_sim.data import fingerprint, version_of
-from fl_sim.engines import releases, tensor_records
+from fl_sim.engines import arrays, wire
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
@@ -63,7 +63,7 @@ def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
     records, num_classes = run.job.dataset.train, run.job.dataset.num_classes
     return run.ask(
         SYNTHESIZE,
-        lambda one: releases.read_synthetic(one, records.inputs.shape[1:], num_classes, num_classes * len(records)),
+        lambda one: wire.read_synthetic(one, records.inputs.shape[1:], num_classes, num_classes * len(records)),
         quoted=False,
         order=order,
     )
@@ -117,7 +117,7 @@ def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
     counts that clients release.
     """
     released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
-    up = sum(tensor_records.num_bytes(releases.synthetic_content(records, "")) for records in released)
+    up = sum(arrays.num_bytes(wire.synthetic_content(records, "")) for records in released)
     whole = read_pool(pool.path)
     return Traffic((whole.inputs.nbytes + whole.labels.nbytes) * len(pool.parts), up)
 

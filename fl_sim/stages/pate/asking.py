@@ -7,7 +7,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import arrays, wire
 from fl_sim.errors import Malformed, RunError
 from fl_sim.types import Traffic
 from strategies.answers import UNQUOTED, Asking, answers_to, find_population, in_words, refusal
@@ -27,7 +27,7 @@ def ask_teachers(
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)
-    answers = answers_to(grid, population, asking, lambda one: releases.read_votes(one, records, classes))
+    answers = answers_to(grid, population, asking, lambda one: wire.read_votes(one, records, classes))
     failed = {teacher: answer for teacher, answer in enumerate(answers) if isinstance(answer, Malformed)}
     if failed and not private:
         raise refusal(f"teacher {min(failed)}", failed[min(failed)], quoted=True)
@@ -43,5 +43,5 @@ def ask_teachers(
 
 def traffic_of_votes(num_records: int, num_teachers: int) -> Traffic:
     """Return what it takes that every teacher sends its votes on public records, which all have."""
-    sent = releases.votes_content(np.zeros(num_records, dtype=np.int64))
-    return Traffic(0, tensor_records.num_bytes(sent)) * num_teachers
+    sent = wire.votes_content(np.zeros(num_records, dtype=np.int64))
+    return Traffic(0, arrays.num_bytes(sent)) * num_teachers

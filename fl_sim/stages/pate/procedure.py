@@ -15,7 +15,7 @@ from clients.client_task import Client, ClientRuntime
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
 from fl_sim import models
-from fl_sim.engines import releases
+from fl_sim.engines import wire
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.client_runtime import local_settings, runtime_for
@@ -52,14 +52,14 @@ class Vote:
         number, seed = client.number, experiment.seed
         if isinstance(self.settings.teachers, RandomForest):
             votes = forest_votes(self.settings.teachers, own, self.pool, client=number, seed=seed)
-            return releases.votes_content(votes)
+            return wire.votes_content(votes)
         local = local_settings(self.job, experiment.local.learning_rate)
         build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
         votes = network_votes(
             client.runtime.trainer, build, local, own, self.pool,
             client=number, seed=seed, model_seed=experiment.seed_of_model,
         )  # fmt: skip
-        return releases.votes_content(votes)
+        return wire.votes_content(votes)
 
 
 @dataclass(frozen=True)

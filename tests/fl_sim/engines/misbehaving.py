@@ -12,8 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fl_sim.engines.grid import answer
-from fl_sim.engines.pieces import Play
+from fl_sim.engines.batching import BatchHandler, answer
 
 FLAG = Path(__file__).with_name("flag.json")
 
@@ -56,7 +55,7 @@ def client_app() -> ClientApp:
     return app
 
 
-def player() -> Play:
+def player() -> BatchHandler:
     """Return what answers several messages at a time."""
     app = client_app()
     return lambda messages: [answer(app, message, 8) for message in messages]

@@ -19,10 +19,8 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fl_sim.data import load
-from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE, WORKER_DIED
-from fl_sim.engines.pieces import Together
-from fl_sim.engines.ray_token import MODE, TOKEN
-from fl_sim.engines.work import Work
+from fl_sim.engines.batching import CLIENT_RAISED, TOO_LATE, WORKER_DIED, ClientBatching, Exchange
+from fl_sim.engines.own_ray import MODE, TOKEN
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -34,8 +32,8 @@ from fl_sim.training.loop import to_tensors
 start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
 import ray  # noqa: E402
 
+from fl_sim.engines.actor_pool import Node, Worker  # noqa: E402
 from fl_sim.engines.ray import RayGrid  # noqa: E402
-from fl_sim.engines.ray_crew import Node, Worker  # noqa: E402
 from fl_sim.engines.ray_start import RayResources, check_head, start_or_join, stop_or_leave  # noqa: E402
 
 pytestmark = pytest.mark.cluster
@@ -108,8 +106,8 @@ def test_a_client_that_raises_or_exits_is_one_error_reply(
 def test_a_client_that_kills_its_actor_is_named_and_those_trained_with_it_are_answered(
     misbehaving: ModuleType, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    together = Together(misbehaving.player, [1, 2, 3, 4, 5, 6, 7, 8], stack=4)
-    stacks = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), together=together)
+    together = ClientBatching(misbehaving.player, [1, 2, 3, 4, 5, 6, 7, 8], stack=4)
+    stacks = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), batching=together)
     replies = send(stacks, misbehaving.order("kill", 3), timeout=2 * PATIENCE)  # three actors start, one after another
     next_ones = send(stacks, misbehaving.order("", 0), timeout=2 * PATIENCE)
     stacks.close()
@@ -130,15 +128,15 @@ def test_an_actor_that_dies_once_is_replaced_within_the_exchange(
 def test_what_waits_at_an_actor_is_not_to_blame_for_what_runs_there(
     misbehaving: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs, waited = Together(misbehaving.player, [1] * 8, stack=2), []
-    alone, take_ahead = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), together=pairs), Work.take_ahead
+    pairs, waited = ClientBatching(misbehaving.player, [1] * 8, stack=2), []
+    alone, take_ahead = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), batching=pairs), Exchange.take_ahead
 
     def noted(*asked: Any) -> list[Message]:
         batch = take_ahead(*asked)
         waited.extend(batch)
         return batch
 
-    monkeypatch.setattr(Work, "take_ahead", noted)
+    monkeypatch.setattr(Exchange, "take_ahead", noted)
     send(alone, misbehaving.order("", 0), timeout=2 * PATIENCE)  # now it is known that clients take no time
     killed = failures(send(alone, misbehaving.order("kill", 2), timeout=2 * PATIENCE))
     assert waited

@@ -18,7 +18,7 @@ import grpc
 import psutil
 import pytest
 
-from fl_sim.engines.ray_keeper import clear, processes_of
+from fl_sim.engines.own_ray import clear, processes_of
 from fl_sim.store.run_directory import read_rounds
 
 pytestmark = [
@@ -67,7 +67,7 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRay]:
     while not read_rounds(out) and time.monotonic() < deadline:
         time.sleep(0.1)
     [folder] = [word for child in psutil.Process(driver.pid).children() for word in child.cmdline()[-1:]
-                if "ray_keeper" in " ".join(child.cmdline())]  # fmt: skip
+                if "own_ray" in " ".join(child.cmdline())]  # fmt: skip
     yield OwnRay(driver, Path(folder))
     driver.kill()
     driver.wait()

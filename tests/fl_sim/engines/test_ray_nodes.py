@@ -26,7 +26,7 @@ from fl_sim.store.run_directory import RoundRecord, read_rounds
 start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
 import ray  # noqa: E402
 
-from fl_sim.engines import ray_crew  # noqa: E402
+from fl_sim.engines import actor_pool  # noqa: E402
 
 SLOW = """
 import time
@@ -228,11 +228,11 @@ def test_a_cluster_without_nodes_is_waited_for_and_then_the_run_stops_and_can_go
     for node in cluster.nodes:
         node.kill()
     cluster.wait_for(0)
-    patience = ray_crew.WAIT_SECONDS
-    monkeypatch.setattr(ray_crew, "WAIT_SECONDS", 0.5)
+    patience = actor_pool.WAIT_SECONDS
+    monkeypatch.setattr(actor_pool, "WAIT_SECONDS", 0.5)
     with pytest.raises(RunError, match=r"no node joined .* the same command again"):
         run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "waiting")
-    monkeypatch.setattr(ray_crew, "WAIT_SECONDS", patience)
+    monkeypatch.setattr(actor_pool, "WAIT_SECONDS", patience)
     assert "has no node with room for an actor (engine.cpus=1" in capsys.readouterr().err
     cluster.node()
     run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "waiting")

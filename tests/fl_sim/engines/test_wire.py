@@ -9,7 +9,7 @@ from flwr.app import Array, Error, Message, RecordDict
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import arrays, wire
 from fl_sim.params import flattened
 from fl_sim.types import ClientUpdate
 
@@ -78,7 +78,7 @@ def test_other_types_are_refused_and_not_rounded():
 
 @given(FLOATS)
 def test_the_model_flower_sees_is_what_its_own_constructor_makes(values):
-    ours, theirs = tensor_records.to_arrays({"w": torch.from_numpy(values.copy())})["w"], Array(values)
+    ours, theirs = arrays.to_arrays({"w": torch.from_numpy(values.copy())})["w"], Array(values)
     assert (ours.dtype, tuple(ours.shape), ours.stype, ours.data) == (
         theirs.dtype, tuple(theirs.shape), theirs.stype, theirs.data,
     )  # fmt: skip
@@ -108,9 +108,9 @@ def test_an_update_comes_back_whole(loss):
 
 def test_a_pool_and_a_partition_number_come_back():
     shared = {"inputs": torch.ones(2, 3), "labels": torch.ones(2, 4)}
-    back = releases.read_pool(releases.pool_content(shared), {name: value[:0] for name, value in shared.items()}, 2)
+    back = wire.read_pool(wire.pool_content(shared), {name: value[:0] for name, value in shared.items()}, 2)
     assert {name: tuple(value.shape) for name, value in back.items()} == {"inputs": (2, 3), "labels": (2, 4)}
-    assert releases.read_who(releases.who_content(41)) == 41
+    assert wire.read_who(wire.who_content(41)) == 41
 
 
 def test_errors_are_told_from_content(reply_of):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.engines.arrays import numbers_in
 from fl_sim.errors import Malformed
 
@@ -88,7 +88,7 @@ SHARED = {"inputs": torch.zeros(0, 2, 2), "labels": torch.zeros(0, 3)}
 
 
 def pool(inputs: np.ndarray, labels: np.ndarray) -> RecordDict:
-    return releases.pool_content({"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)})
+    return wire.pool_content({"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)})
 
 
 def ones(*shape: int) -> np.ndarray:
@@ -117,12 +117,12 @@ POOLS = {
 @pytest.mark.parametrize("content", POOLS.values(), ids=POOLS)
 def test_what_is_shared_has_as_many_labels_as_inputs_all_finite(content: RecordDict) -> None:
     with pytest.raises(Malformed):
-        releases.read_pool(content, SHARED, most_rows=8)
+        wire.read_pool(content, SHARED, most_rows=8)
 
 
 def synthetic(inputs: np.ndarray | None = None, **changes: object) -> RecordDict:
     said = {"counts": [1, 0, 2], "refused": "", "facts": {}, "receipt": None, **changes}
-    return releases.synthetic_content(torch.from_numpy(ones(3, 2, 2) if inputs is None else inputs), json.dumps(said))
+    return wire.synthetic_content(torch.from_numpy(ones(3, 2, 2) if inputs is None else inputs), json.dumps(said))
 
 
 def with_text(text: object) -> RecordDict:
@@ -159,7 +159,7 @@ SYNTHETIC = {
 @pytest.mark.parametrize("content", SYNTHETIC.values(), ids=SYNTHETIC)
 def test_synthetic_records_are_as_many_as_the_counts_of_classes_that_exist(content: RecordDict) -> None:
     with pytest.raises(Malformed):
-        releases.read_synthetic(content, (2, 2), 3, most_rows=8)
+        wire.read_synthetic(content, (2, 2), 3, most_rows=8)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_synthetic_records_are_as_many_as_the_counts_of_classes_that_exist(conte
 )
 def test_a_partition_is_a_number_from_0_on(content: RecordDict) -> None:
     with pytest.raises(Malformed):
-        releases.read_who(content)
+        wire.read_who(content)
 
 
 def test_what_is_no_array_holds_no_numbers() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_sim.data import load
-from fl_sim.engines.wire import Signer
+from fl_sim.engines.remote import Signer
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.groups import held_out

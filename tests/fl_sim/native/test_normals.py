@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fl_sim.native.kernel import Kernel
-from fl_sim.native.normals import CompiledNormals
+from fl_sim.native.kernel import CompiledNormals, Kernel
 from fl_sim.privacy.mechanisms import Noise
 
 DEFINITION = Noise.seeded(5)

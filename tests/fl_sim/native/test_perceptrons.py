@@ -15,9 +15,17 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum
-from fl_sim.native.adversaries import Adversaries, CompiledAdam, Pairs, Release
 from fl_sim.native.kernel import Kernel
-from fl_sim.native.perceptrons import Perceptron, Shown, TwoWays, is_perceptron
+from fl_sim.native.perceptrons import (
+    Adversaries,
+    CompiledAdam,
+    Pairs,
+    Perceptron,
+    Release,
+    Shown,
+    TwoWays,
+    is_perceptron,
+)
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise, add_noise
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_sim.native.kernel import load_kernel
-from fl_sim.native.normals import CompiledNormals
+from fl_sim.native.kernel import CompiledNormals, load_kernel
 from fl_sim.privacy.grid import DECIDED, GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
 from fl_sim.privacy.mechanisms import Noise, Normals
 

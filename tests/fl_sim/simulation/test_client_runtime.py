@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clients.client_task import Client
 from fl_sim.data import load
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
@@ -76,7 +76,7 @@ def test_what_a_site_shares_is_seeded_by_client():
     runtime = replace(runtime, records=lambda client, synthetic: runtime.own_records(0))  # the same for both
     order = wire.TaskConfig(made.model_dump_json(), 0, 0.0, "", "", task="share")
     clients = [Client(number, runtime, order, wire.order_content(order)) for number in (0, 0, 1)]
-    one, again, other = (releases.read_made(runtime.tasks["share"].run(client)) for client in clients)
+    one, again, other = (wire.read_made(runtime.tasks["share"].run(client)) for client in clients)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert len(one) == len(runtime.own_records(0)) // 5

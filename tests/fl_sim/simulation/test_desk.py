@@ -7,9 +7,10 @@ import pytest
 from flwr.app import ConfigRecord, Message
 
 from clients.app import build_client_app
-from fl_sim.engines import releases, wire
-from fl_sim.engines.apart import Parcel
-from fl_sim.engines.grid import CLIENT_RAISED, LocalGrid, answer, failure, node_context
+from fl_sim.engines import remote, wire
+from fl_sim.engines.batching import CLIENT_RAISED, answer, failure, node_context
+from fl_sim.engines.grid import LocalGrid
+from fl_sim.engines.remote import Parcel
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
@@ -20,7 +21,7 @@ from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl.client import SYNTHESIZE
 
 CLIENT = 3
-SIGNER = wire.Signer.fresh()
+SIGNER = remote.Signer.fresh()
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def charges(job: Job) -> int:
     return path.read_text().count("\n") - 1 if path.exists() else 0
 
 
-def sent(desk: HomeDesk, message: Message) -> tuple[Parcel, wire.Ticket]:
+def sent(desk: HomeDesk, message: Message) -> tuple[Parcel, remote.Ticket]:
     parcel = desk.before(message)
     assert isinstance(parcel, Parcel)
     content = wire.RecordDict({**parcel.content, **parcel.own})
@@ -74,7 +75,7 @@ def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message:
     again = HomeDesk(job, SIGNER).before(message)  # and is there for good
     assert isinstance(again, Message)
     shape, classes = job.dataset.input_shape, job.dataset.num_classes
-    first, second = (releases.read_synthetic(one.content, shape, classes, 10_000) for one in (done, again))
+    first, second = (wire.read_synthetic(one.content, shape, classes, 10_000) for one in (done, again))
     assert bool((first[0] == second[0]).all())
     assert first[1] == second[1]
     assert charges(job) == 2
@@ -89,7 +90,7 @@ def test_a_client_that_fails_keeps_its_key_and_what_it_paid(job: Job, message: M
     assert charges(job) == 2
 
 
-def _answer_of(job: Job, content: wire.RecordDict, message: Message, signer: wire.Signer) -> Message:
+def _answer_of(job: Job, content: wire.RecordDict, message: Message, signer: remote.Signer) -> Message:
     return answer(travelling_app(TravellingJob.of(job, signer)), Message(content, metadata=message.metadata), 6)
 
 
@@ -111,14 +112,14 @@ def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
         "run": lambda: SIGNER.records(ticket, task, client, wire.reordered(content, replace(order, run="another"))),
         "counts": lambda: _altered(parcel, counts=[0, 0, 0, 180, 0, 0, 0, 0, 0, 0]),
         "key": lambda: _altered(parcel, key=bytes(32)),
-        "driver": lambda: wire.Signer.fresh().records(ticket, task, client, content),
+        "driver": lambda: remote.Signer.fresh().records(ticket, task, client, content),
         "signature": lambda: _altered(parcel, signature=bytes(32)),
     }[changed]()
     reply = _answer_of(job, wire.RecordDict({**content, **signed}), message, signer)
     if changed == "nothing":
         assert wire.error_of(reply) is None
     else:
-        assert wire.error_of(reply) == wire.NO_TICKET
+        assert wire.error_of(reply) == remote.NO_TICKET
 
 
 def _altered(parcel: Parcel, **fields: object) -> dict[str, ConfigRecord]:
@@ -144,7 +145,7 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
         ticket = SIGNER.read(SYNTHESIZE, CLIENT, away.content)
         signed = SIGNER.records(ticket, SYNTHESIZE, CLIENT, content)
         away = Message(wire.RecordDict({**content, **signed}), metadata=message.metadata)
-        assert wire.error_of(app(away, context)) == wire.NO_TICKET
+        assert wire.error_of(app(away, context)) == remote.NO_TICKET
         return
     with pytest.raises(RunError, match="the order brings a ticket"):
         app(away, context)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import arrays, wire
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import bills
@@ -135,20 +135,20 @@ def test_what_a_private_start_sends_is_what_is_asked_and_answered(
         "rounds": 1,
     }
     asked, answered = [], []
-    ask, read = wire.task_content, releases.read_sums
+    ask, read = wire.task_content, wire.read_sums
 
     def noted_question(order: wire.TaskConfig, params: Params, *rest: Any) -> Any:
         content = ask(order, params, *rest)
-        asked.extend([tensor_records.num_bytes(content)] if "centre" in params else [])
+        asked.extend([arrays.num_bytes(content)] if "centre" in params else [])
         return content
 
     def noted_answer(content: Any, template: Params) -> Params:
-        answered.append(tensor_records.num_bytes(content))
+        answered.append(arrays.num_bytes(content))
         return read(content, template)
 
     found = estimated(**settings).once["private_start"]
     monkeypatch.setattr(wire, "task_content", noted_question)
-    monkeypatch.setattr(releases, "read_sums", noted_answer)
+    monkeypatch.setattr(wire, "read_sums", noted_answer)
     run(quick(**settings), tmp_path / "run")
     assert (len(asked), len(answered)) == (3, 30)
     assert (found.down, found.up) == (10 * sum(asked), sum(answered))

@@ -17,7 +17,7 @@ import torch
 from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
-from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.engines.grid import InProcessGrid
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation import flower_app

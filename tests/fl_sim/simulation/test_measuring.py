@@ -25,8 +25,8 @@ from fl_sim.simulation.run_log import RunLog, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.testing_runs import FakeEngine, played_by
+from fl_sim.training.evaluation import Confusion, Holdings
 from fl_sim.training.loop import to_tensors
-from fl_sim.training.measures import Confusion, Holdings
 from fl_sim.types import Dataset, ServerState
 
 QUICK = ("model=logistic", "rounds=3", "engine=inprocess", "local.batch_size=32")

@@ -17,9 +17,9 @@ from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 
 from fl_sim.__main__ import main
-from fl_sim.engines import releases, wire
-from fl_sim.engines.grid import CLIENT_RAISED, failure
-from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.engines import wire
+from fl_sim.engines.batching import CLIENT_RAISED, failure
+from fl_sim.engines.grid import InProcessGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import epsilon
@@ -386,7 +386,7 @@ def test_a_client_that_fails_counts_as_zeros_over_the_expected_cohort(tmp_path, 
     strategy.aggregator = GlobalDP(noise_multiplier=0.0, clipping_norm=10.0, noise="seeded")
     strategy.wrap(open_private_rounds(strategy.aggregator, Everyone(), 2, 0, tmp_path, None))
     good = reply_of(0, wire.update_content(ClientUpdate({"delta": {"w": torch.tensor([2.0, 4.0])}}, 5, 0.1)))
-    sent = Message(releases.who_content(0), 1001, wire.TRAIN)
+    sent = Message(wire.who_content(0), 1001, wire.TRAIN)
     sent.metadata.__dict__["_message_id"] = "sent"
     _, metrics = strategy.aggregate_train(1, [good, failure(sent, CLIENT_RAISED, "ValueError: broken")])
     assert metrics is None

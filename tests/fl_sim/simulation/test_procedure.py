@@ -3,7 +3,7 @@
 import numpy as np
 
 from clients.client_task import Client
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation.procedure import procedure_of
@@ -36,5 +36,5 @@ def test_teachers_train_once_vote_on_the_public_pool_and_keep_nothing() -> None:
     assert procedure.kept_by_clients(ServerState({})) == {}
     order = wire.TaskConfig(job.experiment.model_dump_json(), 0, 0.0, "", "", task=VOTE)
     client = Client(2, runtime, order, wire.order_content(order))
-    first, again = (releases.read_votes(runtime.tasks[VOTE].run(client), 30, 10) for _ in range(2))
+    first, again = (wire.read_votes(runtime.tasks[VOTE].run(client), 30, 10) for _ in range(2))
     assert np.array_equal(first, again)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fl_sim.engines.wire import Signer
+from fl_sim.engines.remote import Signer
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of

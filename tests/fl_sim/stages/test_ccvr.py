@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from fl_sim.engines import releases
+from fl_sim.engines import wire
 from fl_sim.errors import Malformed, RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
@@ -91,25 +91,25 @@ def test_a_class_that_nobody_can_tell_a_covariance_of_is_left_out_in_words(
 
 
 def test_a_client_whose_moments_are_malformed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = releases.moments_content
-    monkeypatch.setattr(releases, "moments_content", lambda moments: content(moments + np.inf))
+    content = wire.moments_content
+    monkeypatch.setattr(wire, "moments_content", lambda moments: content(moments + np.inf))
     with pytest.raises(RunError, match=r"client 0, asked to summarise, .* not finite"):
         run(_experiment(), tmp_path / "run")
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((3, 5)), np.zeros((2, 6)), np.zeros((3, 6), np.float32), np.zeros(18)])
 def test_moments_of_another_shape_or_type_are_malformed(wrong: Any) -> None:
-    assert releases.read_moments(releases.moments_content(np.ones((3, 6))), (3, 6)).tolist() == np.ones((3, 6)).tolist()
+    assert wire.read_moments(wire.moments_content(np.ones((3, 6))), (3, 6)).tolist() == np.ones((3, 6)).tolist()
     with pytest.raises(Malformed):
-        releases.read_moments(releases.moments_content(wrong), (3, 6))
+        wire.read_moments(wire.moments_content(wrong), (3, 6))
 
 
 @pytest.mark.parametrize("counts", [(-1.0, 2.0), (0.5, 0.5), (3.0, 3.0)])
 def test_without_noise_numbers_of_records_are_whole_and_no_more_than_there_are(counts: tuple[float, float]) -> None:
-    sent = releases.moments_content(np.array([[count, 0.0] for count in counts]))
-    assert releases.read_moments(sent, (2, 2))[:, 0].tolist() == list(counts)  # noise may make any number
+    sent = wire.moments_content(np.array([[count, 0.0] for count in counts]))
+    assert wire.read_moments(sent, (2, 2))[:, 0].tolist() == list(counts)  # noise may make any number
     with pytest.raises(Malformed, match="not whole, or add up to more than 5"):
-        releases.read_moments(sent, (2, 2), 5)
+        wire.read_moments(sent, (2, 2), 5)
 
 
 def test_one_client_with_all_records_and_one_with_none_may_take_part(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_private_run_that_is_killed_in_the_stage_neither_pays_nor_releases_twi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    content = releases.moments_content
+    content = wire.moments_content
 
     def four_then_killed(moments: Any) -> Any:
         sent.append(moments)
@@ -179,14 +179,14 @@ def test_a_private_run_that_is_killed_in_the_stage_neither_pays_nor_releases_twi
         return content(moments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(releases, "moments_content", four_then_killed)
+        patched.setattr(wire, "moments_content", four_then_killed)
         with pytest.raises(KeyboardInterrupt):
             run(_experiment(calibrate=PRIVATE), tmp_path / "run")
     assert [len(one) for one in _charges()] == [1] * 4
     broken = json.loads((tmp_path / "run" / "result.json").read_text())
     assert broken["status"] == "interrupted"
     assert 7 < broken["privacy"][0]["epsilon"] <= 8  # what was to come counts, too: four clients have released
-    monkeypatch.setattr(releases, "moments_content", lambda moments: (sent.append(moments), content(moments))[1])
+    monkeypatch.setattr(wire, "moments_content", lambda moments: (sent.append(moments), content(moments))[1])
     run(_experiment(calibrate=PRIVATE), tmp_path / "run")
     assert [len(one) for one in _charges()] == [1] * 10
     assert all(np.array_equal(first, again) for first, again in zip(sent[:4], sent[4:], strict=False))

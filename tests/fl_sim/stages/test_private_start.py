@@ -13,7 +13,7 @@ from dp_accounting import dp_event
 from safetensors.torch import load_file
 
 from clients.frequency_sums import Question, black_frame, question_tensors, shapes_of
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
@@ -215,7 +215,7 @@ TEMPLATE = {name: torch.zeros(like) for name, like in shapes_of(2, CLASSES, SIZE
 
 def _answering(answers: dict[int, Params]) -> FakeEngine:
     """Clients who answer with what ``answers`` has of them; those it does not have fail."""
-    return FakeEngine(CLIENTS, lambda client, _: releases.sums_content(answers[client]))
+    return FakeEngine(CLIENTS, lambda client, _: wire.sums_content(answers[client]))
 
 
 def _released(

@@ -14,9 +14,8 @@ from fl_sim.native.kernel import Draws, Lesson, load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
-from fl_sim.training.augmenting import black_of, moved
 from fl_sim.training.loop import train
-from fl_sim.training.records import Records, Scale, Source
+from fl_sim.training.records import Records, Scale, Source, black_of, moved
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Augment, LocalSettings, LocalTask, Params, Trained

@@ -22,12 +22,12 @@ from fl_sim.local_plan import (
     Suppression,
     fields_in_use,
 )
-from fl_sim.native import checks
+from fl_sim.native import request
 from fl_sim.native.kernel import Draws, Lesson, load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
-from fl_sim.training import loop, stack_kind
+from fl_sim.training import loop, stacked_step
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records, Source
 from fl_sim.training.stacked import StackedTrainer
@@ -152,8 +152,8 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
 
 def test_trainers_name_fields_that_there_are() -> None:
     there = {part.name for kind in (LocalPlan, LocalSettings) for part in fields(kind)}
-    assert there == loop.TAKES == stack_kind.TAKES
-    assert there - {"loss_term", "label_smoothing"} == checks.TAKES
+    assert there == loop.TAKES == stacked_step.TAKES
+    assert there - {"loss_term", "label_smoothing"} == request.TAKES
 
 
 def test_a_field_is_in_use_where_it_differs_from_its_default() -> None:

@@ -1,12 +1,13 @@
-"""Records as ranges of shared sources: bytes normalise to the bits of floats, and nothing is copied to name a shard."""
+"""Records as ranges of shared sources, and the precision of products on a device."""
 
 import numpy as np
 import pytest
 import torch
 
+from fl_sim.training import records as module
 from fl_sim.training.loop import resident, to_tensors
-from fl_sim.training.records import Records, Scale, Source, merged
-from fl_sim.types import Dataset, Examples
+from fl_sim.training.records import Records, Scale, Source, arithmetic, merged
+from fl_sim.types import Dataset, Examples, Precision
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -69,3 +70,67 @@ def test_a_range_of_floats_is_a_view_and_ranges_add_up() -> None:
 def test_bytes_and_floats_do_not_lie_end_to_end() -> None:
     with pytest.raises(AssertionError):
         merged([source_of_bytes("cpu"), Source(*to_tensors(dataset().train, dataset()))])
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def settings() -> list[object]:
+    return [getattr(place, module._NAME) for place in module._PLACES]
+
+
+@pytest.mark.parametrize(
+    ("precision", "inside"),
+    [
+        ("float32", module._IEEE),
+        ("tf32", module._TF32),
+        pytest.param("bfloat16", module._IEEE, marks=[pytest.mark.gpu, NO_GPU]),
+    ],
+)
+def test_on_a_gpu_products_are_as_asked_for_and_the_settings_come_back(precision: Precision, inside: object) -> None:
+    before = settings()
+
+    def fail() -> None:
+        with arithmetic(GPU, precision):
+            assert settings() == [inside, inside]
+            assert torch.is_autocast_enabled("cuda") == (precision == "bfloat16")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert settings() == before
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_convolutions_are_tf32_on_a_gpu_unless_somebody_says_otherwise() -> None:
+    # The reason why "float32" has to be said: if a PyTorch comes that does not, this may go.
+    assert settings()[1] in ("tf32", True)
+
+
+def test_a_cpu_knows_bfloat16_alone() -> None:
+    before, left = settings(), torch.ones(2, 2)
+    for precision in ("float32", "tf32"):
+        with arithmetic(CPU, precision):
+            assert settings() == before
+            assert (left @ left).dtype == torch.float32
+    with arithmetic(CPU, "bfloat16"):
+        assert (left @ left).dtype == torch.bfloat16
+        assert (left + left).dtype == torch.float32
+    assert settings() == before
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize(("precision", "within"), [("float32", 1e-6), ("tf32", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("kind", ["matrices", "images"])
+def test_products_on_a_gpu_err_as_their_precision_says(kind: str, precision: Precision, within: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((512, 512), (512, 512)) if kind == "matrices" else ((32, 64, 16, 16), (64, 64, 3, 3))
+    left, right = (torch.randn(shape, generator=generator) for shape in shapes)
+    product = torch.matmul if kind == "matrices" else torch.nn.functional.conv2d
+    with arithmetic(GPU, precision):
+        found = product(left.to(GPU), right.to(GPU))
+    exact = product(left.double(), right.double())
+    error = float((found.double().cpu() - exact).norm() / exact.norm())
+    assert within / 100 < error < within

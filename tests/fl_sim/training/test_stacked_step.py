@@ -11,8 +11,7 @@ from fl_sim.local_plan import Ascent, Batch, Contrast, Distillation, LocalPlan, 
 from fl_sim.models import MODELS
 from fl_sim.training.features import head_of
 from fl_sim.training.records import Scale, Source
-from fl_sim.training.stack_kind import Kind
-from fl_sim.training.stacked_step import StackedStep
+from fl_sim.training.stacked_step import Kind, StackedStep
 
 META = torch.device("meta")
 """A device without memory, on which to ask for a number, or how many are not zero, is an error."""

@@ -15,7 +15,7 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.features import feature_sums, head_of
 from fl_sim.training.loop import train
-from fl_sim.training.terms import contrasted, distilled, suppressed
+from fl_sim.training.losses import contrasted, distilled, suppressed
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 CLASSES, FEATURES = 4, 5

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fl_sim.engines import tensor_records, wire
+from fl_sim.engines import arrays, wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.packed import Coins, Compressor, Packed, Packing, Size
@@ -75,7 +75,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_packed_arrays(name: str) -> None
     assert (packed.bits.dtype, packed.bits.shape) == (np.uint8, (size.bits,))
     content = wire.update_content(ClientUpdate({}, 1, packed={"delta": packed}))
     headers = 128 * (bool(size.numbers) + bool(size.bits))
-    assert tensor_records.num_bytes(content) == headers + 4 * size.numbers + size.bits
+    assert arrays.num_bytes(content) == headers + 4 * size.numbers + size.bits
 
 
 @every

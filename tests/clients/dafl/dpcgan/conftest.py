@@ -10,10 +10,9 @@ import torch
 from clients.dafl.dpcgan import nets, training
 from clients.dafl.dpcgan.clipping import MARGIN, Pairs
 from clients.dafl.dpcgan.weights import Adam
-from fl_sim.native import adversaries as adversarial
-from fl_sim.native.adversaries import Adversaries
+from fl_sim.native import perceptrons as adversarial
 from fl_sim.native.kernel import load_kernel
-from fl_sim.native.perceptrons import Perceptron, Shown
+from fl_sim.native.perceptrons import Adversaries, Perceptron, Shown
 
 
 @pytest.fixture(params=["compiled", "pytorch"])

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from clients.client_task import Client
-from fl_sim.engines import releases, wire
+from fl_sim.engines import wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
@@ -49,7 +49,7 @@ def _answers(experiment: Experiment, folder: Path) -> list[Answer]:
     assert isinstance(task, Synthesize)
     answers = task.run_together(clients)
     shape, classes = dataset.input_shape, dataset.num_classes
-    return [releases.read_synthetic(one, shape, classes, 10_000) for one in answers if isinstance(one, wire.RecordDict)]
+    return [wire.read_synthetic(one, shape, classes, 10_000) for one in answers if isinstance(one, wire.RecordDict)]
 
 
 def _made(folder: Path, experiment: Experiment) -> Pool:

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics
 
-from fl_sim.training.evaluation import Scores
-from fl_sim.training.measures import Confusion, Holdings, OverClients, OwnTests, area_under_roc
+from fl_sim.training.evaluation import Confusion, Holdings, OverClients, OwnTests, Scores, area_under_roc
 from partitions import Parts
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from fl_sim.training.frechet import frechet_distance
+from fl_sim.training.features import frechet_distance
 
 
 def _drawn(seed, size=4, records=50):

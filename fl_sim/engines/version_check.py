@@ -29,8 +29,8 @@ class Gate:
 
     def enter(self, key: bytes, arguments: list[Any]) -> None:
         """Import what plays clients, and make the player. ``arguments``: references to what its maker was given."""
-        from fl_sim.engines.envelope import Envelopes  # noqa: PLC0415 (not before the versions are known)
         from fl_sim.engines.ray_actor import Player  # noqa: PLC0415
+        from fl_sim.engines.remote import Envelopes  # noqa: PLC0415 (not before the versions are known)
 
         self._player = Player(Envelopes(key), *arguments)
 

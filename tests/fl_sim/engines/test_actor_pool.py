@@ -5,10 +5,10 @@ from collections import deque
 
 import pytest
 
-from fl_sim.engines.ray_crew import START_SECONDS, Crew, Node, Worker, _room
+from fl_sim.engines.actor_pool import START_SECONDS, Crew, Node, Worker, _room
+from fl_sim.engines.batching import Exchange
 from fl_sim.engines.ray_start import RayResources
-from fl_sim.engines.work import Work
-from tests.fl_sim.engines.test_work import messages
+from tests.fl_sim.engines.test_batching import messages
 
 
 def worker() -> Worker:
@@ -19,7 +19,7 @@ def test_a_workers_first_call_says_nothing_of_its_speed() -> None:
     late = worker()
     late.took(1.0, steps=1)  # it loaded the data, for one small client that was left
     assert math.isinf(late.step_seconds)
-    work: Work[str] = Work(deque(messages(100)))
+    work: Exchange[str] = Exchange(deque(messages(100)))
     assert work.take(late.step_seconds, others=[0.0005])
     late.took(0.001, steps=2)
     late.took(0.003, steps=2)

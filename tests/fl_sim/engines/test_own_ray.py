@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim.engines import ray_keeper
-from fl_sim.engines.ray_keeper import DONE
+from fl_sim.engines import own_ray
+from fl_sim.engines.own_ray import DONE
 from fl_sim.engines.ray_start import check_node
 from fl_sim.errors import RunError
 
@@ -32,7 +32,7 @@ def gone() -> str:
 
 
 def said_by_keeper(folder: Path | str, said: bytes) -> str:
-    keeper = [sys.executable, "-I", ray_keeper.__file__, str(folder)]
+    keeper = [sys.executable, "-I", own_ray.__file__, str(folder)]
     return subprocess.run(keeper, input=said, capture_output=True, check=True, timeout=60).stderr.decode()
 
 

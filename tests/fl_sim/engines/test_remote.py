@@ -1,10 +1,13 @@
-"""What goes through others' memory and onto their disks is closed."""
+"""Encryption for workers on other machines, and the user's own modules there."""
+
+import importlib
+import sys
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fl_sim.engines.envelope import Envelopes, num_bytes
+from fl_sim.engines.remote import Envelopes, encrypted_bytes, importable
 from fl_sim.errors import RunError
 
 
@@ -24,7 +27,7 @@ def test_nobody_without_the_key_reads_or_changes_what_is_closed() -> None:
     assert np.array_equal(opened, record)
     assert opened.flags.writeable
     other_whole, _, other = envelopes.close({"records": record})
-    assert num_bytes(closed) == len(content) == len(other) > 200
+    assert encrypted_bytes(closed) == len(content) == len(other) > 200
     frame, numbers = np.split(content, sizes[:1])
     other_frame, other_numbers = np.split(other, sizes[:1])
     assert other_frame[-16:].tobytes() != frame[-16:].tobytes()
@@ -50,3 +53,29 @@ def test_nobody_without_the_key_reads_or_changes_what_is_closed() -> None:
 def test_on_ones_own_machine_values_stay_as_they_are() -> None:
     value = object()
     assert Envelopes().open(Envelopes().close(value)) is value
+
+
+SOURCES = {
+    "sent_alone.py": b"from sent_package.inner import NUMBER\n",
+    "sent_package/__init__.py": b"",
+    "sent_package/inner.py": b"NUMBER = 7\n",
+    "json.py": b"raise RuntimeError('this shadows what is there')\n",
+}
+
+
+def test_a_file_and_a_package_are_imported_from_memory_and_shadow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("json", "sent_alone", "sent_package", "sent_package.inner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importable(SOURCES)
+    assert importlib.import_module("sent_alone").NUMBER == 7
+    assert importlib.import_module("json").dumps(1) == "1"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("sent_package.absent")
+
+
+def test_without_sources_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", list(before))
+    importable({})
+    assert sys.meta_path == before

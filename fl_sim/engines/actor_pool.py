@@ -18,7 +18,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fl_sim.engines.ray_gate import Gate, source_files, versions
+from fl_sim.engines.version_check import Gate, source_files, versions
 
 LOOK_SECONDS = 1.0
 """How often it is looked whether nodes have come or gone, and whether Ray itself still lives."""

@@ -1,9 +1,11 @@
-"""Ends what a run leaves of its own Ray, however the run ends: a process that waits until the run's process is gone.
+"""A Ray of the run's own: its secret token, and a process that removes what it leaves, however the run ends.
 
-Where Ray's node is gone, Ray ends the run's process at once, without a word: this one, which stays, says why.
+Where Ray's node is gone, Ray ends the run's process at once, without a word: the cleanup process says why. It runs this
+file by itself, so the file imports Python's own modules alone; and not Ray, which reads the token when it is imported.
 """
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -15,11 +17,13 @@ from pathlib import Path
 MOST_SECONDS = 8.0
 """How long killing may take: the kernel may hold a process back that waits for a disk."""
 
-
 DONE = b"done"
 """What the run's process says last where it ends by itself. Before that it says where Ray's node listens: host:port."""
 
 KNOCK_SECONDS = 2.0
+
+MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+"""What Ray reads: whether its servers ask for a token, and which."""
 
 
 def node_gone(address: str) -> str:
@@ -62,14 +66,6 @@ def clear(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _logs_to(process: Path, start: str) -> bool:
-    try:
-        targets = [str(link.readlink()) for link in (process / "fd").iterdir()]
-    except OSError:  # it has ended meanwhile, or is another user's
-        return False
-    return any(target.startswith(start) and target.endswith(".out") for target in targets)
-
-
 def main() -> None:
     """Wait until nobody holds the other end of standard input, then clear the folder of the first argument, if any.
 
@@ -85,3 +81,37 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def choose_token() -> None:
+    """Have the Ray that this process will start ask for a random token; one that the user has set up stays.
+
+    Raises UserError where Ray is imported already, so that it would ask for none.
+    """
+    if MODE in os.environ:
+        return
+    if "ray" in sys.modules:
+        from fl_sim.errors import UserError  # noqa: PLC0415 (the cleanup process may not find fl_sim)
+
+        raise UserError(
+            "Ray was imported before it could be given a secret token, without which other users of this machine can "
+            "run code in the run: start the run in a fresh Python that has not imported ray"
+        )
+    os.environ.update({MODE: "token", TOKEN: secrets.token_hex(32)})
+    _chosen.add(os.environ[TOKEN])
+
+
+def is_own_token() -> bool:
+    """Say whether Ray's token is one that this process chose, which no other Ray knows."""
+    return os.environ.get(TOKEN) in _chosen
+
+
+_chosen: set[str] = set()
+
+
+def _logs_to(process: Path, start: str) -> bool:
+    try:
+        targets = [str(link.readlink()) for link in (process / "fd").iterdir()]
+    except OSError:  # it has ended meanwhile, or is another user's
+        return False
+    return any(target.startswith(start) and target.endswith(".out") for target in targets)

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_sim.engines import wire
-from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE, partition_of
-from fl_sim.engines.inprocess import Groups, InProcessGrid
-from fl_sim.engines.pieces import STEPS_AT_A_TIME, Play, Together
+from fl_sim.engines.batching import CLIENT_RAISED, STEPS_AT_A_TIME, TOO_LATE, BatchHandler, ClientBatching, partition_of
+from fl_sim.engines.grid import Groups, InProcessGrid
 
 TASKS = frozenset({"release"})
 
@@ -105,7 +104,7 @@ def test_workers_answer_side_by_side_and_in_the_order_of_messages() -> None:
     replies = grid.send_and_receive(messages(grid))
     grid.close()
     assert clients_of(replies[:3]) == [0, 1, 2]
-    assert re.fullmatch(r"ValueError: bad record \(.*/test_inprocess\.py:\d+, in train\)", replies[3].error.reason)
+    assert re.fullmatch(r"ValueError: bad record \(.*/test_grid\.py:\d+, in train\)", replies[3].error.reason)
     assert heard == [1, 2, 3, 4]
 
 
@@ -117,8 +116,8 @@ def test_workers_keep_the_deadline() -> None:
     assert {reply.error.code for reply in replies[2:]} == {TOO_LATE}
 
 
-def together(play: Play, steps: list[int], stack: int = 1) -> Together:
-    return Together(lambda: play, steps, stack)
+def together(play: BatchHandler, steps: list[int], stack: int = 1) -> ClientBatching:
+    return ClientBatching(lambda: play, steps, stack)
 
 
 def unanswered(pieces: list[Message]) -> list[Message]:
@@ -130,7 +129,7 @@ def test_pieces_of_work_hold_every_client_once_and_the_longest_come_first(
     steps: list[int], workers: int, stack: int
 ) -> None:
     sent = messages(InProcessGrid(app(), len(steps)))
-    pieces = together(unanswered, steps, stack).pieces(sent, workers)
+    pieces = together(unanswered, steps, stack).batches(sent, workers)
     order = [partition_of(message) for piece in pieces for message in piece]
     assert sorted(order) == list(range(len(steps)))
     assert [steps[client] for client in order] == sorted(steps, reverse=True)
@@ -144,7 +143,7 @@ def test_pieces_of_work_hold_every_client_once_and_the_longest_come_first(
 def test_what_is_little_work_altogether_is_one_piece_and_larger_work_is_cut_into_no_smaller_ones() -> None:
     sent = messages(InProcessGrid(app(), 40))
     sizes = {
-        least: [len(piece) for piece in replace(together(unanswered, [2] * 40), least_steps=least).pieces(sent, 2)]
+        least: [len(piece) for piece in replace(together(unanswered, [2] * 40), least_steps=least).batches(sent, 2)]
         for least in (100, 30, 6)
     }
     assert sizes == {100: [40], 30: [15, 15, 10], 6: [3, 4, 6, 6, 5, 4, 3, 3, 3, 3]}
@@ -153,12 +152,12 @@ def test_what_is_little_work_altogether_is_one_piece_and_larger_work_is_cut_into
 def test_a_piece_has_no_more_clients_than_memory_is_for() -> None:
     sent = messages(InProcessGrid(app(), 5))
     kept = replace(together(unanswered, [1] * 5), least_steps=100, most_clients=2)
-    assert [len(piece) for piece in kept.pieces(sent, 1)] == [2, 2, 1]
+    assert [len(piece) for piece in kept.batches(sent, 1)] == [2, 2, 1]
 
 
 def test_pieces_grow_so_that_nobody_waits_long_for_the_first_one_and_shrink_towards_the_last_one() -> None:
     sent = messages(InProcessGrid(app(), 40))
-    sizes = [[len(piece) for piece in together(unanswered, [2] * 40).pieces(sent, workers)] for workers in (1, 2)]
+    sizes = [[len(piece) for piece in together(unanswered, [2] * 40).batches(sent, workers)] for workers in (1, 2)]
     assert sizes == [[8] * 5, [2, 4, 6, 7, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1]]
 
 
@@ -170,7 +169,7 @@ def test_clients_trained_together_are_answered_in_the_order_of_messages(workers:
         reports = [MetricRecord({"client": partition_of(message), "of": len(piece)}) for message in piece]
         return [Message(RecordDict({"report": made}), reply_to=to) for made, to in zip(reports, piece, strict=True)]
 
-    grid = InProcessGrid(app(), 5, heard.append, workers=workers, together=together(play, [3, 9, 9, 1, 1], stack))
+    grid = InProcessGrid(app(), 5, heard.append, workers=workers, batching=together(play, [3, 9, 9, 1, 1], stack))
     replies = grid.send_and_receive(messages(grid))
     grid.close()
     assert clients_of(replies) == [0, 1, 2, 3, 4]
@@ -188,13 +187,13 @@ def test_stacks_are_trained_one_after_another() -> None:
         busy.release()
         return [Message(RecordDict(), reply_to=message) for message in piece]
 
-    grid = InProcessGrid(app(), 8, workers=4, together=together(play, [1] * 8, stack=2))
+    grid = InProcessGrid(app(), 8, workers=4, batching=together(play, [1] * 8, stack=2))
     assert len(grid.send_and_receive(messages(grid))) == 8
     grid.close()
 
 
 def test_a_thread_that_fails_is_heard_of() -> None:
-    grid = InProcessGrid(app(), 4, workers=2, together=together(unanswered, [1] * 4))
+    grid = InProcessGrid(app(), 4, workers=2, batching=together(unanswered, [1] * 4))
     with pytest.raises(AssertionError):
         grid.send_and_receive(messages(grid))
     grid.close()
@@ -211,7 +210,7 @@ def test_after_ctrl_c_threads_finish_what_they_have_begun_and_begin_no_more() ->
     def interrupt(count: int) -> None:
         raise KeyboardInterrupt
 
-    grid = InProcessGrid(app(), 40, interrupt, workers=2, together=together(play, [STEPS_AT_A_TIME] * 40))
+    grid = InProcessGrid(app(), 40, interrupt, workers=2, batching=together(play, [STEPS_AT_A_TIME] * 40))
     with pytest.raises(KeyboardInterrupt):
         grid.send_and_receive(messages(grid))
     grid.close()

@@ -1,0 +1,86 @@
+"""The parts of an optimizer step, for one client and for a stack of clients: Adam, sharpness-aware ascent, clipping."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from fl_sim.local_plan import Ascent, LocalPlan
+
+BETAS = 0.9, 0.999
+"""What part of the running means of gradients and of their squares is kept in a step."""
+
+EPSILON = 1e-8
+
+_TINY_ASCENT = 1e-12
+"""Keeps a gradient of length 0 from becoming no number."""
+
+_TINY_NORM = 1e-6
+"""torch's own: keeps a gradient of length 0 from becoming no number."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The running means of gradients and of their squares, and the steps taken, (1,): written to in place."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    num_steps: torch.Tensor
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Self:
+        """Return those before the first step."""
+        num_steps = torch.zeros(1, dtype=torch.float64, device=tensor.device)
+        return cls(torch.zeros_like(tensor), torch.zeros_like(tensor), num_steps)
+
+    def of_first(self, width: int) -> Self:
+        """Return those of the first ``width`` clients of a stack; what is written to them is written here."""
+        return type(self)(self.first[:width], self.second[:width], self.num_steps)
+
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Take in a step's ``gradient``; return what the weights move against, in units of the learning rate."""
+        self.num_steps.add_(1)
+        self.first.lerp_(gradient, 1 - BETAS[0])
+        self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        # 1 - 0.999 loses half its digits in float32
+        first_share, second_share = ((1 - beta**self.num_steps).to(gradient.dtype) for beta in BETAS)
+        return self.first / first_share / ((self.second / second_share).sqrt() + EPSILON)
+
+
+def ascent_of(plan: LocalPlan) -> Ascent | None:
+    """Return the plan's ascent, None where it changes nothing."""
+    ascent = plan.ascent
+    return ascent if ascent is not None and ascent.radius and ascent.share else None
+
+
+def uphill(
+    weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], ascent: Ascent
+) -> dict[str, torch.Tensor]:
+    """Return the weights, of those that have a gradient, from which the second gradient is taken."""
+    steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
+    scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
+    # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives
+    length = torch.linalg.vector_norm(torch.cat([value.flatten() for value in scaled]), dim=0, keepdim=True)
+    reach = ascent.radius / (length + _TINY_ASCENT)
+    return {name: weights[name] + (reach * step.flatten()).view_as(step) for name, step in steps.items()}
+
+
+def blended(
+    gradients: Mapping[str, torch.Tensor], above: Mapping[str, torch.Tensor], ascent: Ascent
+) -> dict[str, torch.Tensor]:
+    """Return (1 - share) * gradients + share * above; exactly ``above`` where the share is 1."""
+    if ascent.share == 1:
+        return dict(above)
+    return {name: (1 - ascent.share) * value + ascent.share * above[name] for name, value in gradients.items()}
+
+
+def clipped(gradients: Mapping[str, torch.Tensor], clip_norm: float) -> dict[str, torch.Tensor]:
+    """Return ``gradients``, scaled down together to an L2 norm of ``clip_norm`` if theirs is larger; 0: as they are."""
+    if not clip_norm:
+        return dict(gradients)
+    # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives
+    lengths = [torch.linalg.vector_norm(value.flatten(), dim=0, keepdim=True) for value in gradients.values()]
+    length = torch.linalg.vector_norm(torch.cat(lengths), dim=0, keepdim=True)
+    factor = (clip_norm / (length + _TINY_NORM)).clamp(max=1.0)
+    return {name: (factor * value.flatten()).view_as(value) for name, value in gradients.items()}
