@@ -14,7 +14,6 @@ from clients.train import Train, Turn
 from fl_sim.engines import remote, wire
 from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.batching import BatchHandler, GroupHandler, partition_of, raised
-from fl_sim.engines.grid import partition_of, raised
 from fl_sim.errors import RunError, in_a_line
 from fl_sim.kinds import is_own_kind
 from fl_sim.mistakes import shortened
