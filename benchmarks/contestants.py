@@ -23,10 +23,10 @@ from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
-from fl_sim.simulation.capacity import fixed_threads
+from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import open_engine
-from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.stage import federated_strategy
 from fl_sim.training.loop import to_tensors
 from strategies.flower import run_round
 

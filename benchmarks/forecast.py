@@ -16,7 +16,7 @@ from typing import Any
 
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import run
-from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.simulation.timing import Stopwatch
 from fl_sim.tables.forecast import forecast
 
 ONE: dict[str, Any] = {"kind": "inprocess", "workers": 1}

@@ -37,8 +37,8 @@ from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.ccvr import SUMMARISE
-from fl_sim.stages.dafl import synthesis
-from fl_sim.stages.pate.asking import ask_teachers
+from fl_sim.stages.dafl import pool as pools
+from fl_sim.stages.pate.procedure import ask_teachers
 from fl_sim.stages.shares import Shares
 from fl_sim.types import ClientUpdate, Examples, Payloads
 from strategies.aggregators import WeightedMean
@@ -222,7 +222,7 @@ def _share(algorithm: Any, grid: Replying) -> bytes:
 
 
 def _synthesize(grid: Replying) -> bytes:
-    made = synthesis.ask_clients(_run(FedAvg(), grid), wire.TaskConfig("", 0, 0.0, "", ""))
+    made = pools.ask_clients(_run(FedAvg(), grid), wire.TaskConfig("", 0, 0.0, "", ""))
     return b"".join(inputs.numpy().tobytes() + str(json.loads(said)["counts"]).encode() for inputs, said in made)
 
 

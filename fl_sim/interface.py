@@ -22,8 +22,7 @@ from fl_sim.one_of import as_table
 from fl_sim.report.progress import RunProgress
 from fl_sim.report.release import Release
 from fl_sim.simulation import run as simulation
-from fl_sim.simulation.repeating import set_aside
-from fl_sim.simulation.resuming import on_trust
+from fl_sim.simulation.resuming import on_trust, set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.files import file_or_preset

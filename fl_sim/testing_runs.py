@@ -29,7 +29,7 @@ from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.mistakes import shortened
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.simulation.stage import stages_of

@@ -97,7 +97,7 @@ COVERED_ELSEWHERE = (
     "fl_sim/privacy/test_accounting.py", "fl_sim/report/test_damage.py", "fl_sim/stages/pate/test_statements.py",
     "fl_sim/simulation/test_empty_clients.py", "fl_sim/simulation/test_fixed_parts.py",
     "fl_sim/simulation/test_measuring.py", "fl_sim/simulation/test_run.py", "fl_sim/simulation/test_two_worlds.py",
-    "fl_sim/stages/dafl/test_synthesis.py", "fl_sim/training/test_stacked_step.py",
+    "fl_sim/stages/dafl/test_stage.py", "fl_sim/training/test_stacked_step.py",
     "fl_sim/training/test_trainer.py", "partitions/test_scheme.py", "strategies/compression/test_compressors.py",
     "strategies/compression/test_runs.py", "strategies/pate/test_mechanisms.py", "strategies/pate/test_student.py",
     "strategies/test_algorithm.py", "strategies/test_feddyn.py", "strategies/test_global_dp.py",
@@ -137,7 +137,7 @@ def compiler() -> list[str]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """Compute in one thread, as a run does: pytest's workers keep the cores busy, and threads would spin in waiting."""
-    from fl_sim.simulation.capacity import fixed_threads
+    from fl_sim.simulation.client_runtime import fixed_threads
 
     with fixed_threads(1):
         yield

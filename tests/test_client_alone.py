@@ -18,9 +18,9 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.groups import InProcess, Ray
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
-from fl_sim.simulation.capacity import stack_of
+from fl_sim.simulation.client_runtime import stack_of
 from fl_sim.simulation.engine_choice import open_engine, together_of
-from fl_sim.simulation.procedure import runtime_of
+from fl_sim.simulation.rounds import runtime_of
 from fl_sim.types import Params
 
 MODELS = """

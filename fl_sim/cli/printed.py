@@ -16,7 +16,7 @@ from fl_sim.errors import in_a_line, printable
 from fl_sim.privacy.bill import Bill
 from fl_sim.report.table import MEASURES, Table, differences, notes, targets, texts
 from fl_sim.report.table_files import as_json, markdown
-from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables.filling import Board, conclude
 from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words
 

@@ -173,7 +173,7 @@ def show_plan(
         with importing():
             from fl_sim.cli.printed import PlanReport  # noqa: PLC0415
             from fl_sim.privacy.loss_distribution import begun_only_if  # noqa: PLC0415
-            from fl_sim.simulation.stopwatch import Stopwatch  # noqa: PLC0415
+            from fl_sim.simulation.timing import Stopwatch  # noqa: PLC0415
             from fl_sim.tables.forecast import bills_of, forecast, search_forecasts  # noqa: PLC0415
         watch = None if quick else Stopwatch()
         found = forecast(planned.runs, planned.cells, data_root, watch, billed=in_time, say=show)
@@ -342,7 +342,7 @@ def _planned_table(
     plan = plan_table(settings, data_root, show)
     with importing():
         from fl_sim.interface import RESULTS  # noqa: PLC0415
-        from fl_sim.simulation.capacity import cores  # noqa: PLC0415
+        from fl_sim.simulation.client_runtime import cores  # noqa: PLC0415
         from fl_sim.tables.filling import CELLS  # noqa: PLC0415
         from fl_sim.tables.tuning import known_choices, values_of  # noqa: PLC0415
         from fl_sim.tables.tuning_trials import searches_of  # noqa: PLC0415

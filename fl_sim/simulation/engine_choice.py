@@ -26,12 +26,18 @@ from fl_sim.local_plan import fields_in_use
 from fl_sim.native.kernel import load_kernel
 from fl_sim.native.request import RECEIVED, unknown_settings
 from fl_sim.params import num_parameters
-from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
-from fl_sim.simulation.client_runtime import local_settings, steps_by_client
-from fl_sim.simulation.procedure import procedure_of, runtime_of
+from fl_sim.simulation.client_runtime import (
+    cores,
+    generator_threads,
+    local_settings,
+    side_by_side,
+    stack_of,
+    steps_by_client,
+    workers_of,
+)
+from fl_sim.simulation.rounds import procedure_of, runtime_of
 from fl_sim.simulation.stage import stages_of
-from fl_sim.simulation.stopwatch import Stopwatch
-from fl_sim.simulation.work import Work, side_by_side
+from fl_sim.simulation.timing import Stopwatch, Work
 from fl_sim.training.trainer import Training
 from fl_sim.types import LocalSettings
 
@@ -81,14 +87,18 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         together = together_of(job, runtime_of, stack)
         if engine.address:
             # Clusters, which most runs do not have.
-            from fl_sim.simulation import travelling  # noqa: PLC0415
-            from fl_sim.simulation.desk import HomeDesk  # noqa: PLC0415
+            from fl_sim.simulation.remote_workers import (  # noqa: PLC0415
+                ClientStore,
+                WorkerSetup,
+                worker_app,
+                worker_player,
+            )
 
             signer = Signer.fresh()
             grid = RayGrid(
-                travelling.travelling_app, num_clients, resources, on_reply,
-                together and replace(together, handler=partial(travelling.travelling_player, stacked=stack > 1)),
-                Apart(travelling.TravellingJob.of(job, signer), HomeDesk(job, signer), own_modules(job.experiment)),
+                worker_app, num_clients, resources, on_reply,
+                together and replace(together, handler=partial(worker_player, stacked=stack > 1)),
+                Apart(WorkerSetup.of(job, signer), ClientStore(job, signer), own_modules(job.experiment)),
                 say=_tell,
             )  # fmt: skip
         else:

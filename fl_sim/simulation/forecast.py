@@ -1,9 +1,9 @@
-"""What federated rounds will take: training and measuring, with the pieces of them that are timed."""
+"""The forecast of a run: the work of its rounds, seconds on this machine, and bytes on the wire."""
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -19,14 +19,82 @@ from fl_sim.local_plan import LocalAlgorithm, LocalPlan, fields_in_use
 from fl_sim.one_of import as_table
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
-from fl_sim.simulation.capacity import stack_of, threads_of
-from fl_sim.simulation.client_runtime import local_settings, sizes_trained_on, steps_by_client
+from fl_sim.simulation.client_runtime import (
+    clients_at_once,
+    here,
+    local_settings,
+    side_by_side,
+    sizes_trained_on,
+    stack_of,
+    steps_by_client,
+    threads_of,
+)
 from fl_sim.simulation.stage import Stage, stages_of
-from fl_sim.simulation.work import Work, clients_at_once, here, public, side_by_side
+from fl_sim.simulation.timing import Stopwatch, Work, public_records
 from fl_sim.training.loop import resident
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Training
-from fl_sim.types import LocalTask, ServerState
+from fl_sim.types import LocalTask, ServerState, Traffic
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a whole run is expected to take.
+
+    ``seconds``: on this machine, by itself; None where nothing was timed, and ``at_least`` where not all was.
+    ``synthetic_seconds``: those of them that go into what is made once for several runs, synthetic records.
+    ``traffic``: bytes of arrays to and from all clients in all rounds; None where there are none (PATE and TSTR), and
+    where it was not counted. ``once``: those of what travels before or after the rounds, about, by what it is.
+    ``left_out``: what is not in the time, or only in part, in words.
+    """
+
+    seconds: float | None
+    traffic: Traffic | None
+    once: Mapping[str, Traffic] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    synthetic_seconds: float = 0.0
+    at_least: bool = False
+
+    @property
+    def total(self) -> Traffic | None:
+        """Return all bytes together; None where none were counted."""
+        counted = [*([self.traffic] if self.traffic else []), *self.once.values()]
+        return sum(counted, Traffic(0, 0)) if counted else None
+
+
+NOTHING: Final = Estimate(None, None)
+"""Where nothing was timed nor counted."""
+
+
+def estimate_of(
+    works: Sequence[Work],
+    watch: Stopwatch | None,
+    traffic: Mapping[str, Traffic],
+    *,
+    made: Collection[str] = (),
+) -> Estimate:
+    """Return what ``works`` take by what ``watch`` has timed; None: nothing was.
+
+    ``traffic``: bytes by what they are, those of ``rounds`` among them. ``made``: names of what is there already.
+    """
+    once = dict(traffic)
+    of_rounds = once.pop("rounds", None)
+    ahead = [work for work in works if (work.turns or work.pieces) and work.makes not in made]
+    if watch is None:
+        return Estimate(None, of_rounds, once, tuple(work.what for work in ahead if not work.ready))
+    timings = [(work, watch.timing(work)) for work in ahead]
+    untimed = [work.what for work, timing in timings if timing.why_not]
+    partly = [f"most of {work.what}" for work, timing in timings if timing.at_least]
+    seconds = sum(map(watch.seconds, ahead)) if len(untimed) < len(ahead) else None
+    return Estimate(
+        seconds,
+        of_rounds,
+        once,
+        (*untimed, *partly),
+        sum(watch.seconds(work) for work in ahead if work.makes),
+        at_least=bool(partly) or any(timing.why_not and work.ready for work, timing in timings),
+    )
+
 
 PROBE_STEPS: Final = 8
 """Minibatch steps that are timed at most to guess how long a client's turn takes."""
@@ -65,16 +133,16 @@ def work_of_rounds(procedure: Foretold, algorithm: LocalAlgorithm, trainings: fl
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
     times = -(-rounds // job.experiment.evaluate_every)  # the last round is measured in any case
     tested = {"rounds": times, "last": 1, "never": 0}[evaluate.test]
-    clients = training(procedure, algorithm, trainings)
+    clients = training_work(procedure, algorithm, trainings)
     return (
         clients,
         server_steps(clients, sum(stage.num_server_steps() for stage in stages)),
-        measuring(procedure, tested * len(job.dataset.test) + times * job.num_validated),
+        evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         *(work for stage in stages for work in stage.work()),
     )
 
 
-def training(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -> Work:
+def training_work(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -> Work:
     """Return the local training of all clients, each of which trains ``trainings`` times on average."""
     job = procedure.job
     experiment, stages = job.experiment, stages_of(job)
@@ -101,7 +169,7 @@ def training(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -
     )
 
 
-def measuring(procedure: Foretold, records: int) -> Work:
+def evaluation_work(procedure: Foretold, records: int) -> Work:
     """Return the measuring of models on ``records`` records, all together."""
     job = procedure.job
     at_once = side_by_side(threads_of(here(job.experiment.engine), job))
@@ -153,7 +221,7 @@ def _kind(experiment: Experiment, *what: object) -> str:
 def _turn(job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, size: int, steps: int) -> Callable[[], object]:
     """Make ready one client's turn, or that of a stack of clients, with the trainer that would take it."""
     experiment, chosen, stack = job.experiment, job.experiment.local, _stack(job)
-    records = resident(public(job, size * steps), job.dataset, job.device)
+    records = resident(public_records(job, size * steps), job.dataset, job.device)
     settings = replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0, batch_size=size)
     task = LocalTask(0, 0, 1, len(records), settings, detached(trainable(job.model()).items()))
     jobs = [LocalJob(task, plan, records.whole(), rng(experiment.seed, "probe", one)) for one in range(stack)]
@@ -175,7 +243,7 @@ def _no_records(*_: object) -> Records:
 
 def _measured(procedure: Foretold, count: int) -> Callable[[], object]:
     job = procedure.job
-    records = resident(public(job, count), job.dataset, job.device)
+    records = resident(public_records(job, count), job.dataset, job.device)
     params = procedure.beginning().model or detached(job.model().named_parameters())
 
     return _awaited(job, lambda: job.trainer.evaluate(params, records.inputs, records.labels, scale=records.scale))

@@ -8,8 +8,7 @@ from typing import Self
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.own_code import error_context
-from fl_sim.simulation.capacity import threads_of
-from fl_sim.simulation.client_runtime import evaluation_records, validation_records
+from fl_sim.simulation.client_runtime import evaluation_records, threads_of, validation_records
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import Confusion, Holdings, OverClients, OwnTests, Scores, area_under_roc
 from fl_sim.training.records import Source

@@ -1,10 +1,12 @@
-"""A run directory is made, or taken up where an earlier run stopped, if all in it fits together."""
+"""A run directory is made, or a run in it is resumed, extended by more rounds, or repeated from its beginning."""
 
 import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
 from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of
 from fl_sim.settings import read_table
-from fl_sim.simulation.extending import MOST_KEPT, extend, num_bytes_kept
-from fl_sim.simulation.procedure import Procedure
+from fl_sim.simulation.rounds import Procedure
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
-from fl_sim.store.files import LOCK, is_partial
-from fl_sim.store.run_directory import CHECKPOINT, read_checkpoint
+from fl_sim.store.files import LOCK, is_partial, readable_os_errors, run_lock
+from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_checkpoint, write_checkpoint
 from fl_sim.store.tensors import open_state_checksum
 from strategies.layer import layer_kinds
 
@@ -223,3 +225,130 @@ def _clear(out: Path) -> None:
         shutil.rmtree(out / run_directory.STATE)
     for stale in (run_directory.ROUNDS, run_directory.RESULT, run_directory.MODEL):
         (out / stale).unlink(missing_ok=True)
+
+
+MOST_KEPT = 64 * 2**20
+"""Bytes on the disk. What a finished run ended with stays where it takes no more: the server's state, and clients'."""
+
+_ANEW = "choose another --out, where the run begins anew"
+
+
+def num_bytes_kept(out: Path) -> int:
+    """Return how many bytes what the run in ``out`` can go on with takes on the disk; holes in files take none."""
+    states = out / run_directory.STATE
+    kept = [out / CHECKPOINT, *(states.iterdir() if states.is_dir() else ())]
+    return sum(512 * path.stat().st_blocks for path in kept if path.is_file())
+
+
+def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
+    """Make the run of ``earlier`` in ``out`` one of the procedure's experiment, which has another number of rounds.
+
+    What is left of this by a crash, the same command finishes. Raises UserError, with the reason, where the run that
+    goes on would not be the one that has all rounds from the beginning.
+    """
+    experiment = procedure.job.experiment
+    _check_promises(experiment, out, earlier)
+    checkpoint = read_checkpoint(out, procedure.beginning())
+    settings = experiment.as_written()
+    if checkpoint is not None:
+        progress, server = checkpoint
+        last = progress.last_round
+        log = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
+        if progress.chain != log.chain:  # which it is where a crash came between what is written below
+            records = run_directory.truncate_log(out, last, progress.chain)
+            _check_rounds(experiment, out, earlier, records)
+            if state := procedure.kept_by_clients(server):
+                open_state_checksum(out / run_directory.STATE, experiment.num_clients, last, state)
+            write_checkpoint(out, replace(progress, chain=log.chain), server)
+        run_directory.write_log(out, log)
+    elif run_directory.read_rounds(out):
+        raise UserError(
+            f"{out} holds this run of {earlier.rounds} rounds, but not {CHECKPOINT}, without which it cannot go on: "
+            f"what a finished run ended with is kept up to {MOST_KEPT // 2**20} MiB, and was not by older versions; "
+            f"{_ANEW}"
+        )
+    for stale in (run_directory.RESULT, run_directory.MODEL):
+        (out / stale).unlink(missing_ok=True)
+    run_directory.write_config(out, settings, run_directory.read_identity(out))
+
+
+def check_extension(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
+    """Raise UserError, with the reason, where the run in ``out`` cannot go on to be ``experiment``.
+
+    ``records``: the rounds that it has, as a run of ``earlier``.
+    """
+    _check_promises(experiment, out, earlier)
+    _check_rounds(experiment, out, earlier, records)
+
+
+def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
+    """Return which measures of a round are none where it is not the last one."""
+    if server_round % experiment.evaluate_every:
+        return run_directory.MEASURED
+    return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED
+
+
+def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> None:
+    held = f"{out} holds this run with rounds={earlier.rounds}"
+    if experiment.is_private:
+        raise UserError(
+            f"{held}, which promises privacy for what was fixed before it began: rounds added after its results were "
+            f"seen are covered by no epsilon that was stated; {_ANEW}, and pays from the beginning"
+        )
+    result = run_directory.read_result(out) or {}
+    if result.get("status") == "finished" and result.get("stopped"):
+        raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more of them change nothing")
+
+
+def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
+    """Raise UserError where a run of the experiment would have done other rounds, or no more than there are."""
+    if len(records) >= experiment.rounds:
+        raise UserError(
+            f"{out} holds {len(records)} rounds of this run already, so rounds={experiment.rounds} cannot be what it "
+            f"goes on to: take more of them, or {_ANEW}"
+        )
+    local = experiment.local
+    for record in records:
+        rate = local.rate_in(record.round, experiment.rounds)
+        if rate != record.learning_rate:
+            raise UserError(
+                f"local.schedule={kind_of(local.schedule)} depends on the number of rounds: round {record.round} has "
+                f"the learning rate {record.learning_rate:g} with rounds={earlier.rounds}, as {out} holds it, and "
+                f"{rate:g} with rounds={experiment.rounds}; {_ANEW}"
+            )
+
+
+def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
+    """Move the run of ``experiment`` in ``out`` to a folder beside it and return that; None where there is no run.
+
+    Its settings and the ledger of Global DP stay in ``out`` as well: a repetition with other noise releases something
+    again about the same clients, and is charged on top of what was. Raises UserError where ``out`` holds something
+    else, or has another number of rounds, unless ``of_any_length``; RunError where the folder is in use or cannot be
+    written.
+    """
+    earlier = earlier_run(experiment, out)
+    if earlier is None:
+        return None
+    if earlier.rounds != experiment.rounds and not of_any_length:
+        raise UserError(
+            f"--again repeats the run in {out} as it is, with rounds={earlier.rounds}, not {experiment.rounds}: choose "
+            "another --out"
+        )
+    with readable_os_errors(), run_lock(out):
+        aside = _free_name(out)
+        aside.mkdir()
+        stays = {run_directory.CONFIG, run_directory.LEDGER}
+        for name in stays:
+            if (out / name).exists():
+                shutil.copy2(out / name, aside)
+        # Killed between two of these, the run in out is whole, or is refused: never cleared as one that has not begun.
+        moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
+        for name in (run_directory.RESULT, *moved, CHECKPOINT):
+            if (out / name).exists():
+                (out / name).rename(aside / name)
+    return aside
+
+
+def _free_name(out: Path) -> Path:
+    names = (out.with_name(f"{out.name}-before-{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())

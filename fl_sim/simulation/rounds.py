@@ -1,12 +1,13 @@
-"""Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
+"""How a run proceeds: in federated rounds, or as its algorithm or its server says by ``procedure = "module:Class"``."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -14,22 +15,23 @@ from flwr.serverapp import Grid
 
 from clients.client_layer import ClientLayer
 from clients.client_task import ClientRuntime
+from fl_sim.data import sealed_content
 from fl_sim.engines import wire
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.experiment.job import Job
-from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, replaces_records
+from fl_sim.experiment.job import Job, job_of, own_job
+from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan, sent_by
-from fl_sim.own_code import error_context
+from fl_sim.names import called
+from fl_sim.own_code import error_context, load_object
 from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.measuring import Measuring
-from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import Run, Stage, done, stages_of, tasks_of
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.stage import Run, Stage, done, prepared_strategy, stages_of, tasks_of
+from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import Progress, RoundRecord, write_checkpoint
 from fl_sim.training.features import head_of
@@ -50,7 +52,7 @@ from strategies.layer import Beginning, Stop, check_names, client_layers, layer_
 from strategies.own_layer import states_of
 
 if TYPE_CHECKING:
-    from fl_sim.privacy.bill import Payment
+    from fl_sim.privacy.bill import Paid, Payment
 
 Exchange: TypeAlias = Callable[[int, float], Round]
 """(round, its learning rate) -> what it did; the strategy has the server's new state. Raises what run_round raises."""
@@ -300,3 +302,111 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
         records=log.records, versions=log.versions, counts_holders=holders, layers=states_of(strategy.layers),
     )  # fmt: skip
     write_checkpoint(out, progress, log.server)
+
+
+class Procedure(Protocol):
+    """What depends on how a run proceeds; all else about a run is the same for every algorithm."""
+
+    @property
+    def job(self) -> Job:
+        """Return what is run."""
+        ...
+
+    def work(self) -> Sequence[Work]:
+        """Return what takes time in the whole run, by its kinds: what is timed, and what cannot be."""
+        ...
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return the bytes of arrays to and from all clients, by what they are.
+
+        Those of all ``rounds`` together, where there are rounds; others travel once, before or after the rounds, and
+        are foretold, so about.
+        """
+        ...
+
+    def payments(self) -> "tuple[Payment, ...] | None":
+        """Return what its own releases will cost: () where it protects nothing, None where votes decide that."""
+        ...
+
+    def typical_plan(self) -> LocalPlan:
+        """Return what clients' plans look like, to be held against what trainers take."""
+        ...
+
+    def runtime(self) -> ClientRuntime:
+        """Return what a worker needs to play any client."""
+        ...
+
+    def beginning(self) -> ServerState:
+        """Return what the server starts from."""
+        ...
+
+    def kept_by_clients(self, server: ServerState) -> Payloads:
+        """Return the names and shapes of what a client keeps from one round for its next; nothing for most."""
+        ...
+
+    def warnings(self, log: RunLog) -> list[str]:
+        """Return what a user must know beforehand."""
+        ...
+
+    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+        """Do all that ``log`` does not have yet. Raises RunError where that cannot go on."""
+        ...
+
+
+_ROUNDS: Final = "fl_sim.simulation.rounds:Rounds"
+
+
+def procedure_of(job: Job) -> Procedure:
+    """Return how a run of ``job`` proceeds. Raises UserError where nothing of it goes by a clock that it has."""
+    experiment, algorithm = job.experiment, job.experiment.algorithm
+    if path := path_in(type(algorithm), "procedure"):
+        if experiment.is_timed:
+            raise UserError(
+                f"devices={kind_of(experiment.devices)} has no place beside algorithm {kind_of(algorithm)}, which has "
+                "no rounds whose time could be simulated: leave devices out"
+            )
+        return _imported(path, job, algorithm)
+    path = path_in(type(experiment.server), "procedure")
+    return _imported(path or _ROUNDS, job, algorithm)
+
+
+def _imported(path: str, job: Job, algorithm: object) -> Procedure:
+    procedure: Procedure = load_object(path, "procedure")(job, algorithm)
+    return procedure
+
+
+@lru_cache(maxsize=2)
+def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> ClientRuntime:
+    """Return what a worker elsewhere needs to play any client of the experiment; made once per process.
+
+    ``own``: the records of a node that has some itself, and plays ``client`` alone; ``facts``: what its order says of
+    the server's. Raises UserError where they do not fit, or the experiment needs the server's on nodes.
+    """
+    experiment = Experiment.model_validate_json(experiment_json)
+    if not own:
+        return procedure_of(job_of(experiment, Path(data_root) if data_root else None)).runtime()
+    procedure = procedure_of(own_job(experiment, own, client, json.loads(facts)))
+    if not isinstance(procedure, Rounds):
+        raise UserError(
+            f"algorithm {kind_of(experiment.algorithm)} needs public records of the server's data set on every node, "
+            "and this one has records of its own alone: leave data out of its node configuration"
+        )
+    return procedure.runtime()
+
+
+def planned_bill(job: Job) -> "Paid":
+    """Return the privacy bill of a run of ``job``, as far as it is fixed before the run begins.
+
+    Takes seconds where the run is private: the PLD is computed here.
+    """
+    from fl_sim.privacy.bill import Paid  # noqa: PLC0415 (the accountants load slowly)
+
+    experiment, of_training = job.experiment, procedure_of(job).payments()
+    split = "centralized" if experiment.is_central else short_form(experiment.partition)
+    on_synthetic = replaces_records(experiment.preprocess)
+    rounds = [replace(one, on_records=not on_synthetic) for one in of_training or ()]
+    beside = [payment for stage in stages_of(job) for payment in stage.payments()]
+    payments = None if of_training is None else (*rounds, *beside)
+    is_bare = of_training == () and not on_synthetic
+    name, content = called(experiment.data), sealed_content(experiment.data, job.root, make_key=False)
+    return Paid(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)

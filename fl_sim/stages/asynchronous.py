@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_sim.devices.schedule import Schedule, ServerStep, Turn
+from fl_sim.devices.clock import Schedule, ServerStep, Turn
 from fl_sim.devices.settings import fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
@@ -21,7 +21,7 @@ from fl_sim.simulation.client_runtime import workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.rounds import Exchange, Rounds
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic

@@ -23,10 +23,9 @@ from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.client_runtime import as_kept, read_pool, to_generator
-from fl_sim.simulation.preparation import start_from
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.simulation.stage import Run, Stage
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.stage import Run, Stage, start_from
+from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.files import read_whole
 from fl_sim.store.tensors import save_by_content

@@ -23,12 +23,11 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.client_runtime import evaluation_records, local_settings, read_pool, runtime_for
-from fl_sim.simulation.forecast import measuring
+from fl_sim.simulation.forecast import evaluation_work
 from fl_sim.simulation.measuring import Measured, Tested
-from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import stages_of, tasks_of
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.stage import prepared_strategy, stages_of, tasks_of
+from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant, quadratic_discriminant
@@ -168,7 +167,7 @@ class OnSynthetic:
         made = (work for stage in stages_of(self.job) for work in stage.work())
         return (
             *made,
-            measuring(self, measured),
+            evaluation_work(self, measured),
             Work("the classifiers' training", pieces=1.0),
         )
 

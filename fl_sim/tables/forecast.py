@@ -13,12 +13,10 @@ from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import Bill, Paid, bills
 from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
 from fl_sim.simulation.engine_choice import check_trainer
-from fl_sim.simulation.estimate import NOTHING, Estimate, estimate_of
-from fl_sim.simulation.planned_bill import planned
-from fl_sim.simulation.procedure import Procedure, procedure_of
+from fl_sim.simulation.forecast import NOTHING, Estimate, estimate_of
+from fl_sim.simulation.rounds import Procedure, planned_bill, procedure_of
 from fl_sim.simulation.stage import stages_of
-from fl_sim.simulation.stopwatch import Say, Stopwatch
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.timing import Say, Stopwatch, Work
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.plan import TableSettings, by_records
 from fl_sim.tables.tuning import TRIALS
@@ -251,7 +249,7 @@ def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[F
         return may
 
     with begun_only_if(noted):
-        return replace(known, paid=planned(job), told=_told_of(job.experiment)), not refused
+        return replace(known, paid=planned_bill(job), told=_told_of(job.experiment)), not refused
 
 
 def _forgotten(*_: int) -> Callable[[], object]:

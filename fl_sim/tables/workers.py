@@ -25,7 +25,7 @@ from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.own_code import with_place
 from fl_sim.simulation import resuming
-from fl_sim.simulation.capacity import cores
+from fl_sim.simulation.client_runtime import cores
 from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
 from fl_sim.store.files import run_lock

@@ -17,7 +17,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of, public_facts
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
-from fl_sim.stages.pate.asking import VOTE
+from fl_sim.stages.pate.procedure import VOTE
 from strategies.scaffold import Scaffold
 
 Ask = Callable[..., Message]

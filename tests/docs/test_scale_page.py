@@ -7,7 +7,7 @@ import pytest
 
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import procedure_of
 
 PAGE = (Path(__file__).parents[2] / "docs/scale.md").read_text()
 

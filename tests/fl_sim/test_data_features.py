@@ -12,7 +12,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
-from fl_sim.stages.pate.ensemble import votes_key
+from fl_sim.stages.pate.noisy_labels import votes_key
 from fl_sim.tables.labels import run_name
 from fl_sim.types import Dataset, Examples
 

@@ -10,21 +10,21 @@ from dp_accounting import dp_event
 from fl_sim.data import images_of_features
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import amplify_poisson
-from fl_sim.simulation import stopwatch
+from fl_sim.simulation import timing
 from fl_sim.testing_fixtures import FakeClock, FewerImages, SetFineness
 
 
 def test_a_clock_is_moved_by_sleeping_and_by_the_test_alone(fake_clock: Callable[[ModuleType], FakeClock]) -> None:
-    clock = fake_clock(stopwatch)
+    clock = fake_clock(timing)
     slept: list[float] = []
     clock.at_sleep = slept.append
-    begun = stopwatch.time.monotonic()
-    stopwatch.time.sleep(1000.0)
+    begun = timing.time.monotonic()
+    timing.time.sleep(1000.0)
     clock.now += 1
-    assert stopwatch.time.monotonic() - begun == stopwatch.time.perf_counter() - begun == 1001
+    assert timing.time.monotonic() - begun == timing.time.perf_counter() - begun == 1001
     assert clock.slept == slept == [1000.0]
-    assert stopwatch.time.gmtime is time.gmtime
-    assert time.monotonic is not stopwatch.time.monotonic
+    assert timing.time.gmtime is time.gmtime
+    assert time.monotonic is not timing.time.monotonic
 
 
 def test_coarse_accounting_is_an_upper_bound_until_it_is_fine_again(set_fineness: SetFineness) -> None:

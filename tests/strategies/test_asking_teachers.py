@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from fl_sim.engines import wire
 from fl_sim.engines.grid import InProcessGrid
 from fl_sim.errors import Malformed, RunError
-from fl_sim.stages.pate.asking import ask_teachers
+from fl_sim.stages.pate.procedure import ask_teachers
 
 RECORDS, CLASSES = 4, 3
 VOTES = np.array([2, 0, 1, 1])

@@ -17,7 +17,7 @@ from fl_sim.engines import wire
 from fl_sim.engines.grid import InProcessGrid, LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.simulation.stage import Run
-from fl_sim.stages.dafl import synthesis
+from fl_sim.stages.dafl import pool as pools
 from fl_sim.stages.shares import SHARE, Shares
 from fl_sim.testing_runs import FakeEngine, played_by
 from fl_sim.types import ClientUpdate, Examples
@@ -343,6 +343,6 @@ def test_a_client_that_fails_to_release_records_is_not_quoted(strategy_of):
     job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=5.0), dataset=dataset)
     asking = Run(job, strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), Path(), None)
     with pytest.raises(RunError, match="client 0, asked to synthesize, failed; what clients say") as caught:
-        synthesis.ask_clients(asking, wire.TaskConfig("", 0, 0.0, "", ""))
+        pools.ask_clients(asking, wire.TaskConfig("", 0, 0.0, "", ""))
     assert "0.25" not in str(caught.value)
     assert "client 0, asked to synthesize, failed: ValueError: bad record [0.25]" in caught.value.private

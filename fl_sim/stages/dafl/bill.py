@@ -21,7 +21,8 @@ from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 from fl_sim.simulation.client_ledgers import together_in_words
-from fl_sim.stages.dafl.pool import Pool, da_fl
+from fl_sim.stages.dafl.pool import Pool
+from fl_sim.stages.dafl.stage import settings_of
 from strategies.global_dp import GlobalDP
 
 NOT_PER_CLIENT = (
@@ -37,7 +38,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     ``epsilon_together``: all releases that the clients' ledgers hold about the records of
     this data set, ``shares_together`` of them at most about one record; both None where not all ledgers are here.
     """
-    settings = da_fl(experiment)
+    settings = settings_of(experiment)
     bills = [bill for part in pool.parts if part.facts and (bill := _bill(part.facts, settings.delta))]
     if not bills:
         bills = [_Bill({}, 0.0, 0.0, 0.0)]

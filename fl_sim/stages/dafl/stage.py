@@ -1,31 +1,42 @@
-"""DA-FL as a stage: before the first round clients release synthetic records, on which all of them train."""
+"""DA-FL as a stage: before the first round clients release synthetic records, on which all of them train.
+
+What a client does for its share is ``clients.dafl.share``.
+"""
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import torch
+from flwr.app import RecordDict
 from numpy.typing import NDArray
 
+from clients.client_task import Begun, Client
+from clients.dafl.settings import DaFl
+from fl_sim.data import version_of
+from fl_sim.engines import remote, wire
 from fl_sim.engines.arrays import float32_bytes
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.privacy.terms import Adjacency
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng
-from fl_sim.simulation.client_runtime import as_kept, to_generator
-from fl_sim.simulation.preparation import start_from
+from fl_sim.simulation.client_runtime import answers_at_once, as_kept, to_generator
 from fl_sim.simulation.run_log import Pooled, RunLog
-from fl_sim.simulation.stage import Run, Stage
-from fl_sim.simulation.work import Work, answers_at_once, public
-from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize, settings_of
+from fl_sim.simulation.stage import Run, Stage, start_from
+from fl_sim.simulation.timing import Work, public_records
 from fl_sim.training.loop import to_tensors
+from fl_sim.training.records import Records
 from fl_sim.types import Params, Traffic
 
 if TYPE_CHECKING:
+    from clients.dafl.generator import PrivateRecords
+    from clients.dafl.share import Client as Releasing
+    from clients.dafl.share import Share
     from fl_sim.privacy.bill import Payment
     from fl_sim.stages.dafl.pool import Pool
 
@@ -33,12 +44,74 @@ _MOST_STEPS: Final = 400
 """Steps of a generator that are timed at most."""
 
 
+SYNTHESIZE: Final = "synthesize"
+"""The task of releasing synthetic records."""
+
+
+@dataclass(frozen=True)
+class Synthesize:
+    """A client's part of the pool, with what is said of it: paid for on its ledger, and made once."""
+
+    job: Job
+    reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
+    reads_state: ClassVar[bool] = False
+    runs_in_threads: ClassVar[bool] = False
+
+    def run(self, client: Client) -> RecordDict:
+        """Return the client's synthetic records, and as JSON what it says of them."""
+        if client.ticket:
+            return self._made_elsewhere(client, client.ticket)
+        [made] = self.run_together([client])
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
+        """Return every client's answer, or what it raised; their generators are trained together."""
+        from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
+
+        job, experiment = self.job, self.job.experiment
+        releasing = [releasing_client(job, client) for client in clients]
+        shares = make_shares(
+            settings_of(job.experiment), releasing, seed=experiment.seed, public_records=len(job.dataset.train),
+            check=clients[0].check,
+        )  # fmt: skip
+        return [share if isinstance(share, Exception) else content_of(share) for share in shares]
+
+    def begin(self, client: Client) -> Begun | RecordDict | None:
+        """Pay for a share where the client's ledger is: see ``PaidAtHome``."""
+        from clients.dafl.share import Paid, begin_share  # noqa: PLC0415 (the accountants load slowly)
+
+        job, releasing = self.job, releasing_client(self.job, client)
+        begun = begin_share(settings_of(job.experiment), releasing, job.experiment.seed, len(job.dataset.train))
+        if not isinstance(begun, Paid):
+            return content_of(begun)
+        noise, counts = begun.request.noise, begun.request.counts
+        return Begun(remote.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
+
+    def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
+        """Keep the records that a worker made."""
+        from clients.dafl.share import finish_share  # noqa: PLC0415 (the accountants load slowly)
+
+        releasing, paid = begun.paid
+        return content_of(finish_share(settings_of(self.job.experiment), releasing, paid, wire.read_made(answer)))
+
+    def _made_elsewhere(self, client: Client, ticket: remote.Ticket) -> RecordDict:
+        from clients.dafl.share import generate_elsewhere  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+        counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
+        records, seed = _private_records(self.job, client.runtime.own_records, client.number), self.job.experiment.seed
+        made = generate_elsewhere(settings_of(self.job.experiment), client.number, records, counts, noise, seed=seed)
+        return wire.made_content(made)
+
+
 class Synthesis(Stage):
     """The server half."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.settings = settings_of(job)
+        self.settings = settings_of(job.experiment)
         self.pool: Pool | None = None
 
     def tasks(self) -> Mapping[str, Synthesize]:
@@ -53,7 +126,7 @@ class Synthesis(Stage):
 
     def before(self, run: Run) -> None:
         """Make the pool, or find it; let rounds train on it, and the server first where it is to."""
-        from fl_sim.stages.dafl.synthesis import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.dafl.pool import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
         job, log = self.job, run.log
         self.pool = pool = prepare_pool(run)
@@ -86,13 +159,13 @@ class Synthesis(Stage):
 
     def key(self) -> str:
         """Return the name of the pool."""
-        from fl_sim.stages.dafl.synthesis import pool_key  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.dafl.pool import pool_key  # noqa: PLC0415 (the accountants load slowly)
 
         return pool_key(self.job)
 
     def is_made(self) -> bool:
         """Say whether the pool is there."""
-        from fl_sim.stages.dafl.synthesis import is_made  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.dafl.pool import is_made  # noqa: PLC0415 (the accountants load slowly)
 
         return is_made(self.job)
 
@@ -128,7 +201,7 @@ class Synthesis(Stage):
         generator: Generator = settings.generator
         if isinstance(generator, Shortening):
             generator, _ = generator.shortened(steps)
-        inputs, _ = to_tensors(public(job, size), job.dataset)
+        inputs, _ = to_tensors(public_records(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
         counts = np.array([max(1, round(settings.gamma * size))])
         # What is clipped and noised takes longer, however large the noise is, and the least takes a search to find.
@@ -161,7 +234,7 @@ class Synthesis(Stage):
         """Return how the pool came about."""
         if self.pool is None:
             return {}
-        from fl_sim.stages.dafl.synthesis import summary  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.dafl.pool import summary  # noqa: PLC0415 (the accountants load slowly)
 
         return {"preprocess": summary(self.pool, self.job.experiment)}
 
@@ -176,3 +249,39 @@ class Synthesis(Stage):
             for one in others
         ]
         return [*told, statement(self.pool, self.job.experiment)]
+
+
+def settings_of(experiment: Experiment) -> DaFl:
+    """Return the settings of an experiment whose clients release synthetic records."""
+    assert isinstance(experiment.preprocess, DaFl)
+    return experiment.preprocess
+
+
+def content_of(share: "Share") -> RecordDict:
+    """Return a share as it is sent: its records, and as JSON what is said of them."""
+    receipt = share.receipt and share.receipt.to_json()
+    said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
+    return wire.synthetic_content(share.inputs, json.dumps(said))
+
+
+def releasing_client(job: Job, client: Client) -> "Releasing":
+    """Return a client that is to release synthetic records: what it holds, and where its key and its ledger lie."""
+    from clients.dafl.share import Client as Releasing  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
+
+    ledger, folder, policy = ledger_path(job, client.number), client.folder(), client.policy
+    if policy:  # what is private stays where the client wants it, not where the server says
+        features = version_of(job.experiment.features)
+        release = settings_of(job.experiment).release_of(client.number, job.experiment.seed, features)
+        now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))
+        folder = earlier if earlier.exists() else now
+    records = _private_records(job, client.runtime.own_records, client.number)
+    return Releasing(client.number, records, folder, ledger, policy)
+
+
+def _private_records(job: Job, own: Callable[[int], Records], client: int) -> "PrivateRecords":
+    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
+
+    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
+    dataset, features = job.dataset, version_of(job.experiment.features)
+    return PrivateRecords(to_generator(inputs, job), labels, dataset.num_classes, dataset.columns, features)

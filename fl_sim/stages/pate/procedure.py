@@ -1,30 +1,33 @@
-"""PATE as a procedure: what a teacher does on a worker. The run itself is in ``run`` beside this."""
+"""PATE as a procedure: teachers on workers vote, and the server asks them. The run itself is in ``run`` beside this."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
+import numpy as np
 import torch
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from clients.client_task import Client, ClientRuntime
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
 from fl_sim import models
-from fl_sim.engines import wire
+from fl_sim.engines import arrays, wire
+from fl_sim.errors import Malformed, RunError
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
-from fl_sim.simulation.client_runtime import local_settings, runtime_for
-from fl_sim.simulation.forecast import measuring, training
+from fl_sim.simulation.client_runtime import answers_at_once, local_settings, runtime_for
+from fl_sim.simulation.forecast import evaluation_work, training_work
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.work import Work, answers_at_once, public
-from fl_sim.stages.pate.asking import VOTE, traffic_of_votes
+from fl_sim.simulation.timing import Work, public_records
 from fl_sim.training.loop import resident, to_tensors
 from fl_sim.types import Payloads, ServerState, Traffic
+from strategies.answers import UNQUOTED, Asking, answers_to, find_population, in_words, refusal
 from strategies.fedavg import FedAvg
 from strategies.pate.public_split import PublicSplit
 from strategies.pate.settings import Pate
@@ -80,8 +83,8 @@ class Voting:
         student = Work("the student's training", pieces=1.0)
         if isinstance(self.settings.teachers, RandomForest):
             return (self._forests(self.settings.teachers), student)
-        votes = measuring(self, self.job.experiment.clients * len(self._split().pool))
-        return (training(self, FedAvg(), 1), votes, student)
+        votes = evaluation_work(self, self.job.experiment.clients * len(self._split().pool))
+        return (training_work(self, FedAvg(), 1), votes, student)
 
     def _forests(self, teachers: RandomForest) -> Work:
         """Return forests that are grown, each on a client's records, and vote on the pool."""
@@ -89,8 +92,8 @@ class Voting:
         records, votes = max(1, round(float(job.shards.sizes.mean()))), len(self._split().pool)
 
         def ready(size: int, _: int) -> Callable[[], object]:
-            own = resident(public(job, size), job.dataset, torch.device("cpu")).whole()
-            pool = to_tensors(public(job, votes), job.dataset)[0]
+            own = resident(public_records(job, size), job.dataset, torch.device("cpu")).whole()
+            pool = to_tensors(public_records(job, votes), job.dataset)[0]
             return lambda: forest_votes(teachers, own, pool, client=0, seed=job.experiment.seed)
 
         alike = job.experiment.chosen("data", "features", "normalise")
@@ -107,7 +110,7 @@ class Voting:
 
     def payments(self) -> "tuple[Payment, ...] | None":
         """Return the cost of the labels, which runs that differ in the student alone share."""
-        from fl_sim.stages.pate.planned import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.pate.statements import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
 
         return None if self.settings.publish_cost else (cost_of_labels(self.job, self.settings),)
 
@@ -136,3 +139,38 @@ class Voting:
         """Return what a user must know before the vote."""
         del log
         return list(filter(None, [self.settings.warning_of_noise(self.job.experiment.clients)]))
+
+
+VOTE: Final = "vote"
+"""The task of training as a teacher and voting on the public pool."""
+
+
+def ask_teachers(
+    grid: Grid, order: wire.TaskConfig, timeout: float, *, teachers: int, records: int, classes: int, private: bool
+) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """Have every client train a teacher and vote; return the votes, shape (teachers, records), and who gave none.
+
+    Raises RunError that names the first teacher whose votes are missing or malformed. Under ``private`` such a teacher
+    votes for class 0 throughout, one vote a query as ever, because a run that stops for one teacher tells about its
+    records; where all of them fail, the set-up is at fault, and the reason given comes from no client.
+    """
+    population = find_population(grid, teachers, timeout)
+    asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)
+    answers = answers_to(grid, population, asking, lambda one: wire.read_votes(one, records, classes))
+    failed = {teacher: answer for teacher, answer in enumerate(answers) if isinstance(answer, Malformed)}
+    if failed and not private:
+        raise refusal(f"teacher {min(failed)}", failed[min(failed)], quoted=True)
+    if len(failed) == teachers:
+        raise RunError(
+            f"none of {teachers} teachers voted: local.learning_rate may be too large, or the model not fit the "
+            f"records; {UNQUOTED}",
+            private=in_words("teacher", failed),
+        )
+    silent = np.zeros(records, dtype=np.int64)
+    return np.stack([silent if isinstance(one, Malformed) else one for one in answers]), tuple(failed)
+
+
+def traffic_of_votes(num_records: int, num_teachers: int) -> Traffic:
+    """Return what it takes that every teacher sends its votes on public records, which all have."""
+    sent = wire.votes_content(np.zeros(num_records, dtype=np.int64))
+    return Traffic(0, arrays.num_bytes(sent)) * num_teachers

@@ -1,5 +1,7 @@
-"""What a run of PATE says about the privacy of a record: the guarantee, what was spent, and the published figure."""
+"""PATE's privacy statements about a record: the guarantee, the spent and the planned cost, and the published figure."""
 
+import hashlib
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Final
@@ -8,13 +10,15 @@ import numpy as np
 from dp_accounting import dp_event
 
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import compose, epsilon_of_curve, noise_beyond
+from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.pate import labelling_cost
+from fl_sim.privacy.planned import payment_of
 from fl_sim.privacy.renyi import ORDERS, Curve
 from fl_sim.privacy.statement import Words, promised_releases, statement
-from fl_sim.privacy.terms import Adjacency, none_if_infinite, rounded_up
-from fl_sim.stages.pate.ensemble import Votes
-from fl_sim.stages.pate.noisy_labels import Released, publish_cost
+from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
+from fl_sim.stages.pate.noisy_labels import Released, Votes, publish_cost, votes_key
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
 from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling
 from strategies.pate.mechanisms import NoNoise
@@ -145,3 +149,15 @@ def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -
         return curve
     beyond = noise_beyond(labelling.epsilon, labelling.delta, accountant=labelling.accountant)
     return np.minimum(curve, compose({dp_event.GaussianDpEvent(beyond): 1}))
+
+
+def cost_of_labels(job: Job, pate: Pate) -> Payment:
+    """Return the cost of labels, which runs that differ in the student alone share."""
+    labelling, seed = pate.labelling, job.experiment.seed
+    queries = min(pate.queries, len(pate.public_split(job.dataset, job.experiment.seed_of_partition).pool))
+    told = [votes_key(job), labelling.model_dump(mode="json"), pate.queries, pate.asking, seed]
+    identity = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    budget = labelling.epsilon if labelling.budget == "data-independent" else None
+    adjacency, _ = neighbours(job.experiment.partition)
+    terms = Terms("record", adjacency, labelling.delta, budget, labelling.accountant)
+    return payment_of(terms, labelling.planned(queries, queries), identity, is_simulated=labelling.noise == "seeded")

@@ -14,7 +14,7 @@ from fl_sim.__main__ import main
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import Silent, run
-from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.plan import plan_table, read_settings, tuned
 from fl_sim.tables.tuning import tune, values_of

@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_sim.devices.fleet import Fleet
-from fl_sim.devices.profile import digest_of
-from fl_sim.devices.settings import Constant, LogNormal, Profile, Uniform
+from fl_sim.devices.settings import Constant, Fleet, LogNormal, Profile, Uniform, digest_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run

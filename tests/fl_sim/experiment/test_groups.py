@@ -12,8 +12,8 @@ from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.groups import held_out
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.measuring import Measuring
+from fl_sim.simulation.remote_workers import WorkerSetup
 from fl_sim.simulation.run import run
-from fl_sim.simulation.travelling import TravellingJob
 from fl_sim.store.run_directory import read_rounds
 from partitions import Parts
 
@@ -128,9 +128,9 @@ def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(
 
 
 def test_given_validation_records_do_not_travel_to_workers_which_measure_nothing(with_validation):
-    goods = TravellingJob.of(job_of(_made(with_validation, "evaluate.validation=given")), Signer.fresh())
-    assert goods.dataset.validation is None
-    assert goods.runtime.num_clients == 10
+    setup = WorkerSetup.of(job_of(_made(with_validation, "evaluate.validation=given")), Signer.fresh())
+    assert setup.dataset.validation is None
+    assert setup.runtime.num_clients == 10
 
 
 def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp_path):

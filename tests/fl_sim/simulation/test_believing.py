@@ -17,7 +17,7 @@ from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import read_table
 from fl_sim.simulation.run import run
-from fl_sim.stages.dafl.synthesis import pool_key
+from fl_sim.stages.dafl.pool import pool_key
 from fl_sim.store import run_directory
 
 QUICK = {"model": "logistic", "rounds": 2, "engine": "inprocess", "partition": "iid", "clients": 2}

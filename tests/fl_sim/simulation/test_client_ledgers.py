@@ -25,8 +25,8 @@ from fl_sim.simulation.client_ledgers import (
     ledgers_root,
     together_in_words,
 )
-from fl_sim.simulation.procedure import procedure_of
-from fl_sim.stages.dafl.client import releasing_client
+from fl_sim.simulation.rounds import procedure_of
+from fl_sim.stages.dafl.stage import releasing_client
 from partitions import Parts
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")

@@ -1,6 +1,7 @@
 """A client runtime: what a worker needs to play any client, with and without a pool of synthetic records."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from clients.client_task import Client
+from clients.dafl import mean_embedding
 from fl_sim.data import load
 from fl_sim.engines import wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import client_runtime as wiring
-from fl_sim.simulation.client_runtime import as_kept, evaluation_records, to_generator
-from fl_sim.simulation.procedure import procedure_of, runtime_of
+from fl_sim.simulation.client_runtime import as_kept, evaluation_records, fixed_threads, to_generator
+from fl_sim.simulation.engine_choice import seconds_beforehand
+from fl_sim.simulation.rounds import procedure_of, runtime_of
+from fl_sim.simulation.run import run
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
@@ -271,3 +276,43 @@ def test_labels_of_an_own_attack_that_are_none_are_refused_in_one_line(how: str,
     job = job_of(Experiment(attack=Poison(clients=1, how=how), clients=4, partition=Iid()))
     with pytest.raises(UserError, match=rf"Poison: poisoned gave {gave} of shape .*; wanted is a label from 0 to 9"):
         procedure_of(job).runtime()
+
+
+DA_FL = {
+    "model": "logistic", "rounds": 1, "clients": 2, "partition": "iid", "engine": {"kind": "inprocess", "workers": 1},
+    "preprocess": {"kind": "da-fl", "epsilon": "inf", "noise": "seeded",
+                   "generator": {"kind": "mean-embedding", "frequencies": 5}},
+}  # fmt: skip
+
+
+def blas_threads() -> set[int]:
+    """Return the threads of every library of numpy's linear algebra."""
+    return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
+
+
+def test_threads_of_torch_and_of_linear_algebra_are_fixed_and_put_back() -> None:
+    before = torch.get_num_threads()
+    with threadpool_limits(2, user_api="blas"):
+        with fixed_threads(1):
+            assert torch.get_num_threads() == 1
+            assert blas_threads() == {1}
+        assert blas_threads() == {2}
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("at_work", [run, lambda experiment, _: seconds_beforehand(job_of(experiment))])
+def test_generators_compute_in_one_thread_each_in_a_run_and_where_they_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_work: Callable[..., Any]
+) -> None:
+    seen = []
+
+    def noted(mean: Any, root: Any, clamp: Any) -> tuple[Any, Any]:
+        del clamp
+        seen.append(blas_threads())
+        return mean, root
+
+    monkeypatch.setattr(mean_embedding, "before_clamping", noted)
+    with threadpool_limits(2, user_api="blas"):
+        at_work(experiment_from(DA_FL), tmp_path / "run")
+    assert seen
+    assert all(one == {1} for one in seen)

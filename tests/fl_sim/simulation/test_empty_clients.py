@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import Silent, run
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store.run_directory import RoundRecord
@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_counts_as_it_began(tmp_path: Path, monkeypatch: pyte
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
     with monkeypatch.context() as earlier:  # a version whose checkpoints do not say, as it counted all clients
-        earlier.setattr("fl_sim.simulation.preparation._holders", lambda *_: None)
+        earlier.setattr("fl_sim.simulation.stage._holders", lambda *_: None)
         run(many, tmp_path / "all counted")
         with pytest.raises(KeyboardInterrupt):
             run(many, tmp_path / "old", observer=StopAfter(2))

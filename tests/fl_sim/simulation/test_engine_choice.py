@@ -22,7 +22,7 @@ from fl_sim.simulation.engine_choice import (
     trainer_line,
     trains_natively,
 )
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.tables.forecast import forecast
 from fl_sim.tables.plan import job_at
 from fl_sim.training.trainer import LocalJob, Trainer

@@ -10,7 +10,7 @@ from fl_sim.experiment.groups import Auto, InProcess, Ray
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import choose, seconds_beforehand
-from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.simulation.timing import Stopwatch
 from fl_sim.stages.dafl import stage
 from fl_sim.testing_fixtures import FakeClock
 

@@ -12,7 +12,7 @@ import pytest
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.simulation import extending, resuming
+from fl_sim.simulation import resuming
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -93,7 +93,7 @@ def test_the_first_round_of_another_learning_rate_is_the_one_that_is_told(tmp_pa
         RoundRecord(number, 0.5, 1.0, None, None, 10, earlier.local.rate_in(number, 3), 0.1) for number in (1, 2, 3)
     ]
     with pytest.raises(UserError, match=r"round 2 .*0.0075 with rounds=3, .* 0.00904508"):
-        extending.check_extension(longer, tmp_path, earlier, done)
+        resuming.check_extension(longer, tmp_path, earlier, done)
 
 
 @pytest.mark.parametrize("dies_at", ["write_log", "write_config"])
@@ -177,7 +177,7 @@ def test_a_run_that_promises_privacy_gets_no_further_rounds_and_keeps_nothing_fo
 
 def test_what_a_run_could_go_on_with_is_kept_where_it_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(quick(algorithm="scaffold"), tmp_path / "small")
-    kept = extending.num_bytes_kept(tmp_path / "small")
+    kept = resuming.num_bytes_kept(tmp_path / "small")
     sizes = [path.stat().st_size for path in (tmp_path / "small").glob("c*/*")]
     assert 10_000 < kept < sum(sizes) + 100_000
     monkeypatch.setattr(resuming, "MOST_KEPT", kept - 1)
@@ -194,7 +194,7 @@ def test_what_is_kept_takes_the_bytes_of_all_its_files_on_the_disk_and_holes_tak
     with (tmp_path / "clients" / "2").open("wb") as holes:
         holes.truncate(10 * 2**20)
     on_disk = sum(512 * (tmp_path / name).stat().st_blocks for name in kept)
-    assert sum(kept.values()) <= extending.num_bytes_kept(tmp_path) == on_disk < 2**20
+    assert sum(kept.values()) <= resuming.num_bytes_kept(tmp_path) == on_disk < 2**20
 
 
 def table(path: Path, first: float = 0.0) -> str:

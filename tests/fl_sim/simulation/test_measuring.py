@@ -18,10 +18,9 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.client_runtime import evaluation_records, validation_records
 from fl_sim.simulation.engine_choice import client_app
-from fl_sim.simulation.measures import measures_of
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
-from fl_sim.simulation.run_log import RunLog, Silent
+from fl_sim.simulation.run_log import RunLog, Silent, measures_of
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.testing_runs import FakeEngine, played_by

@@ -10,8 +10,8 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.groups import InProcess, Ray
 from fl_sim.experiment.job import Job, job_of, precision_of
-from fl_sim.simulation import runtime
-from fl_sim.simulation.capacity import stack_of, threads_of, workers_of
+from fl_sim.simulation import client_runtime
+from fl_sim.simulation.client_runtime import stack_of, threads_of, workers_of
 from fl_sim.simulation.engine_choice import choose, trainer_line, trains_natively
 from fl_sim.training.loop import stays_bytes
 
@@ -57,9 +57,9 @@ def test_images_stay_on_a_gpu_as_bytes_and_in_main_memory_as_numbers() -> None:
     assert not stays_bytes(images, torch.device("cpu"))
     features = replace(images, inputs=images.inputs.reshape(len(images), -1).astype("float32"))
     assert not stays_bytes(features, GPU)
-    assert 4 * runtime._num_bytes(job) == runtime._num_bytes(replace(job, device=torch.device("cpu")))
+    assert 4 * client_runtime._num_bytes(job) == client_runtime._num_bytes(replace(job, device=torch.device("cpu")))
     noisy = on_gpu(partition="feature-noise:0.1")
-    assert runtime._num_bytes(noisy) == 4 * runtime._num_bytes(job)
+    assert client_runtime._num_bytes(noisy) == 4 * client_runtime._num_bytes(job)
 
 
 def test_records_that_are_more_than_a_quarter_of_a_gpu_are_sent_client_by_client(
@@ -69,7 +69,7 @@ def test_records_that_are_more_than_a_quarter_of_a_gpu_are_sent_client_by_client
         total_memory = 8_000
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    assert runtime._room(GPU) == 2_000
+    assert client_runtime._room(GPU) == 2_000
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), ("tf32", "bfloat16")), ((8, 0), ()), ((9, 0), ())])

@@ -14,7 +14,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import read_table
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from strategies.fednova import FedNova

@@ -14,8 +14,8 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.run import run
-from fl_sim.stages.dafl.synthesis import pool_key
-from fl_sim.stages.pate.ensemble import votes_key
+from fl_sim.stages.dafl.pool import pool_key
+from fl_sim.stages.pate.noisy_labels import votes_key
 from fl_sim.tables.labels import run_name
 
 APART = {"seed": 1, "partition_seed": 2, "model_seed": 3, "sampling_seed": 4}

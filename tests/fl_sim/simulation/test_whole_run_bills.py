@@ -16,7 +16,7 @@ from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.bills import bills_of
 from fl_sim.report.page_words import privacy_in_short
 from fl_sim.report.runs import find, read_all
-from fl_sim.simulation.planned_bill import planned
+from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import run
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -89,7 +89,7 @@ def _value(value: Any) -> str:
 
 def test_the_plan_is_no_cheaper_than_the_run(tmp_path: Path) -> None:
     job = job_of(experiment_from(both()))
-    [record] = [bill for bill in bills([planned(job)]) if bill.unit == "record"]
+    [record] = [bill for bill in bills([planned_bill(job)]) if bill.unit == "record"]
     said = stated(run(job.experiment, tmp_path / "a"))
     assert record.epsilon is not None
     assert record.epsilon >= said["epsilon_whole_run"], "its pool is taken at its budget"
@@ -100,7 +100,7 @@ def test_the_plan_is_no_cheaper_than_the_run(tmp_path: Path) -> None:
 def test_one_round_of_full_participation_costs_a_record_a_gaussian_of_half_the_noise(noise_multiplier: float) -> None:
     """Proven by an attack at 0.5 with epsilon 2 for the pool: at least 2.4. A record moves the sum by two norms."""
     rounds = ROUNDS | {"noise_multiplier": noise_multiplier}
-    paid = planned(job_of(experiment_from(both(rounds=1, aggregator=rounds, preprocess=POOL | {"epsilon": 2.0}))))
+    paid = planned_bill(job_of(experiment_from(both(rounds=1, aggregator=rounds, preprocess=POOL | {"epsilon": 2.0}))))
     assert paid.payments is not None
     [pool, carried] = sorted(payments_of_unit(paid, "record"), key=lambda one: one.epsilon or 0.0)
     assert pool.epsilon == 2.0

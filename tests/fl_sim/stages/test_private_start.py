@@ -20,8 +20,8 @@ from fl_sim.experiment.job import job_of
 from fl_sim.params import vector_in
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
-from fl_sim.simulation import preparation
-from fl_sim.simulation.planned_bill import planned
+from fl_sim.simulation import stage as stages
+from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import Silent, run
 from fl_sim.simulation.stage import Run
 from fl_sim.stages import private_start
@@ -71,7 +71,7 @@ def test_a_start_is_paid_for_with_the_rounds_and_told(tmp_path: Path) -> None:
     assert said["epsilon"] == said["epsilon_realised"]
     assert said["steps_planned"] == 5
     assert "images drawn from these" in said["covers"]
-    [payment] = planned(job_of(experiment)).payments or ()
+    [payment] = planned_bill(job_of(experiment)).payments or ()
     assert payment.epsilon == said["epsilon"]
     assert result["preprocess"] == {"kind": "private-start", "num_images": 300, "releases": 3}
     assert result["titles"]["preprocess"] == "private start"
@@ -128,7 +128,7 @@ def _stopped_before_round_1(experiment: Experiment, out: Path, monkeypatch: pyte
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    place = private_start if hasattr(private_start, where) else preparation
+    place = private_start if hasattr(private_start, where) else stages
     with monkeypatch.context() as patched:
         patched.setattr(place, where, die)
         with pytest.raises(KeyboardInterrupt):

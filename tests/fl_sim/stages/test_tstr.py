@@ -16,9 +16,8 @@ from fl_sim.experiment import job as jobs
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.seeding import rng
-from fl_sim.simulation.estimate import estimate_of
-from fl_sim.simulation.planned_bill import planned
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.forecast import estimate_of
+from fl_sim.simulation.rounds import planned_bill, procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant
 from fl_sim.training.loop import to_tensors
@@ -105,7 +104,7 @@ def test_the_synthetic_records_are_all_that_is_released(finished: Any) -> None:
 def test_the_plan_tells_the_bill_and_what_is_not_timed() -> None:
     job = job_of(quick())
     procedure = procedure_of(job)
-    paid, estimate = planned(job), estimate_of(procedure.work(), None, procedure.traffic())
+    paid, estimate = planned_bill(job), estimate_of(procedure.work(), None, procedure.traffic())
     assert not paid.bare
     assert [payment.epsilon for payment in paid.payments or ()] == [10.0]
     assert (estimate.traffic, estimate.left_out) == (None, ("the classifiers' training",))

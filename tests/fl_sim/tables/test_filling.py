@@ -12,9 +12,9 @@ import pytest
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.table import Table, notes
 from fl_sim.report.watching import Watcher
-from fl_sim.simulation.estimate import Estimate
+from fl_sim.simulation.forecast import Estimate
 from fl_sim.simulation.run import run
-from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables import filling
 from fl_sim.tables.filling import Board, TimeIsUp, fill
 from fl_sim.tables.forecast import Forecast

@@ -7,10 +7,9 @@ import pytest
 
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.simulation.estimate import Estimate
-from fl_sim.simulation.procedure import procedure_of
-from fl_sim.simulation.rounds import Rounds
-from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.simulation.forecast import Estimate
+from fl_sim.simulation.rounds import Rounds, procedure_of
+from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.stages.dafl.stage import Synthesis
 from fl_sim.tables import forecast as forecasting
 from fl_sim.tables.forecast import (

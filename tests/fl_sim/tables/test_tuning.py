@@ -19,7 +19,7 @@ from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
 from fl_sim.simulation.run import run
-from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables import tuning, tuning_space
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings

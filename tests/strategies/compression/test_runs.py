@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import STATE, RoundRecord, read_rounds

@@ -21,8 +21,7 @@ from fl_sim.privacy.accounting import epsilon
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.client_runtime import as_kept, to_generator
 from fl_sim.simulation.run import run
-from fl_sim.stages.dafl.pool import FACTS, load
-from fl_sim.stages.dafl.synthesis import pool_key, pools_root
+from fl_sim.stages.dafl.pool import FACTS, load, pool_key, pools_root
 
 pytestmark = pytest.mark.usefixtures("quick_accounting", "own_caches")
 

@@ -22,10 +22,10 @@ from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import all_together, ledger_path
-from fl_sim.simulation.procedure import runtime_of
+from fl_sim.simulation.rounds import runtime_of
 from fl_sim.stages.dafl.bill import statement
-from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize
 from fl_sim.stages.dafl.pool import FACTS, Pool, load, store
+from fl_sim.stages.dafl.stage import SYNTHESIZE, Synthesize
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 

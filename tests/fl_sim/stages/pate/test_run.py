@@ -17,14 +17,14 @@ from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.report.runs import read_run
 from fl_sim.simulation.run import Silent, run
-from fl_sim.stages.pate import ensemble, noisy_labels
-from fl_sim.stages.pate.asking import ask_teachers
-from fl_sim.stages.pate.ensemble import votes_key
-from fl_sim.stages.pate.run import evaluate
+from fl_sim.stages.pate import noisy_labels
+from fl_sim.stages.pate.noisy_labels import votes_key
+from fl_sim.stages.pate.procedure import ask_teachers
+from fl_sim.stages.pate.run import evaluate, student_data
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.labels import caption, label
 from fl_sim.training.loop import to_tensors
-from strategies.pate.labelling import UNANSWERED
+from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives
 from strategies.pate.public_split import PublicSplit
 from strategies.pate.student import StudentData, Supervised
@@ -166,7 +166,7 @@ def test_students_share_one_labelling_and_other_labellings_share_the_teachers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run(pate(), tmp_path / "first")
-    monkeypatch.setattr(ensemble, "ask_teachers", lambda *_, **__: pytest.fail("the teachers were trained again"))
+    monkeypatch.setattr(noisy_labels, "ask_teachers", lambda *_, **__: pytest.fail("the teachers were trained again"))
     second = run(pate("algorithm.student=pate-g", "algorithm.student.steps=5"), tmp_path / "second")
     third = run(pate("algorithm.labelling.mechanism=gnmax:9"), tmp_path / "third")
     assert [one["pate"]["votes_reused"] for one in (first, second, third)] == [False, True, True]
@@ -328,7 +328,7 @@ def test_a_teacher_that_fails_stops_no_private_run_but_one_without_noise(
         votes[4] = 0
         return votes, (4,)
 
-    monkeypatch.setattr(ensemble, "ask_teachers", with_a_failure)
+    monkeypatch.setattr(noisy_labels, "ask_teachers", with_a_failure)
     result = run(pate("algorithm.keep_private=true"), tmp_path / "run")
     assert result["status"] == "finished"
     assert np.load(tmp_path / "run" / "votes.npy").sum(axis=1).tolist() == [6] * 60
@@ -430,3 +430,11 @@ def test_a_seed_gives_the_same_votes_for_any_number_of_threads(tmp_path: Path, m
         seen.append(np.load(tmp_path / f"run{workers}" / "votes.npy"))
     assert np.array_equal(*seen)
     assert torch.get_num_threads() >= 1
+
+
+def test_a_student_learns_from_the_queries_that_were_answered_and_from_no_other() -> None:
+    pool = torch.arange(5.0).reshape(5, 1)
+    data = student_data(pool, Labelled(np.array([2, UNANSWERED, 0, UNANSWERED]), 4), 3)
+    assert data.labelled.flatten().tolist() == [0.0, 2.0]
+    assert data.labels.tolist() == [2, 0]
+    assert torch.equal(data.unlabelled, pool)

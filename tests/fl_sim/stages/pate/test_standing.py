@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.simulation.run import Silent, run
-from fl_sim.stages.pate.standing import Standing, put_back, read_standing, write_standing
+from fl_sim.stages.pate.run import Standing, put_back, read_standing, write_standing
 from fl_sim.store.run_directory import LEDGER, MODEL, ROUNDS, STUDENT, RoundRecord
 from strategies.pate.student import Batches, Coins
 

@@ -15,8 +15,7 @@ from fl_sim.privacy.renyi import ORDERS
 from fl_sim.privacy.terms import Adjacency
 from fl_sim.seeding import rng
 from fl_sim.settings import kinds_of
-from fl_sim.stages.pate.ensemble import Votes
-from fl_sim.stages.pate.noisy_labels import Released, release_labels
+from fl_sim.stages.pate.noisy_labels import Released, Votes, release_labels
 from fl_sim.stages.pate.statements import neighbours, statements_of
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
 from strategies.pate.labelling import UNANSWERED

@@ -9,12 +9,10 @@ from fl_sim.engines import arrays, wire
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import bills
-from fl_sim.simulation.estimate import estimate_of
-from fl_sim.simulation.planned_bill import planned
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.forecast import estimate_of
+from fl_sim.simulation.rounds import planned_bill, procedure_of
 from fl_sim.simulation.run import run
-from fl_sim.simulation.stopwatch import Stopwatch, Timing
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.timing import Stopwatch, Timing, Work
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Params, Traffic, Trained
@@ -251,7 +249,7 @@ def test_work_that_takes_as_long_has_one_name() -> None:
 )  # fmt: skip
 def test_the_bill_beforehand_is_what_the_run_states(tmp_path: Path, settings: dict[str, Any]) -> None:
     experiment = quick(**settings)
-    paid = planned(job_of(experiment))
+    paid = planned_bill(job_of(experiment))
     stated = run(experiment, tmp_path / "run")["privacy"]
     assert paid.payments is not None
     assert [(one.unit, one.epsilon, one.delta, str(one.adjacency)) for one in paid.payments] == [
@@ -261,7 +259,7 @@ def test_the_bill_beforehand_is_what_the_run_states(tmp_path: Path, settings: di
 
 def test_a_pool_is_paid_for_once_however_many_runs_use_it_and_within_its_budget() -> None:
     da_fl = {"kind": "da-fl", "epsilon": 2.0, "generator": "mean-embedding"}
-    runs = [planned(job_of(quick(preprocess=da_fl, algorithm=kind))) for kind in ("fedavg", "scaffold")]
+    runs = [planned_bill(job_of(quick(preprocess=da_fl, algorithm=kind))) for kind in ("fedavg", "scaffold")]
     [bill] = bills(runs)
     assert [(total.releases, total.plain) for total in bill.totals] == [(1, (2.0, 1e-5))]
     assert bill.epsilon is None  # both train on raw records as well

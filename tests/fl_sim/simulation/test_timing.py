@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fl_sim.simulation.stopwatch import NO_TIME, Stopwatch, Timing
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.timing import NO_TIME, Stopwatch, Timing, Work
 
 
 @dataclass

@@ -24,9 +24,9 @@ from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.payments import with_whole_run
 from fl_sim.simulation.client_ledgers import fingerprint
 from fl_sim.simulation.run import Silent, run
-from fl_sim.stages.dafl import synthesis
-from fl_sim.stages.dafl.pool import da_fl
-from fl_sim.stages.dafl.synthesis import pool_key
+from fl_sim.stages.dafl import pool as pools
+from fl_sim.stages.dafl.pool import pool_key
+from fl_sim.stages.dafl.stage import settings_of
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -79,7 +79,7 @@ def test_a_run_states_what_its_pool_costs_a_record_and_that_the_main_task_is_not
 
 def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(_made(), tmp_path / "first")
-    monkeypatch.setattr(synthesis, "ask_clients", lambda *_: pytest.fail("the pool was made again"))
+    monkeypatch.setattr(pools, "ask_clients", lambda *_: pytest.fail("the pool was made again"))
     second = run(_made("algorithm=scaffold", "rounds=3"), tmp_path / "second")
     assert not first["preprocess"]["reused"]
     assert second["preprocess"]["reused"]
@@ -111,7 +111,7 @@ def test_a_pool_does_not_depend_on_the_main_task(change: str) -> None:
     ],
 )  # fmt: skip
 def test_a_pool_is_named_by_all_that_determines_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthesis, "fingerprint", lambda data, root: data)
+    monkeypatch.setattr(pools, "fingerprint", lambda data, root: data)
     assert pool_key(_job()) != pool_key(_job(change))
 
 
@@ -234,7 +234,7 @@ def test_a_result_says_who_took_the_generators_steps_when_the_pool_was_made(
     again, other = run(_made(*small), tmp_path / "again"), run(_made(*small, "seed=1"), tmp_path / "other")
     told = [result["preprocess"]["trainer"] for result in (first, again, other)]
     assert told[:2] == ["PyTorch: there is no native trainer here, it was not compiled"] * 2
-    assert told[2] == da_fl(_made(*small)).generator.trainer()
+    assert told[2] == settings_of(_made(*small)).generator.trainer()
     assert run(_made(), tmp_path / "one release")["preprocess"]["trainer"] is None
 
 

@@ -1,8 +1,9 @@
-"""At home: a release is paid for before a worker is told of it, and a driver that was killed pays no second time."""
+"""Workers without the driver's disk execute the clients that were sent, and the files of these stay at home."""
 
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message
 
@@ -15,10 +16,10 @@ from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation.client_ledgers import ledger_path
-from fl_sim.simulation.desk import HomeDesk
-from fl_sim.simulation.travelling import TravellingJob, travelling_app
+from fl_sim.simulation.remote_workers import ClientStore, WorkerSetup, worker_app
 from fl_sim.stages.ccvr import SUMMARISE
-from fl_sim.stages.dafl.client import SYNTHESIZE
+from fl_sim.stages.dafl.stage import SYNTHESIZE
+from partitions import Parts
 
 CLIENT = 3
 SIGNER = remote.Signer.fresh()
@@ -47,8 +48,8 @@ def charges(job: Job) -> int:
     return path.read_text().count("\n") - 1 if path.exists() else 0
 
 
-def sent(desk: HomeDesk, message: Message) -> tuple[Parcel, remote.Ticket]:
-    parcel = desk.before(message)
+def sent(store: ClientStore, message: Message) -> tuple[Parcel, remote.Ticket]:
+    parcel = store.before(message)
     assert isinstance(parcel, Parcel)
     content = wire.RecordDict({**parcel.content, **parcel.own})
     return parcel, SIGNER.read(SYNTHESIZE, CLIENT, content)
@@ -56,23 +57,23 @@ def sent(desk: HomeDesk, message: Message) -> tuple[Parcel, remote.Ticket]:
 
 def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message: Message, tmp_path: Path) -> None:
     key, share = (tmp_path / f"clients/client-{CLIENT}" / name for name in ("key", "share.safetensors"))
-    desk = HomeDesk(job, SIGNER)
-    parcel, ticket = sent(desk, message)
+    store = ClientStore(job, SIGNER)
+    parcel, ticket = sent(store, message)
     assert charges(job) == 2
     assert key.read_bytes() == ticket.key
-    assert sent(desk, message)[1] == ticket  # a worker died: sent again
-    desk = HomeDesk(job, SIGNER)
-    assert sent(desk, message)[1] == ticket  # the driver was killed
+    assert sent(store, message)[1] == ticket  # a worker died: sent again
+    store = ClientStore(job, SIGNER)
+    assert sent(store, message)[1] == ticket  # the driver was killed
     assert charges(job) == 2
     assert not share.exists()
 
     content = wire.RecordDict({**parcel.content, **parcel.own})
     assert str(tmp_path) not in repr(content)
     away = Message(content, metadata=message.metadata)
-    done = desk.after(message, answer(travelling_app(TravellingJob.of(job, SIGNER)), away, 6))
+    done = store.after(message, answer(worker_app(WorkerSetup.of(job, SIGNER)), away, 6))
     assert share.exists()
     assert not key.exists()
-    again = HomeDesk(job, SIGNER).before(message)  # and is there for good
+    again = ClientStore(job, SIGNER).before(message)  # and is there for good
     assert isinstance(again, Message)
     shape, classes = job.dataset.input_shape, job.dataset.num_classes
     first, second = (wire.read_synthetic(one.content, shape, classes, 10_000) for one in (done, again))
@@ -82,16 +83,16 @@ def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message:
 
 
 def test_a_client_that_fails_keeps_its_key_and_what_it_paid(job: Job, message: Message, tmp_path: Path) -> None:
-    desk = HomeDesk(job, SIGNER)
-    _, ticket = sent(desk, message)
-    failed = desk.after(message, failure(message, CLIENT_RAISED, "out of memory"))
+    store = ClientStore(job, SIGNER)
+    _, ticket = sent(store, message)
+    failed = store.after(message, failure(message, CLIENT_RAISED, "out of memory"))
     assert wire.error_of(failed) == "out of memory"
-    assert sent(HomeDesk(job, SIGNER), message)[1] == ticket
+    assert sent(ClientStore(job, SIGNER), message)[1] == ticket
     assert charges(job) == 2
 
 
 def _answer_of(job: Job, content: wire.RecordDict, message: Message, signer: remote.Signer) -> Message:
-    return answer(travelling_app(TravellingJob.of(job, signer)), Message(content, metadata=message.metadata), 6)
+    return answer(worker_app(WorkerSetup.of(job, signer)), Message(content, metadata=message.metadata), 6)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
     job: Job, message: Message, changed: str
 ) -> None:
     """All else is refused in words, with nothing released."""
-    parcel, ticket = sent(HomeDesk(job, SIGNER), message)
+    parcel, ticket = sent(ClientStore(job, SIGNER), message)
     client, task, order = CLIENT, SYNTHESIZE, wire.read_task_config(parcel.content)
     content, signer = parcel.content, SIGNER
     signed = {
@@ -130,7 +131,7 @@ def _altered(parcel: Parcel, **fields: object) -> dict[str, ConfigRecord]:
 def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
     job: Job, message: Message, guard: str, tmp_path: Path
 ) -> None:
-    parcel, _ = sent(HomeDesk(job, SIGNER), message)
+    parcel, _ = sent(ClientStore(job, SIGNER), message)
     away = Message(wire.RecordDict({**parcel.content, **parcel.own}), metadata=message.metadata)
     (tmp_path / "policy.toml").write_text("epsilon = 100.0")
     place = (
@@ -138,7 +139,7 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
     )
     context = node_context(message.metadata.dst_node_id, 6)
     context.node_config = {**context.node_config, **place}
-    app = build_client_app(lambda *_: TravellingJob.of(job, SIGNER).runtime, SIGNER)
+    app = build_client_app(lambda *_: WorkerSetup.of(job, SIGNER).runtime, SIGNER)
     if guard == "owner":  # its run has no name: that is refused first, so it gets one, signed
         order = replace(wire.read_task_config(parcel.content), run="a")
         content = wire.reordered(parcel.content, order)
@@ -150,3 +151,12 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
     with pytest.raises(RunError, match="the order brings a ticket"):
         app(away, context)
     assert not (tmp_path / "policy.toml.private").exists()
+
+
+def test_shards_that_were_dealt_otherwise_are_other_records() -> None:
+    setup = WorkerSetup.of(job_of(experiment_from({"model": "logistic", "clients": 3})), remote.Signer.fresh())
+    first, second, third = (setup.shards[client] for client in range(3))
+    for shards in (Parts.of([second, first, third]), Parts.of([first[:-1], np.append(second, first[-1]), third])):
+        with pytest.raises(RunError, match="other records arrived than were sent"):
+            replace(setup, shards=shards).runtime  # noqa: B018 (made when it is asked for)
+    assert setup.runtime.num_clients == 3

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.simulation import result
+from fl_sim.simulation import run_log
 
 
 def scores(*pairs: tuple[float | None, float | None]) -> list[Any]:
-    return [result._Score(number, test, held_out) for number, (test, held_out) in enumerate(pairs, 1)]
+    return [run_log._Score(number, test, held_out) for number, (test, held_out) in enumerate(pairs, 1)]
 
 
 def test_the_best_validation_accuracy_is_neither_the_first_nor_the_last() -> None:
     job: Any = SimpleNamespace(num_validated=40)
-    told = result._validation(job, scores((0.1, 0.3), (0.2, 0.8), (0.4, 0.5)))
+    told = run_log._validation(job, scores((0.1, 0.3), (0.2, 0.8), (0.4, 0.5)))
     assert told == {"validation": {"records": 40, "final_accuracy": 0.5, "best_accuracy": 0.8}}
 
 
@@ -28,6 +28,6 @@ def test_the_best_validation_accuracy_is_neither_the_first_nor_the_last() -> Non
     ],
 )
 def test_the_best_round_is_the_first_of_the_highest(found: list[tuple[float | None, float | None]], best: int) -> None:
-    chosen = result._best(experiment_from({}), scores(*found))
+    chosen = run_log._best(experiment_from({}), scores(*found))
     assert chosen is not None
     assert chosen.round == best

@@ -6,8 +6,8 @@ from clients.client_task import Client
 from fl_sim.engines import wire
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.simulation.procedure import procedure_of
-from fl_sim.stages.pate.asking import VOTE
+from fl_sim.simulation.rounds import procedure_of
+from fl_sim.stages.pate.procedure import VOTE
 from fl_sim.types import ServerState
 
 

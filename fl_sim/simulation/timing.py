@@ -1,4 +1,4 @@
-"""Times small pieces of work within a budget: each kind once, from a few records up to a whole piece, then several."""
+"""Kinds of work of a run, and the timing of small pieces of them on public test records, within a budget of seconds."""
 
 import math
 import time
@@ -6,11 +6,48 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from fl_sim.errors import in_a_line
+from fl_sim.experiment.job import Job
 from fl_sim.mistakes import shortened
 from fl_sim.seeding import torch_kept
-from fl_sim.simulation.capacity import fixed_threads
-from fl_sim.simulation.work import Work
+from fl_sim.simulation.client_runtime import fixed_threads
+from fl_sim.types import Examples
+
+Ready = Callable[[int, int], Callable[[], object]]
+"""(records of a piece, pieces) -> what does so many pieces of so many records each, in one turn."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work: ``turns`` of it with ``pieces`` in them, all together, such as clients' turns and their steps.
+
+    ``what``: a piece, in words. ``kind``: the same for work whose pieces take equally long. ``ready`` loads what a turn
+    needs, and returns the turn; None: this work cannot be timed. ``records``: of a piece; ``most``: pieces of a turn
+    that is timed. ``at_once``: how many turns go on at a time. ``makes``: the name of what the work leaves for all runs
+    that need the same, empty for nothing. ``threads``: of torch. ``clock``: by which a turn is timed; on a CPU the time
+    that this thread computes, whoever else computes there.
+    """
+
+    what: str
+    kind: str = ""
+    turns: float = 0.0
+    pieces: float = 0.0
+    ready: Ready | None = None
+    records: int = 1
+    most: int = 1
+    at_once: float = 1.0
+    makes: str = ""
+    threads: int = 1
+    clock: Callable[[], float] = time.thread_time
+
+
+def public_records(job: Job, count: int) -> Examples:
+    """Return so many public test records, some of them twice where there are fewer."""
+    test = job.dataset.test
+    return test.take(np.arange(count) % len(test))
+
 
 Say: TypeAlias = Callable[[str], object]
 Clock: TypeAlias = Callable[[], float]
