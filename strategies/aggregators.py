@@ -1,4 +1,4 @@
-"""How a round's updates become the one mean that the server half of an algorithm sees."""
+"""Aggregators: rules that turn a round's updates into the one aggregate that the server half of an algorithm sees."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def check_weighing(experiment: Choices) -> None:
 
 
 def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
-    """Return how much each client counts in a mean, before they are divided by their sum."""
+    """Return each client's weight in the mean, before division by their sum."""
     return [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in replies]
 
 
 class Robust(Settings):
-    """What looks at single updates, so that a few hostile clients do little, and makes something else than their mean.
+    """A robust aggregator: looks at single updates, so that a few hostile clients have little effect.
 
     All that a client sends is one vector to it.
     """
@@ -88,7 +88,7 @@ class Robust(Settings):
 
 
 def cohort_size(experiment: Choices) -> float:
-    """How many clients a round has, on average where that is drawn."""
+    """Return the number of clients in a round, the expected one where it is drawn."""
     sampler = experiment.sampler
     return sampler.expected_size(experiment.clients) if isinstance(sampler, Sampler) else float(experiment.clients)
 
@@ -98,7 +98,7 @@ Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
 
 
 def combined(cohort: Cohort, combine: Combine, idle: Callable[[torch.Tensor], str] | None = None) -> Aggregate | None:
-    """Return what an aggregator that looks at single updates makes of those of the clients that have records.
+    """Return the aggregate of the clients that have records, by an aggregator that looks at single updates.
 
     ``idle``: a remark on rows of which it makes no more than their mean. None where no client has records. Raises
     RunError, naming client and round, where an update or a loss is not finite.

@@ -1,4 +1,4 @@
-"""What an algorithm is: a frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
+"""The algorithm: a frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Pooling(Protocol):
 
     @property
     def pools_test_records(self) -> bool:
-        """Say whether test records are in the pool."""
+        """Return True if test records are in the pool."""
         ...
 
 
@@ -98,7 +98,7 @@ class Bounded(Protocol):
     """An algorithm with an end of its own, or one that does not take all data."""
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return how many of ``rounds`` a run has at most. Raises UserError for data that do not serve."""
+        """Return the number of rounds, at most ``rounds``. Raises UserError for data that do not serve."""
         ...
 
 
@@ -119,7 +119,7 @@ class MeanOnly(Protocol):
     """An algorithm of which the mean of what clients send makes sense, but not what looks at single updates makes."""
 
     def mean_only(self) -> str:
-        """Return why, a clause; empty where other aggregates serve as well."""
+        """Return the reason, a clause; empty where other aggregates serve as well."""
         ...
 
 
@@ -141,7 +141,7 @@ class Noted(Protocol):
     """An algorithm that must be explained below a table in which it stands beside others."""
 
     def note(self) -> str:
-        """Return what a reader must know of it, a sentence in one line."""
+        """Return a sentence for the reader of a table, in one line."""
         ...
 
 
@@ -150,7 +150,7 @@ class Advising(Protocol):
     """An algorithm that does not go well with all ways to train on a client."""
 
     def advice(self, momentum: float) -> str:
-        """Return what a user must know of local training with this ``momentum``, a sentence; empty for nothing."""
+        """Return advice on local training with this ``momentum``, a sentence; empty for none."""
         ...
 
 
@@ -196,7 +196,7 @@ class Averaging(Settings):
 
 
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
-    """Return how the clients of a round count in its mean."""
+    """Return the weighting of clients in a round's mean."""
     return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
 
 
@@ -236,7 +236,7 @@ def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classe
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
-    """Return what becomes of a client's round of one step a record in which the model did not move."""
+    """Return the update of a client that took one step per record without moving the model."""
     task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)

@@ -1,4 +1,4 @@
-"""What comes back from clients, and who they are: nothing of it is believed before it has been looked at."""
+"""Answers of clients and the nodes they come from: nothing is used before it is checked."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _POLL_SECONDS: Final = 0.05
 
 @dataclass(frozen=True)
 class Population:
-    """Which Flower node plays which client: ``nodes[client]`` is a node id.
+    """The Flower node of each client: ``nodes[client]`` is a node id.
 
     A range where nodes are ours, so that clients who are never asked cost nothing.
     """
@@ -60,7 +60,7 @@ class Asking:
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
-    """Return what ``read`` makes of every client's answer, by client. Raises RunError that names the first bad one."""
+    """Return every client's answer, read by ``read``, by client. Raises RunError that names the first bad one."""
     what, made = asking.order.task, []
     for client, answer in enumerate(answers_to(grid, population, asking, read)):
         if isinstance(answer, Malformed):
@@ -72,7 +72,7 @@ def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Call
 def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
-    """Return what ``read`` makes of every client's answer, or why it has none, by client."""
+    """Return every client's answer, read by ``read``, or the error in its place, by client."""
     order, params = asking.order, asking.params
     content = wire.order_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
     sent = [Message(content, node, wire.TRAIN) for node in population.nodes]
@@ -127,7 +127,7 @@ def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
 
 
 def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
-    """Return what went wrong with whom, a line each, with what they said. PRIVATE."""
+    """Return the failures, a line per client with its own words. PRIVATE."""
     return "\n".join(
         f"{who} {number} {reason}" + (f": {reason.said}" if reason.said else "")
         for number, reason in sorted(failed.items())

@@ -28,7 +28,7 @@ from strategies.layer import Layer, Relabel
 
 
 class Attack(Protocol):
-    """What ``clients`` of the experiment's clients do."""
+    """An attack: the behaviour of ``clients`` of the experiment's clients."""
 
     @property
     def clients(self) -> int:
@@ -40,7 +40,7 @@ class Attack(Protocol):
         ...
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return what a round's ``hostile`` clients, at least one, send in place of what honest ones would have.
+        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones.
 
         ``cohort_size``: how many clients the round has.
         """
@@ -48,7 +48,7 @@ class Attack(Protocol):
 
 
 class _Harmless(Settings):
-    """What every attack changes one part of: neither records nor updates are other than they were."""
+    """The honest behaviour, of which every attack changes one part: records and updates stay as they are."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
         """Return the labels as they are."""
@@ -56,7 +56,7 @@ class _Harmless(Settings):
         return labels
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the replies as they are."""
+        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones."""
         del cohort_size
         return hostile
 
@@ -119,7 +119,7 @@ class SignFlip(_Attack):
     strength: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return all payloads times -``strength``."""
+        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones."""
         del cohort_size
         return [_with(reply, as_rows([reply])[0] * -self.strength) for reply in hostile]
 
@@ -150,7 +150,7 @@ class ALittleIsEnough(_Attack):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where hostile clients send what honest ones would."""
+        """Name settings without effect."""
         size = cohort_size(experiment)
         hostile = self.clients * size / experiment.clients
         if hostile < 2:
@@ -165,7 +165,7 @@ class ALittleIsEnough(_Attack):
         return [off(f"attack.deviations={self.deviations}", why)]
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the same forged payloads for all of them."""
+        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones."""
         if len(hostile) == 1:
             return hostile
         rows = as_rows(hostile)
@@ -181,14 +181,14 @@ class ALittleIsEnough(_Attack):
 
 
 def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[int]:
-    """Return which clients are hostile: the same in every round, and on every engine."""
+    """Return the hostile clients: the same in every round, and on every engine."""
     if not attack.clients:
         return frozenset()
     return frozenset(rng(seed, "hostile clients").choice(num_clients, attack.clients, replace=False).tolist())
 
 
 def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what an attack, which may be the user's own, makes of ``labels``. Raises UserError for other labels."""
+    """Return the ``labels`` that an attack makes, also one of the user's own. Raises UserError for other labels."""
     poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
     is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
     if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
@@ -219,7 +219,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether there are hostile clients."""
+        """Return True if there are hostile clients."""
         return not is_none(experiment.attack)
 
     @classmethod
@@ -230,7 +230,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Say how many hostile clients have nothing to do harm with."""
+        """Count the hostile clients without records to do harm with."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         if not (harmless := len(hostile.intersection(idle))):
@@ -249,6 +249,6 @@ class HostileUpdates(Layer):
         return tuple(forged.get(reply.client, reply) for reply in replies)
 
     def remarks(self) -> Sequence[str]:
-        """Say where no hostile client took part."""
+        """Name settings without effect."""
         said = off(f"attack {kind_of(self._attack)}", "no hostile client took part with records")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

@@ -46,12 +46,12 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether models may have BatchNorm layers."""
+        """Return True if models may have BatchNorm layers."""
         return bool(experiment.local.batch_norm != "none")
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return what sends layers, and keeps those that are personal."""
+        """Return the client half, which sends BatchNorm layers and keeps personal ones."""
         del algorithm, model
         return ClientBatchNorm(experiment.local.batch_norm)
 

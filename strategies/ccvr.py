@@ -62,7 +62,7 @@ class CCVR(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence[CCVR], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Say what the head is trained on again."""
+        """Describe the records on which the head is trained again."""
         samples, rates, epochs = (
             values([getattr(one, name) for one in chosen]) for name in ("samples_per_class", "learning_rate", "epochs")
         )
@@ -74,12 +74,12 @@ class CCVR(Settings):
 
     @property
     def is_private(self) -> bool:
-        """Say whether the moments are a private release."""
+        """Return True if the moments are a private release."""
         return self.epsilon is not None
 
     @property
     def protection(self) -> Protection | None:
-        """Return how the moments are protected, None where they are not."""
+        """Return the protection of the moments, None without one."""
         if self.epsilon is None:
             return None
         from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)

@@ -22,7 +22,7 @@ class CoordinateMedian(Robust):
     title: ClassVar[str] = "coordinate median"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where there is no middle."""
+        """Name settings without effect."""
         if (size := cohort_size(experiment)) > 2:
             return []
         return [off("aggregator median", f"rounds have {size:g} clients, of which the median is the mean")]

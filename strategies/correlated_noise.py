@@ -36,7 +36,7 @@ def coefficients(bands: int) -> NDArray[np.float64]:
 
 @dataclass
 class CorrelatedNoise:
-    """What the next rounds' noise takes off again. With one band: nothing.
+    """The noise of earlier rounds that the next rounds subtract. With one band: none.
 
     SENSITIVE: ``sums`` are the clipped sums without noise, of the last ``bands`` - 1 rounds, newest first; beside what
     was ``released`` of them they tell the noise. They are kept in memory alone: a run that goes on after a stop begins

@@ -18,7 +18,7 @@ class EarlyStopping(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether one of both is set."""
+        """Return True if one of both is set."""
         return bool(experiment.evaluate.target_accuracy or experiment.evaluate.patience)
 
     @classmethod
@@ -28,7 +28,7 @@ class EarlyStopping(Layer):
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Say why a run that has these rounds ends before its last one; empty where it goes on."""
+        """Return the reason for which a run with these rounds ends early; empty where it continues."""
         validated = [(one.round, one.validation_accuracy) for one in rounds if one.validation_accuracy is not None]
         if not validated:
             return self.inner.ended(rounds)

@@ -35,7 +35,7 @@ class Centralized(Averaging):
             raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
 
     def mean_only(self) -> str:
-        """Say who is there."""
+        """Return the reason: there is one client."""
         return "it has a single client, which there is nobody to compare with"
 
     def plan(self, task: LocalTask) -> LocalPlan:

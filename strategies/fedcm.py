@@ -24,7 +24,7 @@ class ClientMomentum(Averaging):
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where nothing of a round is carried on."""
+        """Name settings without effect."""
         if self.alpha == 1:
             return [off("algorithm.alpha=1", "nothing of the last round is carried on")]
         if experiment.rounds == 1:

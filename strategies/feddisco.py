@@ -25,14 +25,14 @@ class FedDisco(Averaging):
     title: ClassVar[str] = "FedDisco"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         if self.a:
             return []
         return [off("algorithm.a=0", "labels do not count" if self.b else FEDAVG)]
 
     def note(self) -> str:
-        """Say what clients give away."""
+        """Name what clients reveal."""
         return "FedDisco: every client sends how far its labels are from uniform, one number."
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

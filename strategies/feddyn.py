@@ -33,7 +33,7 @@ class Dynamic(Averaging):
         )
 
     def mean_only(self) -> str:
-        """Say what h is."""
+        """Return the reason: h is a mean."""
         return (
             "its corrections cancel where the loss of all is least only while h is the mean of what clients keep, and "
             "of other aggregates the gap adds up"

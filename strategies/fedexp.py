@@ -42,18 +42,18 @@ class FedExP(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Say what would be divided by what."""
+        """Return the reason: the step size is a ratio of means."""
         return (
             "its step divides the mean of squared norms by the square of the mean update, and of other aggregates that "
             "ratio means nothing: near 0 updates that disagree would make any step"
         )
 
     def note(self) -> str:
-        """Say what is evaluated."""
+        """Name the evaluated model."""
         return f"FedExP: {self.reports()} is evaluated."
 
     def reports(self) -> str:
-        """Say what is evaluated."""
+        """Name the evaluated model."""
         return "the mean of the last two models" if self.average_two else "the last model"
 
     def reported(self, server: ServerState) -> Params:

@@ -33,7 +33,7 @@ class FedLC(Averaging):
     knobs: ClassVar[str] = "with algorithm.exclude_true its loss has no lower bound: leave that out"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         return [] if self.tau else [off("algorithm.tau=0", "no logit is shifted, absent classes alone are left out")]
 
@@ -56,7 +56,7 @@ class FedLC(Averaging):
 
 
 def without_true(batch: Batch) -> torch.Tensor:
-    """Return what takes a record's own class out of the sum in its cross-entropy, (n,); 0 where there is one class."""
+    """Return the term that removes a record's own class from the sum of its cross-entropy, (n,); 0 for one class."""
     logits = batch.logits + batch.data["shift"]
     of_class = batch.labels.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
     others = logits.masked_fill(of_class, -torch.inf).clamp(min=_LEAST)

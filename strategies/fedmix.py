@@ -17,7 +17,7 @@ from strategies.algorithm import Averaging
 
 
 class _Mixing(Averaging):
-    """What both methods set and share: ``mixing_weight`` is the paper's lambda, ``records_per_average`` its M_k."""
+    """Settings and shares of both methods: ``mixing_weight`` is the paper's lambda, ``records_per_average`` its M_k."""
 
     computes_with_records: ClassVar[bool] = True
 
@@ -25,7 +25,7 @@ class _Mixing(Averaging):
     records_per_average: int = Field(5, ge=2, le=10**9)
 
     def mean_only(self) -> str:
-        """Say what an aggregator does not see."""
+        """Return the reason: aggregators do not see the shared averages."""
         return (
             "clients train on averages that others share before the first round, where no aggregator looks, so that "
             "one hostile client would spoil all of them"
@@ -59,7 +59,7 @@ class FedMix(_Mixing):
     )
 
     def advice(self, momentum: float) -> str:
-        """Say what the paper does not have."""
+        """Warn of momentum, which the paper does not have."""
         if not momentum:
             return ""
         return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"

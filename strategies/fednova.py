@@ -33,7 +33,7 @@ class FedNova(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Say what a_i would do in a vector with the update; a public ``tau_eff`` takes it out."""
+        """Return the reason: a_i would dominate the update's vector; a public ``tau_eff`` removes it."""
         if self.tau_eff is not None:
             return ""
         return (

@@ -23,7 +23,7 @@ class FedNTD(Averaging):
     knobs: ClassVar[str] = "distillation weighs algorithm.beta * algorithm.temperature^2: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         return [] if self.beta else [off("algorithm.beta=0", FEDAVG)]
 

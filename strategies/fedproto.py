@@ -39,21 +39,21 @@ class FedProto(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Say what would be divided by what."""
+        """Return the reason: prototypes are ratios of sums."""
         return (
             "prototypes are sums of features divided by counts, of the same clients, and sums of features are longer "
             "than the update beside which they would be judged"
         )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where nothing is pulled."""
+        """Name settings without effect."""
         if not self.strength:
             return [off("algorithm.strength=0", FEDAVG)]
         first = "rounds=1, and there are no prototypes in the first round"
         return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Say what clients give away."""
+        """Name what clients reveal."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:

@@ -20,7 +20,7 @@ class FedProx(Averaging):
     mu: float = Field(0.01, ge=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         return [] if self.mu else [off("algorithm.mu=0", FEDAVG)]
 

@@ -24,7 +24,7 @@ class FedRS(Averaging):
     title: ClassVar[str] = "FedRS"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         return [] if self.alpha < 1 else [off("algorithm.alpha=1", FEDAVG)]
 

@@ -26,7 +26,7 @@ class FedSAM(Averaging):
     knobs: ClassVar[str] = "gradients are taken algorithm.rho uphill: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         return [] if self.rho else [off("algorithm.rho=0", FEDAVG)]
 

@@ -26,7 +26,7 @@ class FedSpeed(Dynamic):
     knobs: ClassVar[str] = Dynamic.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         parts = {"rho": self.rho, "uphill_share": self.uphill_share}
         return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]

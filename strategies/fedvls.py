@@ -33,7 +33,7 @@ class FedVLS(Averaging):
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where a setting has no effect."""
+        """Name settings without effect."""
         del experiment
         parts = {
             "distillation_weight": (self.distillation_weight, "nothing is distilled"),

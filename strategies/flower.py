@@ -138,7 +138,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def traffic(self) -> Traffic:
-        """Return what goes to a client in a round and what comes back: the same for all, whatever they hold.
+        """Return the bytes to and from one client in a round: the same for all, however many records they hold.
 
         An update of another size is refused.
         """
@@ -155,7 +155,7 @@ class FederatedStrategy(Strategy):
         return arrays.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
 
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
-        """Return what a client is sent by a server in that state."""
+        """Return the content of a round's message to a client, for that server state."""
         groups = {**server.broadcast}
         for half in self.on_clients:
             groups = _both(groups, half.broadcast(server))
@@ -169,7 +169,7 @@ class FederatedStrategy(Strategy):
         return reply
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
-        """Return how many clients can ever take part, those of ``answers`` among them; None: all."""
+        """Return the number of clients that can ever take part, those of ``answers`` among them; None: all."""
         if self.holders is None:
             return None
         for reply in answers:  # a node of Flower's runtime may hold records of its own
@@ -185,7 +185,7 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _packed(self) -> dict[str, Size]:
-        """Return how much the groups take that travel packed."""
+        """Return the sizes of the groups that travel packed."""
         sizes = (half.packs(self._template, self.server.params) for half in self.on_clients)
         return {name: size for one in sizes for name, size in one.items()}
 
@@ -248,7 +248,7 @@ class _Innermost(Layer):
         return aggregate
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return what the algorithm makes of it, which writes to nothing that it is handed."""
+        """Return the algorithm's next server state; the algorithm may write to nothing that it is given."""
         write_guard = WriteGuard.of(groups_of(server))
         with error_context(f"merge of {type(algorithm).__name__}"):
             merged = algorithm.merge(server, aggregate)
@@ -314,7 +314,7 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round did, apart from evaluation.
+    """The outcome of a round, without evaluation.
 
     ``traffic``: of all its clients; None where who they are is secret. ``epsilon``: what all rounds so far cost a
     client, where that is counted.

@@ -70,10 +70,10 @@ class AdaptiveClipping(Settings):
 
 @runtime_checkable
 class Amplifying(Protocol):
-    """What draws cohorts, as far as a round's cost depends on it."""
+    """A sampler, as far as a round's privacy cost depends on it."""
 
     def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
-        """Return what ``event`` costs a client on such a cohort."""
+        """Return the event of ``event`` on such a cohort."""
         ...
 
 
@@ -87,7 +87,7 @@ class Releasing(Protocol):
 
 
 def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-    """Return what is released under Global DP before the first round."""
+    """Return the releases under Global DP before the first round."""
     return preprocess.releases(aggregator) if isinstance(preprocess, Releasing) else ()
 
 
@@ -220,18 +220,18 @@ class GlobalDP(Settings):
             )
 
     def cost(self, counts: Mapping[dp_event.DpEvent, int]) -> float:
-        """Return what is held against ``epsilon`` where so many of these events are released."""
+        """Return the epsilon of these events, to be compared with ``epsilon``."""
         from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (as below)
 
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where there is no noise."""
+        """Name settings without effect."""
         del experiment
         return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 
     def event(self) -> dp_event.DpEvent:
-        """Return what one round costs before any sampling, with z relative to ONE client's clipping norm.
+        """Return the event of one round before any sampling, with z relative to ONE client's clipping norm.
 
         With correlated noise: what a client pays for each round in which it takes part.
         Adaptive clipping is inside: update noise and count noise together are worth z. To replace a client moves the
@@ -293,7 +293,7 @@ class GlobalDP(Settings):
     def sums(
         self, cohort: Cohort, template: Payloads, clipping_norm: float
     ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
-        """Return what noise is added to: the sum of the clipped updates, and the centred count of those within.
+        """Return the sums that noise is added to: of the clipped updates, and the centred count of those within.
 
         SENSITIVE. Between two worlds of which one lacks a client's records, they differ by at most ``clipping_norm``
         and 1/2; where a client is exchanged for another, by twice that.

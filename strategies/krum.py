@@ -51,7 +51,7 @@ class MultiKrum(Robust):
         _check_cohorts(experiment, _needed(self.hostile, self.selected))
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where nobody is left out."""
+        """Name settings without effect."""
         size = cohort_size(experiment)
         if (self.selected or size - self.hostile) < size:
             return []

@@ -59,7 +59,7 @@ class Layered(Protocol):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Who is asked in a round: ``clients``, ascending; ``most_steps``: {client: how many steps it has time for}."""
+    """The cohort of a round: ``clients``, ascending; ``most_steps``: {client: number of steps it has time for}."""
 
     clients: NDArray[np.int64]
     most_steps: Mapping[int, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a run starts from, as layers check it.
+    """The start of a run, as layers check it.
 
     ``plan``: what clients' plans look like. ``sent``: what a client without records sends. ``kept``: names and shapes
     of the algorithm's client state. ``whole``: names of stages that train the whole model at the server.
@@ -82,7 +82,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every client does in a round.
+    """The work of every client in a round.
 
     ``sizes``: how many records it trains on, (clients,). ``settings``: how it trains. ``traffic``: what goes to it and
     what comes back.
@@ -109,7 +109,7 @@ class Layer:
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether the rounds of ``experiment`` have this layer."""
+        """Return True if the rounds of ``experiment`` have this layer."""
         del experiment
         return True
 
@@ -138,25 +138,25 @@ class Layer:
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return what the server starts from: ``server``, which the algorithm made, with what the layer has of it."""
+        """Return the initial server state: ``server``, made by the algorithm, with the layer's part of it."""
         del experiment, model
         return server
 
     @classmethod
     def payments(cls, experiment: Any) -> Sequence[Payment]:
-        """Return what all rounds will cost."""
+        """Return the privacy cost of all rounds."""
         del experiment
         return ()
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Say what there is to know of the rounds' privacy before the run, beside what they cost; sentences."""
+        """Return sentences on the rounds' privacy for the time before the run, beside their cost."""
         del experiment
         return ()
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Say what a user must know before the next round.
+        """Return warnings for the user before the next round.
 
         ``rounds_done``: by an earlier process. ``idle``: clients without records; none where that is private.
         """
@@ -180,7 +180,7 @@ class Layer:
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return who is asked; ``coins``: what it is drawn with, None for the run's seed."""
+        """Return the round's cohort; ``coins``: its source of randomness, None for the run's seed."""
         return self.inner.cohort(server_round, coins)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
@@ -200,28 +200,28 @@ class Layer:
         return self.inner.merge(algorithm, server, aggregate)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return what the round's line in ``rounds.jsonl`` says of it: fields of ``RoundRecord``."""
+        """Return the layer's fields of the round's line in ``rounds.jsonl`` (``RoundRecord``)."""
         return self.inner.metrics()
 
     def remarks(self) -> Sequence[str]:
-        """Say what had no effect in the last round."""
+        """Return the settings that had no effect in the last round."""
         return self.inner.remarks()
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Say why a run that has these rounds ends before its last one; empty where it goes on."""
+        """Return the reason for which a run with these rounds ends early; empty where it continues."""
         return self.inner.ended(rounds)
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Say what there is to warn of after the last of these rounds."""
+        """Return warnings after the last of these rounds."""
         return self.inner.conclusions(rounds)
 
     def affords(self, server_round: int) -> bool:
-        """Say whether a round can be paid for."""
+        """Return True if a round can be paid for."""
         return self.inner.affords(server_round)
 
     @property
     def hides_clients(self) -> bool:
-        """Say whether who takes part is secret: how many came, and how they fared, is then told nowhere."""
+        """Return True if participation is secret: the cohort's size and its losses are then written nowhere."""
         return self.inner.hides_clients
 
     def state(self) -> Mapping[str, Any]:

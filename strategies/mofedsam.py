@@ -20,7 +20,7 @@ class MoFedSAM(ClientMomentum):
     knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where nothing is carried on, or gradients are not taken uphill."""
+        """Name settings without effect."""
         return [*super().remarks(experiment), *([] if self.rho else [off("algorithm.rho=0", "this is fedcm")])]
 
     def plan(self, task: LocalTask) -> LocalPlan:

@@ -25,7 +25,7 @@ class MOON(Averaging):
     knobs: ClassVar[str] = "the contrast weighs algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where the contrast is never felt."""
+        """Name settings without effect."""
         if not self.mu:
             return [off("algorithm.mu=0", FEDAVG)]
         first = "rounds=1, and a client's first round has no earlier model to move away from"

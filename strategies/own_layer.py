@@ -86,7 +86,7 @@ class OwnLayer(Layer):
         return merged
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return what a round's line says."""
+        """Return the layer's fields of the round's line."""
         with self._told("metrics"):
             said = {**self.inner.metrics()}
         if unknown := set(said) - _NUMBERS:
@@ -96,18 +96,18 @@ class OwnLayer(Layer):
         return said
 
     def remarks(self) -> Sequence[str]:
-        """Say what had no effect in the last round."""
+        """Return the settings that had no effect in the last round."""
         with self._told("remarks"):
             return [str(one) for one in self.inner.remarks()]
 
     def affords(self, server_round: int) -> bool:
-        """Say whether a round can be paid for."""
+        """Return True if a round can be paid for."""
         with self._told("affords"):
             return bool(self.inner.affords(server_round))
 
     @property
     def hides_clients(self) -> bool:
-        """Say whether who takes part is secret."""
+        """Return True if participation is secret."""
         with self._told("hides_clients"):
             return bool(self.inner.hides_clients)
 
@@ -117,12 +117,12 @@ class OwnLayer(Layer):
             return self.inner.statements(rounds)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Say why the run ends."""
+        """Return the reason for the end of the run."""
         with self._told("ended"):
             return str(self.inner.ended(rounds) or "")
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Say what to warn of."""
+        """Return warnings after the last round."""
         with self._told("conclusions"):
             return [str(one) for one in self.inner.conclusions(rounds)]
 

@@ -28,13 +28,13 @@ OWN_PART: Final = (
 
 
 class OwnPart(Layer):
-    """What the server has to know of it: nothing but what it says to users."""
+    """The server's half of personal parameters: statements for users alone."""
 
     reserved: ClassVar[str] = OWN
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether the algorithm leaves a part of the model with clients."""
+        """Return True if the algorithm leaves a part of the model with clients."""
         return isinstance(experiment.algorithm, Sending)
 
     @classmethod
@@ -44,7 +44,7 @@ class OwnPart(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return what keeps the part that does not travel."""
+        """Return the client half, which keeps the parameters that do not travel."""
         del experiment
         params = detached(trainable(model()).items())
         travel = sent_by(algorithm, params)

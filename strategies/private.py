@@ -78,7 +78,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Say who takes part, and what all rounds spend of a budget."""
+        """Describe participation, and the share of the budget that all rounds spend."""
         return told_beforehand(experiment)
 
     @classmethod
@@ -135,7 +135,7 @@ class PrivateRounds(Layer):
         return self.release(cohort, algorithm, server)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return what all rounds so far cost a client."""
+        """Return the epsilon of all rounds so far."""
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     @property
@@ -166,12 +166,12 @@ class PrivateRounds(Layer):
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
-        """Return what the round's cohort is drawn with: as secret as the noise, and the same only where that is."""
+        """Return the randomness of the round's cohort: as secret as the noise, and replayable only where that is."""
         draws = itertools.count()
         return lambda count: self.noise.uniform(count, purpose=f"cohort {next(draws)}", server_round=server_round)
 
     def affords(self, server_round: int) -> bool:
-        """Say whether the budget is good for a round, or it is paid for already."""
+        """Return True if the budget allows the round, or if it is charged already."""
         release, noise = self._release(server_round), self.noise.identity
         return self.ledger.has_charged(release, noise) or self.ledger.affords(self._event)
 
@@ -202,7 +202,7 @@ class PrivateRounds(Layer):
         return aggregate
 
     def statement(self, rounds: int) -> dict[str, object]:
-        """Return what ``result.json`` says about the clients' privacy in a run that was to have ``rounds`` rounds."""
+        """Return the clients' privacy statement in ``result.json``, of a run planned for ``rounds`` rounds."""
         return self.ledger.statement(
             covers=f"{COVERS}{_turns_in_words(self.sampler)}{BEFOREHAND if self.beforehand else ''}",
             does_not_cover=DOES_NOT_COVER,
@@ -238,7 +238,7 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
 def planned_charges(
     aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int, beforehand: Sequence[GlobalDP] = ()
 ) -> Mapping[DpEvent, int]:
-    """Return what ``rounds`` rounds, and the releases ``beforehand``, cost a client: {event: how often}."""
+    """Return the cost of ``rounds`` rounds and of the releases ``beforehand`` for a client: {event: count}."""
     events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
     events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
     return events

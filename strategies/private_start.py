@@ -126,7 +126,7 @@ class PrivateStart(Settings):
         check_unit_range(dataset, "private-start")
 
     def num_frequencies(self, shape: tuple[int, ...]) -> int:
-        """Return how many frequencies images of ``shape`` are looked at by: at most all they have."""
+        """Return the number of frequencies for images of ``shape``, at most all they have."""
         return min(self.frequencies, math.prod(shape))
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
@@ -146,7 +146,7 @@ class PrivateStart(Settings):
 
 @dataclass(frozen=True)
 class Classes:
-    """What is known of the classes in a ``Frame``: the ``shares`` of records (C,) and the ``means`` (C, d)."""
+    """Private statistics of the classes in a ``Frame``: the ``shares`` of records (C,) and the ``means`` (C, d)."""
 
     shares: Array
     means: Array

@@ -1,4 +1,4 @@
-"""Which clients take part in a round: all of them, a fixed number, each by its own coin flip, or groups in turn.
+"""Samplers: the cohort of a round is everyone, a fixed number, each client by its own coin flip, or groups in turn.
 
 The coins come from outside: from the experiment's seed where cohorts are public, from the noise's secret key under
 privacy, where amplification by sampling holds only against somebody who cannot draw the cohorts again.
@@ -70,7 +70,7 @@ class Everyone(Settings):
         return np.arange(num_clients)
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return what ``event`` costs when clients are sampled like this: the same, nobody hides in a crowd."""
+        """Return the event of ``event`` under this sampling: unchanged, as everybody takes part."""
         del num_clients
         return event
 
@@ -101,7 +101,7 @@ class FixedSize(Settings):
         return np.flatnonzero(drawn <= np.sort(drawn)[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return what ``event`` costs when clients are sampled like this, under replacing one client by another."""
+        """Return the event of ``event`` under this sampling and replacement of one client."""
         from fl_sim.privacy.events import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
 
         return amplify_fixed_size(event, self.cohort_size, num_clients)
@@ -112,7 +112,7 @@ class FixedSize(Settings):
         return float(self.cohort_size)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where everybody takes part."""
+        """Name settings without effect."""
         if self.cohort_size < experiment.clients:
             return []
         return [off(f"sampler.cohort_size={self.cohort_size}", f"all {experiment.clients} clients are in every round")]
@@ -137,14 +137,14 @@ class Poisson(Settings):
         return np.flatnonzero(takes_part(coins(num_clients), self.sampling_rate))
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return what ``event`` costs when clients are sampled like this, under adding or removing one client."""
+        """Return the event of ``event`` under this sampling and adding or removing one client."""
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where everybody takes part."""
+        """Name settings without effect."""
         del experiment
         return [] if self.sampling_rate < 1 else [off("sampler.sampling_rate=1", "all clients are in every round")]
 
@@ -183,14 +183,14 @@ class Cyclic(Settings):
         return group if self.sampling_rate == 1 else group[takes_part(coins(len(group)), self.sampling_rate)]
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return what ``event`` costs a client for each of its turns, under adding or removing one client."""
+        """Return the event of ``event`` for each of a client's turns, under adding or removing one client."""
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where everybody takes part."""
+        """Name settings without effect."""
         del experiment
         if self.groups > 1 or self.sampling_rate < 1:
             return []

@@ -48,7 +48,7 @@ class Scaffold(Averaging):
             )
 
     def advice(self, momentum: float) -> str:
-        """Say what is done about momentum, which the paper does not have."""
+        """Advise on momentum, which the paper does not have."""
         if not momentum:
             return "SCAFFOLD trains without local momentum, as in its paper"
         if self.variant == "paper":
@@ -61,7 +61,7 @@ class Scaffold(Averaging):
         return f"SCAFFOLD here is {whose} local momentum {momentum:g}, which its paper does not have"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where corrections are 0, and where the variant is not the program it is named for."""
+        """Name settings without effect."""
         said = []
         if experiment.rounds == 1:
             said.append("SCAFFOLD's corrections have no effect: rounds=1, and they are 0 in the first round")
@@ -73,7 +73,7 @@ class Scaffold(Averaging):
         return said
 
     def mean_only(self) -> str:
-        """Say what c is."""
+        """Return the reason: c is a mean."""
         return "clients' corrections c - c_i cancel only while c is the mean of all c_i, which other aggregates lose"
 
     def init(self, params: Params) -> ServerState:
@@ -107,7 +107,7 @@ class Scaffold(Averaging):
         return ServerState(add(server.params, aggregate.payloads["delta"], step), {"control": control})
 
     def _sent(self, delta: Params, control_delta: Params, task: LocalTask) -> Payloads:
-        """Return what a client sends: for a mean by records n_i (y_i - x) and n_i, whose means the server has."""
+        """Return a client's payload: for a mean by records n_i (y_i - x) and n_i, whose means the server has."""
         if self.variant != "niid-bench":
             return {"delta": delta, "control_delta": control_delta}
         records = {"mean": torch.tensor([float(task.num_examples)])}

@@ -29,7 +29,7 @@ class FedAvgM(Averaging):
     server_momentum: float = Field(0.9, ge=0, lt=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where no step is carried on."""
+        """Name settings without effect."""
         if self.server_momentum and experiment.rounds > 1:
             return []
         why = FEDAVG if self.server_learning_rate == 1 else "algorithm.server_learning_rate alone acts"

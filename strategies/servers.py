@@ -1,4 +1,4 @@
-"""When the server merges what clients send: in rounds, or as updates come, by FedAsync or FedBuff."""
+"""Servers: merging in rounds, or update by update (FedAsync, FedBuff)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Arrival:
 
 
 class _Asynchronous(Settings):
-    """What FedAsync and FedBuff go together with."""
+    """Compatibility of FedAsync and FedBuff with other settings."""
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:at_own_pace"
 
@@ -62,7 +62,7 @@ class _Asynchronous(Settings):
 
     @property
     def step_size(self) -> int:
-        """Return of how many updates the server makes a step."""
+        """Return the number of updates in a server step."""
         return 1
 
     def check(self, experiment: Choices) -> None:
@@ -131,7 +131,7 @@ class _Asynchronous(Settings):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where the age of an update does not count."""
+        """Name settings without effect."""
         del experiment
         if not self.staleness_exponent:
             return [off("server.staleness_exponent=0", "updates count the same, however old they are")]
@@ -208,7 +208,7 @@ class FedBuff(_Asynchronous):
 
     @property
     def step_size(self) -> int:
-        """Return of how many updates the server makes a step."""
+        """Return the number of updates in a server step."""
         return self.buffer
 
     def step(

@@ -23,7 +23,7 @@ class TimedRounds(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether rounds go by a clock."""
+        """Return True if rounds go by a clock."""
         return bool(experiment.is_timed and experiment.is_synchronous)
 
     @classmethod
@@ -52,7 +52,7 @@ class TimedRounds(Layer):
         return Drawn(self._last.in_time, self._last.most_steps)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return how long the round lasted, and how many updates came too late."""
+        """Return the round's virtual seconds and its number of late updates."""
         timed = {} if self._last is None else {"virtual_seconds": self._last.seconds, "late": self._last.num_late}
         return {**self.inner.metrics(), **timed}
 

@@ -26,7 +26,7 @@ class TrimmedMean(Robust):
     title: ClassVar[str] = "trimmed mean"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where nothing is cut off."""
+        """Name settings without effect."""
         if self.trim and cohort_size(experiment) > 2:
             return []
         return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]

@@ -91,7 +91,7 @@ class Tstr(Settings):
         return "the classifier that does best on held-out synthetic records"
 
     def note(self) -> str:
-        """Return what a reader of a table must know of it."""
+        """Return a sentence for the reader of a table."""
         return (
             "TSTR: classifiers train on the clients' synthetic records alone, at the server, and the one that does "
             f"best on the {100 * self.holdout:g} % of synthetic records held out is tested on the real test records; "
