@@ -33,7 +33,7 @@ from fl_sim.tables.plan import TableSettings, deadline_after, plan_table, table_
 from fl_sim.tracking.trackers import chosen_trackers
 
 if TYPE_CHECKING:
-    from fl_sim.tables.tuning_trials import Search
+    from fl_sim.tables.tuning import Search
 
 ANSWER_SECONDS: Final = 20.0
 """After this time no further PLD is computed for a plan."""
@@ -344,8 +344,7 @@ def _planned_table(
         from fl_sim.interface import RESULTS  # noqa: PLC0415
         from fl_sim.simulation.client_runtime import cores  # noqa: PLC0415
         from fl_sim.tables.filling import CELLS  # noqa: PLC0415
-        from fl_sim.tables.tuning import known_choices, values_of  # noqa: PLC0415
-        from fl_sim.tables.tuning_trials import searches_of  # noqa: PLC0415
+        from fl_sim.tables.tuning import known_choices, searches_of, values_of  # noqa: PLC0415
         from fl_sim.tables.workers import with_share_of_cores  # noqa: PLC0415
     out = out or RESULTS / path.stem
     searches = () if settings.tune is None else searches_of(settings, plan, data_root)

@@ -1,10 +1,12 @@
-"""Runs that are in a folder already: shorter ones that a new run goes on from, and strangers to a table."""
+"""Runs on the disk: finished results, outcomes of trials, shorter runs to extend, and runs to be set aside."""
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fl_sim.data import load
 from fl_sim.errors import RunError, UserError
@@ -12,39 +14,116 @@ from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.settings import read_table
-from fl_sim.simulation.resuming import check_extension, objection, on_trust, set_aside
+from fl_sim.simulation.extending import check_extension
+from fl_sim.simulation.repeating import set_aside
+from fl_sim.simulation.resuming import finished_result as matching_result
+from fl_sim.simulation.resuming import objection, on_trust
 from fl_sim.store import run_directory
 from fl_sim.store.files import readable_os_errors, run_lock
-from fl_sim.store.run_directory import CHECKPOINT
+from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_rounds
 from fl_sim.tables.labels import run_name
 
 _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 
 
 def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Path | None:
-    """Copy to ``out``, where nothing is yet, what the longest shorter run ended with, and return where that is.
+    """Copy the longest shorter run of ``experiment`` (resolved) to ``out``, a new directory; return its directory.
 
-    None where no finished run beside ``out``, under the name that it has by itself, could go on to be ``experiment``
-    (resolved), bit by bit. It stays as it is. Raises RunError where nothing can be written.
+    None if no finished run beside ``out``, under its own name, can be extended to ``experiment`` bit by bit. The
+    shorter run stays as it is. Raises RunError if nothing can be written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
         with suppress(UserError, RunError):  # damaged, in use, or its rounds are no part of the longer run
-            check_extension(experiment, folder, earlier, run_directory.read_rounds(folder))
+            check_extension(experiment, folder, earlier, read_rounds(folder))
             with run_lock(folder):
                 _copy(folder, out)
             return folder
     return None
 
 
-def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
-    """Hold what is in ``folder`` against ``runs`` {name: experiment}, and return what is to be said of it.
+def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
+    """Return the result of a finished run of ``experiment`` (resolved), else None. It may have begun with fewer rounds.
 
-    ``again``: runs of other records or code are moved aside, so that they are run again. Raises UserError without that,
-    and for a run of other settings.
+    None, too, for a run of other settings, records or code, and for a damaged one: its worker reports the reason.
     """
-    strangers: dict[str, str] = {}
+    result = run_directory.read_result(directory)
+    if result is None or result.get("status") != "finished":
+        return None
+    with suppress(UserError, OSError):
+        return matching_result(experiment, directory, identity_of(experiment, data_root))
+    return None
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """The outcome of a trial: its accuracy in [0, 1], None if it diverged, and then the ``error``.
+
+    ``trained``: rounds beyond those that another rung has paid for. ``seconds`` of these, known only roughly if the
+    run is private.
+    """
+
+    accuracy: float | None
+    trained: int
+    seconds: float
+    error: str = ""
+
+
+def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None) -> Path:
+    """Return the directory of a trial on its rung.
+
+    Trials with the same settings, of whatever row, are one run. Each rung extends it in one directory, unless its
+    training depends on the number of rounds, or its checkpoint was too large to be written.
+    """
+    of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
+    shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
+    if can_extend(experiment) and _is_extendable(shared, experiment.rounds):
+        return shared
+    return folder / f"{shared.name}-{experiment.rounds}-rounds"
+
+
+def can_extend(experiment: Experiment) -> bool:
+    """Return True if a trial can be extended: nothing in its training depends on the number of rounds."""
+    schedule, rounds = experiment.local.schedule, experiment.rounds
+    return (
+        not experiment.is_private
+        and experiment.calibrate.kind == "none"
+        and all(schedule.factor(each, rounds) == schedule.factor(each, rounds + 1) for each in range(1, rounds + 1))
+    )
+
+
+def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> TrialOutcome | None:
+    """Return the outcome of the trial ``experiment``; None if it is unfinished, or of other records or code.
+
+    ``after``: the number of rounds that another rung has paid for. Raises UserError for a damaged log.
+    """
+    result = run_directory.read_result(directory) or {}
+    if not (directory / run_directory.CONFIG).exists():
+        return None
+    chosen = resolved(experiment, data_root)
+    if objection(chosen, directory, identity_of(chosen, data_root)):
+        return None  # running it reports the reason
+    records = read_rounds(directory)
+    ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
+    new = records[after : experiment.rounds]
+    cost = len(new), _seconds(new, result, anew=not after)
+    if ended_here and result.get("status") == "finished" and result.get("rounds") == len(records):
+        return TrialOutcome(_final_accuracy(result), *cost)
+    if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
+        return TrialOutcome(None, *cost, str(result["error"]))
+    if len(records) >= experiment.rounds:  # it was extended since
+        return TrialOutcome(_accuracy(records[experiment.rounds - 1]), *cost)
+    return None
+
+
+def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
+    """Compare the runs in ``folder`` with ``runs`` {name: experiment}, and return messages about them.
+
+    ``again``: runs of other records or code are set aside, so that they are repeated. Raises UserError otherwise, and
+    for a run of other settings.
+    """
+    differing: dict[str, str] = {}
     trusted = []
     for name, given in runs.items():
         if not (folder / name).exists():
@@ -52,21 +131,21 @@ def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | No
         experiment = resolved(given, data_root)
         now = identity_of(experiment, data_root)
         if why := objection(experiment, folder / name, now):
-            strangers[name] = why
+            differing[name] = why
         elif doubt := on_trust(folder / name, now):
             trusted.append(doubt)
-    told = [f"{trusted[0]}{_more(trusted)}"] if trusted else []
-    if strangers and not again:
-        raise UserError(f"{next(iter(strangers.values()))}{_more(strangers)}")
-    for name in strangers:
+    messages = [f"{trusted[0]}{_more(trusted)}"] if trusted else []
+    if differing and not again:
+        raise UserError(f"{next(iter(differing.values()))}{_more(differing)}")
+    for name in differing:
         experiment = resolved(runs[name], data_root)
         aside = set_aside(experiment, folder / name, of_any_length=True)
-        told.append(f"what {folder / name} held is in {aside} now, and is run again")
-    return told
+        messages.append(f"what {folder / name} held is in {aside} now, and is run again")
+    return messages
 
 
 def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Iterator[tuple[Experiment, Path]]:
-    """Give the finished runs beside ``out`` that are the same but for fewer rounds, and their folders."""
+    """Yield the finished runs beside ``out`` with the same settings but fewer rounds, and their directories."""
     dataset = load(experiment.data, data_root, experiment.features)
     readable = run_name(experiment, dataset).rpartition("-")[0]
     for folder in out.parent.glob(f"{readable}-*"):
@@ -95,5 +174,31 @@ def _copy(folder: Path, out: Path) -> None:
         copied.rename(out)
 
 
-def _more(found: Mapping[str, str] | list[str]) -> str:
+def _more(found: Collection[str]) -> str:
     return f" (and {len(found) - 1} more of {len(found)} such runs)" if len(found) > 1 else ""
+
+
+def _is_extendable(directory: Path, rounds: int) -> bool:
+    if not (directory / run_directory.CONFIG).exists() or (directory / CHECKPOINT).exists():
+        return True
+    return len(read_rounds(directory)) not in range(1, rounds)
+
+
+def _final_accuracy(result: Mapping[str, Any]) -> float:
+    """Return the accuracy that judges a trial: on validation, or on the test records of a public data set."""
+    accuracy = result["validation"]["final_accuracy"] if "validation" in result else result["final_accuracy"]
+    assert isinstance(accuracy, float), "the last round is evaluated"
+    return accuracy
+
+
+def _accuracy(record: RoundRecord) -> float:
+    accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
+    assert accuracy is not None, "every round of a trial is evaluated"
+    return accuracy
+
+
+def _seconds(records: list[RoundRecord], result: Mapping[str, Any], *, anew: bool) -> float:
+    spent = result.get("seconds", {})
+    before = float(spent.get("preprocess", 0.0)) if anew else 0.0
+    timed = [record.seconds for record in records if record.seconds is not None]
+    return before + (sum(timed) if len(timed) == len(records) else float(spent.get("train", 0.0)))

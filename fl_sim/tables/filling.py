@@ -4,7 +4,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -19,14 +19,14 @@ from fl_sim.report.release import Release
 from fl_sim.report.runs import Problem, read_all
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
-from fl_sim.simulation.client_runtime import cores
-from fl_sim.simulation.timing import Stopwatch
-from fl_sim.tables.earlier_runs import put_aside
+from fl_sim.simulation.capacity import cores
+from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.tables.earlier_runs import finished_result, put_aside
 from fl_sim.tables.forecast import Forecast, forecast, search_forecasts, search_in_words, time_in_words
-from fl_sim.tables.labels import data_label, took
+from fl_sim.tables.labels import data_label, text, took
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
-from fl_sim.tables.tuning import TRIALS, as_json, caption, known_choices, tune, values_of
-from fl_sim.tables.tuning_trials import Choice, searches_of
+from fl_sim.tables.tuning import TRIALS, SearchResult, TrialResult, known_choices, searches_of, tune, values_of
+from fl_sim.tables.tuning_space import Rung, Tune
 from fl_sim.tables.workers import (
     Budget,
     Event,
@@ -37,7 +37,6 @@ from fl_sim.tables.workers import (
     RoundDone,
     Started,
     Stopped,
-    finished_result,
     run_all,
     with_share_of_cores,
 )
@@ -52,7 +51,7 @@ class Board:
 
     settings: TableSettings
     plan: Plan
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[SearchResult, ...] = ()
     outcomes: dict[str, Finished | Failed] = field(default_factory=dict)
 
     def num_finished(self) -> int:
@@ -63,7 +62,7 @@ class Board:
         """Return which runs failed, and of what."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
-    def tuned(self, choices: tuple[Choice, ...], plan: Plan) -> None:
+    def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Note what a search came to, and the plan that follows from it."""
         self.choices, self.plan = choices, plan
         vars(self).pop("_flat_settings", None)  # the runs are others now
@@ -80,8 +79,8 @@ class Board:
         table = Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
         if (search := self.settings.tune) is None:
             return table
-        words = (*plan.caption, *caption(self.choices, search))
-        return replace(table, caption=words, tuning=tuple(as_json(self.choices, search)))
+        words = (*plan.caption, *search_caption(self.choices, search))
+        return replace(table, caption=words, tuning=tuple(search_json(self.choices, search)))
 
     def _result(self, cell: Cell) -> SeedResult:
         place = (cell.row, cell.column, cell.seed)
@@ -223,6 +222,61 @@ class _Runner:
         )
 
 
+def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, Any]]:
+    """Return the part of ``table.json`` about the searches; accuracies in percent, as in all of it."""
+    return [
+        {
+            "row": choice.search.cell.row, "column": choice.search.cell.column, "seed": choice.search.cell.seed,
+            "values": dict(choice.best.trial.values),
+            "accuracy": 100 * (choice.best.accuracy or 0.0), "at_end": choice.at_end,
+            "judged_on": f"test records of {tune.data}" if tune.data else "validation",
+            "trials": choice.search.rungs[0].trials,
+            "rungs": [[rung.trials, rung.rounds] for rung in choice.search.rungs],
+            **_cost(choice.tried),
+        }
+        for choice in choices
+    ]  # fmt: skip
+
+
+def search_caption(choices: Sequence[SearchResult], tune: Tune) -> tuple[str, ...]:
+    """Return the part of a table's caption about the searches: their plan, cost and results."""
+    if not choices:
+        return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
+    cost = _cost(one for choice in choices for one in choice.tried)
+    plans = "; ".join(dict.fromkeys(_rungs(choice.search.rungs) for choice in choices))
+    if tune.data:
+        judged = (
+            f"on {data_label(tune.data)}, public records in place of the table's own, with the same splits and "
+            "clients, judged by its test records"
+        )
+    elif tune.validation == "given":
+        judged = "judged on the validation records that the data come with; no trial looks at the test records"
+    else:
+        judged = (
+            f"judged on {100 * float(tune.validation):g} % of every client's training records, which trials do not "
+            "train on; no trial looks at the test records"
+        )
+    source = "at random" if tune.search == "random" else "by Optuna's TPE"
+    seeds = ", ".join(dict.fromkeys(str(choice.search.cell.seed) for choice in choices))
+    diverged = f", of which {cost['diverged']} diverged" if cost["diverged"] else ""
+    held_out = any(choice.search.cell.experiment.evaluate.validation not in {0.0, "given"} for choice in choices)
+    first = (
+        f"Tuned: for every method in every column {plans}; values drawn {source} (tune.seed {tune.seed}), the same "
+        f"ones of shared settings for all methods; {judged}. Trials have the first of the table's seeds ({seeds}). All "
+        f"searches together took {cost['runs']} runs{diverged}, {cost['rounds']:,} rounds and "
+        f"{cost['seconds']:,.0f} s; tuning.csv lists them. The runs of the table "
+        f"{'' if held_out else 'train on all training records and '}look at the test records once, at the end."
+    )
+    chosen: dict[str, list[str]] = {}
+    for choice in choices:
+        values = ", ".join(f"{key}={text(value)}" for key, value in choice.best.trial.values.items())
+        chosen.setdefault(choice.search.cell.row, []).append(f"{choice.search.cell.column} {values}")
+    rows = [f"{row}, chosen: {'; '.join(found)}." for row, found in chosen.items()]
+    ends = [f"{choice.search.title}: {', '.join(choice.at_end)}" for choice in choices if choice.at_end]
+    wider = f"Chosen at an end of what could be drawn, so a wider space may do better: {'; '.join(ends)}."
+    return first, *rows, *([wider] if ends else [])
+
+
 def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
     """Write the table with what all runs in its directory cost together, also those that it does not show.
 
@@ -269,3 +323,20 @@ def _tell(progress: TableProgress, label: str, event: Event) -> None:
             progress.closed(label, f"stopped after round {last_round}, as the time is up")
         case Postponed():
             progress.say(f"{label}: not begun, as the time that is left is too short")
+
+
+def _rungs(rungs: Sequence[Rung]) -> str:
+    first, *others = rungs
+    further = "".join(f", the best {rung.trials} of them {rung.rounds} rounds" for rung in others)
+    return f"{first.trials} trials of {first.rounds} rounds{further}"
+
+
+def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
+    """Return the cost of the trials' runs; trials with the same settings share a run."""
+    runs = {(one.name, one.rung): one for one in tried}.values()
+    return {
+        "runs": len({one.name for one in runs}),
+        "diverged": sum(one.status == "diverged" for one in runs),
+        "rounds": sum(one.trained for one in runs),
+        "seconds": sum(one.seconds for one in runs),
+    }

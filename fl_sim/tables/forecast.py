@@ -18,10 +18,9 @@ from fl_sim.simulation.rounds import Procedure, planned_bill, procedure_of
 from fl_sim.simulation.stage import stages_of
 from fl_sim.simulation.timing import Say, Stopwatch, Work
 from fl_sim.store.run_directory import read_rounds
+from fl_sim.tables.earlier_runs import can_extend, finished_result, trial_directory
 from fl_sim.tables.plan import TableSettings, by_records
-from fl_sim.tables.tuning import TRIALS
-from fl_sim.tables.tuning_trials import Search, directory_of, experiment_of, goes_on, proposed_trial, turns
-from fl_sim.tables.workers import finished_result
+from fl_sim.tables.tuning import TRIALS, Search, experiment_of, proposed_trial, turns
 from fl_sim.types import Traffic
 from strategies.layer import layer_kinds
 
@@ -276,7 +275,7 @@ def _directories(settings: TableSettings, search: Search, folder: Path, data_roo
     trials = [proposed_trial(search, settings.tune, number, ()) for number in turns(settings.tune)[0]]
     rounds = search.rungs[0].rounds
     return list(
-        dict.fromkeys(directory_of(experiment_of(settings, trial, rounds), folder, data_root) for trial in trials)
+        dict.fromkeys(trial_directory(experiment_of(settings, trial, rounds), folder, data_root) for trial in trials)
     )
 
 
@@ -286,7 +285,7 @@ def _rounds(settings: TableSettings, search: Search) -> int:
     trial = proposed_trial(search, settings.tune, 0, ())
     total, before = 0, 0
     for rung in search.rungs:
-        on = goes_on(experiment_of(settings, trial, rung.rounds))
+        on = can_extend(experiment_of(settings, trial, rung.rounds))
         total += rung.trials * (rung.rounds - before if on else rung.rounds)
         before = rung.rounds
     return total

@@ -1,4 +1,4 @@
-"""Settings are searched for before a table is filled, by the same halving for every method; and what is said of it."""
+"""The search for settings before a table is filled: the same successive halving for every method, and its log."""
 
 import csv
 import io
@@ -6,41 +6,167 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from fl_sim.errors import RunError
+from fl_sim.data import contents_of
+from fl_sim.data.naming import is_own
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.kinds import field_defaults, kind_of
+from fl_sim.settings import flat
 from fl_sim.store import run_directory
-from fl_sim.tables.labels import data_label, text
-from fl_sim.tables.plan import Plan, TableSettings
-from fl_sim.tables.tuning_space import Rung, Tune, Values
-from fl_sim.tables.tuning_trials import (
-    Choice,
-    Outcome,
-    Search,
-    Trial,
-    Tried,
-    directory_of,
-    experiment_of,
-    outcome_in,
-    proposed_trial,
-    searches_of,
-    turns,
+from fl_sim.tables.earlier_runs import trial_directory, trial_outcome
+from fl_sim.tables.plan import AXES, CENTRALIZED, Cell, Plan, TableSettings, as_run, experiment_at, is_bound, job_at
+from fl_sim.tables.tuning_space import (
+    Method,
+    Rung,
+    Space,
+    Tune,
+    Values,
+    check_installed,
+    drawn,
+    proposed,
+    rungs,
+    spaces,
 )
 from fl_sim.tables.workers import Event, Failed
 
 TRIALS, LOG = "tuning", "tuning.csv"
 
 Runner: TypeAlias = Callable[[Mapping[str, Experiment], Mapping[str, str]], Iterable[Event]]
-"""Runs {name: experiment}, each known to the user by its {name: label}, and tells what happens."""
+"""Runs {name: experiment} with {name: label for the user}, and yields their events."""
 
 
-def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root: Path | None) -> tuple[Choice, ...]:
-    """Search for the settings of every method in every column, and return what was chosen.
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The search for one row in one column, on the split of its first seed, which is that of ``cell``."""
 
-    Trials are runs in ``out / TRIALS``: what is finished is not run again. ``run`` is given the trials of one rung
-    after another. Raises UserError as ``searches_of`` does, RunError for a trial that could not run, and where all
-    trials of a search diverge.
+    cell: Cell
+    space: Space
+    rungs: tuple[Rung, ...]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Return the row and the column."""
+        return self.cell.row, self.cell.column
+
+    @property
+    def title(self) -> str:
+        """Return the row and the column for messages."""
+        return f"{self.cell.row}, {self.cell.column}"
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One set of values of a search; ``number`` counts from 1."""
+
+    search: Search
+    number: int
+    values: Values
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The result of a trial on a rung, which counts from 1; ``accuracy`` in [0, 1] is None if it diverged.
+
+    ``rounds``: its rounds on this rung; ``trained``: those that it trained for this rung, as it extends the run of the
+    rung before where it can. ``seconds`` of these, known only roughly if the run is private. ``name``: of its
+    directory.
+    """
+
+    trial: Trial
+    rung: int
+    rounds: int
+    trained: int
+    name: str
+    accuracy: float | None
+    seconds: float
+    error: str = ""
+
+    @property
+    def status(self) -> Literal["finished", "diverged"]:
+        """Return how it ended."""
+        return "diverged" if self.accuracy is None else "finished"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best trial of a search, and the results of all trials."""
+
+    search: Search
+    best: TrialResult
+    tried: tuple[TrialResult, ...]
+
+    @property
+    def at_end(self) -> list[str]:
+        """Return the settings whose chosen value lies at an end of their range: better values may lie beyond."""
+        space = self.search.space
+        return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
+
+
+def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
+    """Return the searches of ``settings.tune``, checked as far as possible without training.
+
+    Raises UserError for a space that cannot be searched, for a value in it that a method refuses, for private records
+    that a search would read, and for trials that could not run.
+    """
+    tune = settings.tune
+    assert tune is not None, "a table that tunes nothing"
+    if tune.search == "optuna":
+        check_installed()
+    firsts: dict[tuple[str, str], Cell] = {}
+    for cell in plan.cells:
+        firsts.setdefault((cell.row, cell.column), cell)
+    found = spaces(tune, {cell.row: _method(cell) for cell in firsts.values()}.values(), CENTRALIZED)
+    _check_records(tune, list(firsts.values()), data_root)
+    searches = tuple(
+        Search(cell, found[cell.row], rungs(tune.trials, tune.rounds or cell.experiment.rounds, tune.halving))
+        for cell in firsts.values()
+        if found[cell.row]
+    )
+    if not searches:
+        raise UserError("tune has nothing to search for: name a setting in [tune.space], such as local.learning_rate")
+    for search in {search.cell.row: search for search in searches}.values():
+        usual = drawn(search.space, tune.seed, 0)
+        for key, dimension in search.space.items():
+            for value in dimension.extremes():
+                experiment_of(settings, Trial(search, 1, {**usual, key: value}), search.rungs[0].rounds)
+    for search in searches:
+        _check_trials(settings, search, data_root)
+    return searches
+
+
+def turns(tune: Tune) -> list[range]:
+    """Return the batches of trials that start together, by their numbers from 0.
+
+    Random trials are one batch. Optuna proposes trials one by one after the first quarter, which is random.
+    """
+    drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
+    return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
+
+
+def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[TrialResult]) -> Trial:
+    """Return trial ``number``, from 0, of a search with the earlier results ``tried``."""
+    if number in turns(tune)[0]:
+        return Trial(search, number + 1, drawn(search.space, tune.seed, number))
+    before = [(one.trial.values, one.accuracy) for one in tried]
+    return Trial(search, number + 1, proposed(search.space, before, tune.seed))
+
+
+def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experiment:
+    """Return the experiment of a trial of ``rounds``. Raises UserError for values that the method refuses."""
+    assert settings.tune is not None
+    return experiment_at(settings.base, _point(settings.tune, trial, rounds))
+
+
+def tune(
+    settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root: Path | None
+) -> tuple[SearchResult, ...]:
+    """Search for the settings of every method in every column, and return the results.
+
+    Trials are runs in ``out / TRIALS``; finished ones are not repeated. ``run`` gets the trials of one rung after
+    another. Raises UserError as ``searches_of`` does, RunError for a trial that could not run, and if all trials of a
+    search diverge.
     """
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
@@ -49,8 +175,8 @@ def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root:
 
 def known_choices(
     settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None
-) -> tuple[Choice, ...] | None:
-    """Return what a search that is done has chosen, else None. Nothing is run and nothing is written."""
+) -> tuple[SearchResult, ...] | None:
+    """Return the results of finished searches, None if one is unfinished. Nothing is run or written."""
 
     def run(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterable[Event]:
         del runs, labels
@@ -62,90 +188,114 @@ def known_choices(
         return None
 
 
-def ranked(tried: Iterable[Tried]) -> list[Tried]:
+def ranked(tried: Iterable[TrialResult]) -> list[TrialResult]:
     """Return the trials that did not diverge, the most accurate first; of equal ones the earlier trial."""
     left = [one for one in tried if one.accuracy is not None]
     return sorted(left, key=lambda one: (-(one.accuracy or 0.0), one.trial.number))
 
 
-def values_of(choices: Iterable[Choice]) -> dict[tuple[str, str], Values]:
-    """Return {(row, column): the values chosen there}."""
+def values_of(choices: Iterable[SearchResult]) -> dict[tuple[str, str], Values]:
+    """Return {(row, column): the chosen values}."""
     return {choice.search.place: choice.best.trial.values for choice in choices}
 
 
-def csv_text(tried: Iterable[Tried]) -> str:
+def csv_text(tried: Iterable[TrialResult]) -> str:
     """Return one line for each trial on each of its rungs, accuracies in [0, 1]."""
+    table = [
+        {
+            "row": one.trial.search.cell.row, "column": one.trial.search.cell.column, "trial": one.trial.number,
+            "rung": one.rung, "rounds": one.rounds, "trained": one.trained, "values": json.dumps(one.trial.values),
+            "accuracy": one.accuracy, "status": one.status, "seconds": one.seconds, "dir": one.name, "error": one.error,
+        }
+        for one in tried
+    ]  # fmt: skip
     lines = io.StringIO()
-    table = [_line(one) for one in tried]
     writer = csv.DictWriter(lines, list(table[0]) if table else [], lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
     return lines.getvalue()
 
 
-def as_json(choices: Iterable[Choice], tune: Tune) -> list[dict[str, Any]]:
-    """Return what ``table.json`` says of each search; accuracies in percent, as all of it has them."""
-    return [
-        {
-            "row": choice.search.cell.row, "column": choice.search.cell.column, "seed": choice.search.cell.seed,
-            "values": dict(choice.best.trial.values),
-            "accuracy": 100 * (choice.best.accuracy or 0.0), "at_end": choice.at_end,
-            "judged_on": f"test records of {tune.data}" if tune.data else "validation",
-            "trials": choice.search.rungs[0].trials,
-            "rungs": [[rung.trials, rung.rounds] for rung in choice.search.rungs],
-            **_spent(choice.tried),
-        }
-        for choice in choices
-    ]  # fmt: skip
-
-
-def caption(choices: Sequence[Choice], tune: Tune) -> tuple[str, ...]:
-    """Return what a reader must know of the searches, and what each came to."""
-    if not choices:
-        return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
-    spent = _spent(one for choice in choices for one in choice.tried)
-    plans = "; ".join(dict.fromkeys(_rungs(choice.search.rungs) for choice in choices))
-    judged = (
-        f"on {data_label(tune.data)}, public records in place of the table's own, with the same splits and clients, "
-        "judged by its test records"
-        if tune.data
-        else f"judged on {_judges(tune.validation)}; no trial looks at the test records"
-    )
-    drawn = "at random" if tune.search == "random" else "by Optuna's TPE"
-    seeds = ", ".join(dict.fromkeys(str(choice.search.cell.seed) for choice in choices))
-    diverged = f", of which {spent['diverged']} diverged" if spent["diverged"] else ""
-    held_out = any(choice.search.cell.experiment.evaluate.validation not in {0.0, "given"} for choice in choices)
-    first = (
-        f"Tuned: for every method in every column {plans}; values drawn {drawn} (tune.seed {tune.seed}), the same ones "
-        f"of shared settings for all methods; {judged}. Trials have the first of the table's seeds ({seeds}). All "
-        f"searches together took {spent['runs']} runs{diverged}, {spent['rounds']:,} rounds and "
-        f"{spent['seconds']:,.0f} s; tuning.csv lists them. The runs of the table "
-        f"{'' if held_out else 'train on all training records and '}look at the test records once, at the end."
-    )
-    rows = [_row(row, [one for one in choices if one.search.cell.row == row]) for row in _rows(choices)]
-    ends = [f"{choice.search.words}: {', '.join(choice.at_end)}" for choice in choices if choice.at_end]
-    wider = f"Chosen at an end of what could be drawn, so a wider space may do better: {'; '.join(ends)}."
-    return first, *rows, *([wider] if ends else [])
-
-
 class _Unknown(Exception):  # noqa: N818 (not an error)
-    """Some trial has no outcome yet."""
+    """A trial has no outcome yet."""
 
 
 @dataclass
 class _Log:
-    """All that was tried so far, on the disk, too; ``path`` None: nothing is written."""
+    """All results so far, also in the file ``path``; None: nothing is written."""
 
     path: Path | None
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TrialResult] = field(default_factory=list)
 
-    def add(self, tried: Iterable[Tried]) -> None:
+    def add(self, tried: Iterable[TrialResult]) -> None:
         self.tried += tried
         if self.path is not None:
             run_directory.write_text(self.path, csv_text(self.tried))
 
-    def of(self, search: Search) -> list[Tried]:
+    def of(self, search: Search) -> list[TrialResult]:
         return [one for one in self.tried if one.trial.search is search]
+
+
+def _method(cell: Cell) -> Method:
+    spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
+    for part in ("algorithm", "preprocess"):  # the row's name has all that differs from the defaults
+        value = getattr(cell.experiment, part)
+        defaults = field_defaults(type(value))
+        spanned |= {f"{part}.{name}" for name, default in defaults.items() if getattr(value, name) != default}
+    return Method(cell.row, kind_of(cell.experiment.algorithm), frozenset(spanned), is_bound(cell.point))
+
+
+def _check_records(tune: Tune, cells: list[Cell], data_root: Path | None) -> None:
+    if tune.data and (same := _same_records(tune.data, [cell.experiment.data for cell in cells], data_root)):
+        other = "" if same == tune.data else f" holds records of {same}, which"
+        raise UserError(
+            f"tune.data={tune.data}{other} is what the table itself is about, and trials on tune.data are judged by "
+            "its test records: name another, public data set, or leave tune.data out"
+        )
+    for cell in cells:
+        if cell.experiment.is_private and not tune.data:
+            raise UserError(
+                f"row {cell.row} promises privacy, and a search on {cell.experiment.data} would read private records "
+                'without noise: name a public data set to search on, tune.data = "NAME"; the runs of the table stay '
+                f"on {cell.experiment.data}"
+            )
+
+
+def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> str:
+    """Return the first of ``others`` that shares records with ``data``, by their content; empty for none."""
+    trained, tested = contents_of(data, data_root)
+    for other in dict.fromkeys(others):
+        if other == data or not {trained, tested}.isdisjoint(contents_of(other, data_root)):
+            return other
+    return ""
+
+
+def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
+    """Check all trials of a search that are known beforehand: drawn values, data, split and model."""
+    tune, shortest = settings.tune, search.rungs[0].rounds
+    assert tune is not None
+    known = [proposed_trial(search, tune, number, ()) for number in turns(tune)[0]]
+    for trial in known:
+        experiment_of(settings, trial, shortest)
+    ours = search.cell.experiment
+    model = job_at(settings.base, _point(tune, known[0], shortest), data_root).experiment.model
+    if model != ours.model and "model" not in search.space:
+        raise UserError(
+            f"row {search.cell.row} trains model={ours.model} on {ours.data}, and would be tuned with model={model} on "
+            f"tune.data={tune.data}: set model in [base]"
+        )
+
+
+def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
+    """Return the settings of a trial: those of its cell with its values, judged by validation or public records."""
+    cell = trial.search.cell
+    judged: dict[str, Any] = {"evaluate.validation": tune.validation, "evaluate.test": "never"}
+    if tune.data:
+        judged = {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds"}
+        if is_own(tune.data) and cell.experiment.is_private:
+            judged["evaluate.test_is_public"] = True  # as all of tune.data is
+    whole = {"rounds": rounds, "evaluate_every": 1, "evaluate.patience": 0, "evaluate.target_accuracy": 0}
+    return dict(as_run({**cell.point, **trial.values, **whole, **judged}))
 
 
 def _searched(
@@ -155,150 +305,101 @@ def _searched(
     folder: Path,
     run: Runner,
     data_root: Path | None,
-) -> tuple[Choice, ...]:
-    assert settings.tune is not None, "a table that tunes nothing"
-
-    def climb(trials: Sequence[Trial]) -> None:
-        log.add(_tried(settings, trials, log.tried, run, folder, data_root))
-
-    for numbers in turns(settings.tune):
-        climb(
-            [proposed_trial(search, settings.tune, number, log.of(search)) for search in searches for number in numbers]
-        )
+) -> tuple[SearchResult, ...]:
+    tune = settings.tune
+    assert tune is not None, "a table that tunes nothing"
+    for numbers in turns(tune):
+        trials = [proposed_trial(search, tune, number, log.of(search)) for search in searches for number in numbers]
+        log.add(_results(settings, trials, log.tried, run, folder, data_root))
     for step in range(1, max(len(search.rungs) for search in searches)):
         racing = [search for search in searches if step < len(search.rungs)]
-        climb([trial for search in racing for trial in _best(search, log.of(search), step)])
-    return tuple(_choice(search, log.of(search)) for search in searches)
-
-
-def _tried(
-    settings: TableSettings,
-    trials: Sequence[Trial],
-    earlier: Sequence[Tried],
-    run: Runner,
-    folder: Path,
-    data_root: Path | None,
-) -> list[Tried]:
-    """Run ``trials`` on their next rung and return what they came to.
-
-    Those with the same settings run once, for the most rounds that any of them has: the others are its first rounds.
-    """
-    last = {one.trial: one for one in earlier}
-    entries = [_entered(settings, trial, last.get(trial), folder, data_root) for trial in trials]
-    unknown: dict[str, _Entry] = {}
-    for entry in entries:
-        if entry.outcome() is None:
-            other = unknown.get(entry.directory.name, entry)
-            unknown[entry.directory.name] = max(other, entry, key=lambda one: one.experiment.rounds)
-    runs = {name: entry.experiment for name, entry in unknown.items()}
-    errors: dict[str, str] = {}
-    if runs:
-        labels = {name: unknown[name].label for name in runs}
-        errors = {event.name: event.error for event in run(runs, labels) if isinstance(event, Failed)}
-    return [entry.tried(errors.get(entry.directory.name, "")) for entry in entries]
+        trials = [trial for search in racing for trial in _best(search, log.of(search), step)]
+        log.add(_results(settings, trials, log.tried, run, folder, data_root))
+    choices = []
+    for search in searches:
+        tried = log.of(search)
+        (winner,) = _best(search, tried, len(search.rungs))
+        best = next(one for one in reversed(tried) if one.trial is winner)
+        choices.append(SearchResult(search, best, tuple(tried)))
+    return tuple(choices)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trial enters a rung, which counts from 1; ``after``: so many of its rounds the rung before has paid for."""
+    """A trial on a rung, which counts from 1; an earlier rung has paid for the first ``after`` rounds."""
 
     trial: Trial
     rung: int
     experiment: Experiment
     directory: Path
     after: int
-    data_root: Path | None
 
-    @property
-    def label(self) -> str:
-        return f"{self.trial.search.words}, trial {self.trial.number}, {self.experiment.rounds} rounds"
 
-    def outcome(self) -> Outcome | None:
-        return outcome_in(self.directory, self.experiment, self.after, self.data_root)
+def _results(
+    settings: TableSettings,
+    trials: Sequence[Trial],
+    earlier: Sequence[TrialResult],
+    run: Runner,
+    folder: Path,
+    data_root: Path | None,
+) -> list[TrialResult]:
+    """Run ``trials`` on their next rung and return their results.
 
-    def tried(self, error: str) -> Tried:
-        """Return what came of it. Raises RunError, with the ``error`` that was told, where it has no outcome."""
-        outcome = self.outcome()
+    Those with the same settings run once, for the most rounds that any of them has: the others are its first rounds.
+    Raises RunError, with its error, for a trial without an outcome.
+    """
+    last = {one.trial: one for one in earlier}
+    entries = [_entry(settings, trial, last.get(trial), folder, data_root) for trial in trials]
+    unknown: dict[str, _Entry] = {}
+    for entry in entries:
+        if trial_outcome(entry.directory, entry.experiment, entry.after, data_root) is None:
+            other = unknown.get(entry.directory.name, entry)
+            unknown[entry.directory.name] = max(other, entry, key=lambda one: one.experiment.rounds)
+    runs = {name: entry.experiment for name, entry in unknown.items()}
+    labels = {
+        name: f"{entry.trial.search.title}, trial {entry.trial.number}, {entry.experiment.rounds} rounds"
+        for name, entry in unknown.items()
+    }
+    events = run(runs, labels) if runs else ()
+    errors = {event.name: event.error for event in events if isinstance(event, Failed)}
+    results = []
+    for entry in entries:
+        trial, name, rounds = entry.trial, entry.directory.name, entry.experiment.rounds
+        outcome = trial_outcome(entry.directory, entry.experiment, entry.after, data_root)
         if outcome is None:
             raise RunError(
-                f"trial {self.trial.number} of {self.trial.search.words} failed, in {self.directory}: {error}; what is "
-                "finished stays, and the same command goes on from there"
+                f"trial {trial.number} of {trial.search.title} failed, in {entry.directory}: {errors.get(name, '')}; "
+                "what is finished stays, and the same command goes on from there"
             )
-        return Tried(
-            self.trial, self.rung, self.experiment.rounds, outcome.trained, self.directory.name, outcome.accuracy,
-            outcome.seconds, outcome.error,
-        )  # fmt: skip
+        results.append(
+            TrialResult(
+                trial, entry.rung, rounds, outcome.trained, name, outcome.accuracy, outcome.seconds, outcome.error
+            )
+        )
+    return results
 
 
-def _entered(settings: TableSettings, trial: Trial, last: Tried | None, folder: Path, data_root: Path | None) -> _Entry:
-    rungs, step = trial.search.rungs, last.rung if last else 0
-    experiment = experiment_of(settings, trial, rungs[step].rounds)
-    directory = directory_of(experiment, folder, data_root)
+def _entry(
+    settings: TableSettings, trial: Trial, last: TrialResult | None, folder: Path, data_root: Path | None
+) -> _Entry:
+    step = last.rung if last else 0
+    experiment = experiment_of(settings, trial, trial.search.rungs[step].rounds)
+    directory = trial_directory(experiment, folder, data_root)
     after = last.rounds if last and last.name == directory.name else 0
-    return _Entry(trial, step + 1, experiment, directory, after, data_root)
+    return _Entry(trial, step + 1, experiment, directory, after)
 
 
-def _best(search: Search, tried: Iterable[Tried], step: int) -> list[Trial]:
-    """Return the trials that go on to rung ``step``, from 0, the best first; after the last rung the best alone.
+def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
+    """Return the trials of rung ``step``, from 0, the best first; after the last rung the best one.
 
-    Raises RunError where all of the rung before diverged.
+    Raises RunError if all trials of the rung before diverged.
     """
     before = [one for one in tried if one.rung == step]
     left = ranked(before)
     if not left:
         raise RunError(
-            f"tuning {search.words}: all {len(before)} trials of {search.rungs[step - 1].rounds} rounds diverged, the "
+            f"tuning {search.title}: all {len(before)} trials of {search.rungs[step - 1].rounds} rounds diverged, the "
             f"first of them: {before[0].error}; give [tune] a space with smaller values, such as a lower learning rate"
         )
     places = search.rungs[step].trials if step < len(search.rungs) else 1
     return [one.trial for one in left[:places]]
-
-
-def _choice(search: Search, tried: Sequence[Tried]) -> Choice:
-    (winner,) = _best(search, tried, len(search.rungs))
-    return Choice(search, next(one for one in reversed(tried) if one.trial is winner), tuple(tried))
-
-
-def _line(one: Tried) -> dict[str, Any]:
-    row, column = one.trial.search.place
-    return {
-        "row": row, "column": column, "trial": one.trial.number, "rung": one.rung, "rounds": one.rounds,
-        "trained": one.trained, "values": json.dumps(one.trial.values), "accuracy": one.accuracy, "status": one.status,
-        "seconds": one.seconds, "dir": one.name, "error": one.error,
-    }  # fmt: skip
-
-
-def _rows(choices: Iterable[Choice]) -> list[str]:
-    return list(dict.fromkeys(choice.search.cell.row for choice in choices))
-
-
-def _row(row: str, choices: Iterable[Choice]) -> str:
-    found = (f"{choice.search.cell.column} {_values(choice.best.trial.values)}" for choice in choices)
-    return f"{row}, chosen: {'; '.join(found)}."
-
-
-def _values(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={text(value)}" for key, value in values.items())
-
-
-def _judges(validation: float | str) -> str:
-    if validation == "given":
-        return "the validation records that the data come with"
-    return f"{100 * float(validation):g} % of every client's training records, which trials do not train on"
-
-
-def _rungs(rungs: Sequence[Rung]) -> str:
-    first, *others = rungs
-    words = f"{first.trials} trials of {first.rounds} rounds"
-    return words + "".join(f", the best {rung.trials} of them {rung.rounds} rounds" for rung in others)
-
-
-def _spent(tried: Iterable[Tried]) -> dict[str, Any]:
-    """Return what the runs of trials cost: the same settings are run once, whoever asks for them."""
-    runs = {(one.name, one.rung): one for one in tried}.values()
-    return {
-        "runs": len({one.name for one in runs}),
-        "diverged": sum(one.status == "diverged" for one in runs),
-        "rounds": sum(one.trained for one in runs),
-        "seconds": sum(one.seconds for one in runs),
-    }

@@ -1,4 +1,4 @@
-"""What ``[tune]`` in a table's file says: trials and rungs, what a knob may be, and which values a trial draws."""
+"""The table ``[tune]``: trials, rungs and the space of values, and the values that a trial draws from it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,28 +15,28 @@ from fl_sim.seeding import rng
 from fl_sim.settings import Settings, flat
 
 Values: TypeAlias = Mapping[str, Any]
-"""What a trial sets, by key: {"local.learning_rate": 0.013}."""
+"""The settings of a trial, by key: {"local.learning_rate": 0.013}."""
 
 NOT_TUNED = (
     "data", "partition", "clients", "seed", "partition_seed", "model_seed", "sampling_seed", "rounds", "evaluate",
     "evaluate_every", "engine", "device", "round_timeout", "attack",
 )  # fmt: skip
-"""Settings that say what is compared and how it is measured: a search leaves them as they are."""
+"""Settings that define the comparison and its measures: no search changes them."""
 
 _DIGITS = 3
-"""Significant digits of a number that is drawn: enough for a setting, and few enough to be told and typed again."""
+"""Significant digits of a drawn number: precise enough for a setting, short enough to be typed."""
 
 
 class Tune(Settings):
     """A search for every method in every column, with the same ``trials`` and rounds for each.
 
-    ``rounds``: of the longest trials (0: as many as the runs of the table). ``halving``: of the trials of a rung one in
-    so many goes on to the next, which has so many times the rounds. ``validation``: the part of every client's training
-    records that a trial does not train on and is judged by ("given": it is judged by the validation records that the
-    data set comes with). ``search``: "random" draws the values, "optuna" lets
-    Optuna's TPE propose them from what was found before. ``seed``: of the draws.
+    ``rounds``: of the longest trials (0: as many as the runs of the table). ``halving``: one in so many trials of a
+    rung goes on to the next, which has so many times the rounds. ``validation``: the part of every client's training
+    records that a trial does not train on and is judged by ("given": the validation records of the data set).
+    ``search``: "random" draws the values, "optuna" lets Optuna's TPE propose them from earlier results. ``seed``: of
+    the draws.
 
-    ``space``: the knobs that all methods have, ``spaces``: those of single ones, by their kind or their row's name;
+    ``space``: the dimensions of all methods, ``spaces``: those of single methods, by their kind or their row's name;
     each is a list of values or a range {low, high, log}. ``data``: a public data set to search on in place of the
     table's own, which methods under privacy need; trials are then judged by its test records.
     """
@@ -71,8 +71,8 @@ def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
     """Return the rungs of successive halving (Jamieson & Talwalkar 2016, algorithm 1), the last with all ``rounds``.
 
     Every rung costs about the same: one in ``halving`` of its trials, rounded down, goes on to the next, which has
-    ``halving`` times the rounds. Of the last rung the best one is taken. No trial is shorter than a round, so a
-    search with few rounds has fewer rungs, and more trials in the last.
+    ``halving`` times the rounds. The best trial of the last rung wins. No trial is shorter than a round, so a search
+    with few rounds has fewer rungs, and more trials in the last.
 
     >>> [(rung.trials, rung.rounds) for rung in rungs(16, 20, 2)]
     [(16, 2), (8, 5), (4, 10), (2, 20)]
@@ -85,35 +85,30 @@ def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
     return tuple(Rung(count, rounds // halving ** (last - step)) for step, count in enumerate(counts))
 
 
-def num_rounds(plan: Sequence[Rung]) -> int:
-    """Return how many rounds the trials of a search train together where each rung starts anew."""
-    return sum(rung.trials * rung.rounds for rung in plan)
-
-
 @dataclass(frozen=True)
-class Choices:
-    """A list of values, each tried as often as any other."""
+class ValueList:
+    """A list of values, each drawn equally often."""
 
     values: tuple[Any, ...]
 
     def drawn(self, seed: int, key: str, trial: int) -> Any:
-        """Return the value of ``trial``, from 0: every so many trials a new order of all values begins."""
+        """Return the value of ``trial``, from 0: the list is drawn in one random order after another."""
         turn, place = divmod(trial, len(self.values))
         return self.values[int(rng(seed, f"tuning {key}", turn).permutation(len(self.values))[place])]
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that show whether all may be taken: here all of them."""
+        """Return the values that a method might refuse: all of them."""
         return self.values
 
     def is_at_end(self, value: Any) -> bool:
-        """Say whether ``value`` is the smallest or the largest of three or more numbers."""
+        """Return True if ``value`` is the smallest or the largest of three or more numbers."""
         numbers = [one for one in self.values if isinstance(one, int | float) and not isinstance(one, bool)]
         return len(numbers) == len(self.values) > 2 and value in {min(numbers), max(numbers)}
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("must be a number")  # its kind is kept: 1 is a whole one and 1.0 is not
+        raise ValueError("must be a number")  # its type is kept: 1 is whole and 1.0 is not
     return value
 
 
@@ -132,7 +127,7 @@ class Range(Settings):
 
     @property
     def is_whole(self) -> bool:
-        """Say whether whole numbers are drawn."""
+        """Return True if whole numbers are drawn."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def drawn(self, seed: int, key: str, trial: int) -> float | int:
@@ -147,24 +142,24 @@ class Range(Settings):
         return min(max(short, self.low), self.high)
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that show whether all may be taken: both ends."""
+        """Return the values that a method might refuse: both ends."""
         return self.low, self.high
 
     def is_at_end(self, value: float) -> bool:
-        """Say whether ``value`` lies in the first or the last tenth of the range."""
+        """Return True if ``value`` lies in the first or the last tenth of the range."""
         low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
         return not 0.1 < (at - low) / (high - low) < 0.9
 
 
-Knob: TypeAlias = Choices | Range
-Space: TypeAlias = Mapping[str, Knob]
+Dimension: TypeAlias = ValueList | Range
+Space: TypeAlias = Mapping[str, Dimension]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row that is tuned: its name, the kind of its algorithm, and what spans the table for it.
+    """A row that is tuned: its name, the kind of its algorithm, and its settings that span the table.
 
-    ``is_bound``: whether it is an upper bound, which has no place for what federations have alone.
+    ``is_bound``: an upper bound, which has no settings of federations.
     """
 
     row: str
@@ -174,10 +169,10 @@ class Method:
 
 
 def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) -> dict[str, Space]:
-    """Return {row: its space}, the knobs that all methods share first.
+    """Return {row: its space}, shared dimensions first.
 
-    ``federations``: groups of settings that an upper bound has no place for. Raises UserError for a space that is
-    empty, not a list or a range, about what may not be tuned or is varied already, or of a method that is not there.
+    ``federations``: groups of settings that an upper bound does not have. Raises UserError for a space that is empty,
+    no list or range, of a setting that may not be tuned or already varies, or of an unknown method.
     """
     methods = tuple(methods)
     shared = _read(tune.space, "tune.space")
@@ -190,17 +185,17 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
                 f"{', '.join(dict.fromkeys(names))}"
             )
         if not space:
-            raise UserError(f"tune.spaces.{name} is empty: give it a knob, or leave it out")
+            raise UserError(f"tune.spaces.{name} is empty: give it a setting, or leave it out")
     found: dict[str, Space] = {}
     for method in methods:
         space = {**shared, **own.get(method.kind, {}), **own.get(method.row, {})}
         for key in space:
             _check_free(key, method)
         if method.is_bound:
-            space = {key: knob for key, knob in space.items() if key.split(".")[0] not in federations}
+            space = {key: dimension for key, dimension in space.items() if key.split(".")[0] not in federations}
         elif not space:
             raise UserError(
-                f"row {method.row} has nothing to tune, and every method is to get the same search: name a knob for "
+                f"row {method.row} has nothing to tune, and every method is to get the same search: name a setting for "
                 'all in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }'
             )
         found[method.row] = space
@@ -208,12 +203,12 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
 
 
 def drawn(space: Space, seed: int, trial: int) -> dict[str, Any]:
-    """Return the values of ``trial``, from 0. Of a knob that methods share all of them draw the same ones."""
-    return {key: knob.drawn(seed, key, trial) for key, knob in space.items()}
+    """Return the values of ``trial``, from 0. All methods draw the same values of shared dimensions."""
+    return {key: dimension.drawn(seed, key, trial) for key, dimension in space.items()}
 
 
 def check_installed() -> None:
-    """Raise UserError where Optuna, which is an extra, is not installed."""
+    """Raise UserError if Optuna, which is an extra, is not installed."""
     if find_spec("optuna") is None:
         raise UserError(
             "tune.search=optuna needs Optuna, which is an extra: pip install 'fl-sim[tune]', or take tune.search=random"
@@ -221,24 +216,35 @@ def check_installed() -> None:
 
 
 def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: int) -> dict[str, Any]:
-    """Return the values to try next, given what was ``tried``: values and accuracies, None where a trial diverged.
+    """Return the next values, given those ``tried`` with their accuracies (None if a trial diverged).
 
-    A pure function of its arguments, so a search that was broken off proposes the same again.
+    A pure function of its arguments, so an interrupted search proposes the same values again.
     """
     import optuna  # noqa: PLC0415 (an extra)
+    from optuna import distributions  # noqa: PLC0415
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    kinds = {key: _distribution(knob) for key, knob in space.items()}
-    # All draws that are not guided are made before Optuna is asked, so it starts at once.
+    kinds: dict[str, Any] = {}
+    for key, dimension in space.items():
+        if isinstance(dimension, ValueList):
+            kinds[key] = distributions.CategoricalDistribution(range(len(dimension.values)))
+        else:
+            kind = distributions.IntDistribution if dimension.is_whole else distributions.FloatDistribution
+            kinds[key] = kind(dimension.low, dimension.high, log=dimension.log)
+    # The random trials come before Optuna's, so it has no startup trials of its own.
     number = int(rng(seed, "tuning optuna", len(tried)).integers(2**31))
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=number, n_startup_trials=0)
     )
     for values, accuracy in tried:
-        params = {key: _encoded(space[key], value) for key, value in values.items()}
+        listed = {key: one.values for key, one in space.items() if isinstance(one, ValueList)}
+        params = {key: listed[key].index(value) if key in listed else value for key, value in values.items()}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=accuracy or 0.0))
     params = study.ask(kinds).params
-    return {key: _decoded(knob, params[key]) for key, knob in space.items()}
+    return {
+        key: one.values[params[key]] if isinstance(one, ValueList) else one.rounded(params[key])
+        for key, one in space.items()
+    }
 
 
 def _check_free(key: str, method: Method) -> None:
@@ -256,18 +262,16 @@ def _check_free(key: str, method: Method) -> None:
             )
 
 
-def _read(table: Mapping[str, Any], where: str) -> dict[str, Knob]:
-    return {key: _knob(value, f"{where}.{key}") for key, value in flat(table, _is_knob)}
+def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
+    def is_dimension(value: Any) -> bool:  # else a table of further keys
+        return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
+
+    return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}
 
 
-def _is_knob(value: Any) -> bool:
-    """Say whether it is no further table of keys: ``{low = ..., high = ...}`` is a range."""
-    return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
-
-
-def _knob(value: Any, where: str) -> Knob:
+def _dimension(value: Any, where: str) -> Dimension:
     if isinstance(value, list) and value:
-        return Choices(tuple(value))
+        return ValueList(tuple(value))
     if not isinstance(value, Mapping) or not value:
         raise UserError(
             f"{where} = {shortened(repr(value))}: give a list of one or more values, or a range "
@@ -282,20 +286,3 @@ def _knob(value: Any, where: str) -> Knob:
     if found.log and found.low <= 0:
         raise UserError(f"{where}: log = true needs low above 0, got low = {found.low:g}")
     return found
-
-
-def _distribution(knob: Knob) -> Any:
-    from optuna import distributions  # noqa: PLC0415
-
-    if isinstance(knob, Choices):
-        return distributions.CategoricalDistribution(range(len(knob.values)))
-    kind = distributions.IntDistribution if knob.is_whole else distributions.FloatDistribution
-    return kind(knob.low, knob.high, log=knob.log)
-
-
-def _encoded(knob: Knob, value: Any) -> Any:
-    return knob.values.index(value) if isinstance(knob, Choices) else value
-
-
-def _decoded(knob: Knob, value: Any) -> Any:
-    return knob.values[value] if isinstance(knob, Choices) else knob.rounded(value)

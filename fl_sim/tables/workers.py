@@ -21,16 +21,14 @@ from typing import Any, Final, TypeAlias
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, defined_in_script
 from fl_sim.experiment.groups import InProcess
-from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.own_code import with_place
-from fl_sim.simulation import resuming
-from fl_sim.simulation.client_runtime import cores
+from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.tables.earlier_runs import begin_with_shorter
+from fl_sim.tables.earlier_runs import begin_with_shorter, finished_result
 from fl_sim.tracking.following import NOBODY, Following
 
 _SECONDS_TO_STOP = 5.0
@@ -132,19 +130,6 @@ class Postponed:
 
 
 Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed | Stopped | Postponed
-
-
-def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
-    """Return the result of a run of ``experiment``, resolved, that is done, else None. It may have begun with fewer.
-
-    None, too, for one of other settings, records or code, and for a damaged one: a worker will say what is wrong.
-    """
-    result = run_directory.read_result(directory)
-    if result is None or result.get("status") != "finished":
-        return None
-    with suppress(UserError, OSError):
-        return resuming.finished_result(experiment, directory, identity_of(experiment, data_root))
-    return None
 
 
 def run_all(

@@ -18,12 +18,11 @@ from fl_sim.experiment.job import resolved
 from fl_sim.report.table_files import markdown
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_identity, read_rounds
-from fl_sim.tables.earlier_runs import begin_with_shorter
+from fl_sim.tables.earlier_runs import begin_with_shorter, trial_outcome
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import TRIALS
-from fl_sim.tables.tuning_trials import outcome_in
 from fl_sim.tables.workers import Started, run_all
 
 QUICK = {"model": "logistic", "rounds": 2, "engine": "inprocess", "algorithm": "scaffold"}
@@ -213,7 +212,7 @@ def test_a_trial_of_old_code_has_no_outcome(code: Path, tmp_path: Path) -> None:
     [cell] = plan_table(settings(0)).cells
     folder = tmp_path / TRIALS / "one"
     run(cell.experiment, folder)
-    assert outcome_in(folder, cell.experiment, 0, None) is not None
+    assert trial_outcome(folder, cell.experiment, 0, None) is not None
     write(code, 0.0)
     assert identity_of(cell.experiment, None).changed(read_identity(folder))
-    assert outcome_in(folder, cell.experiment, 0, None) is None
+    assert trial_outcome(folder, cell.experiment, 0, None) is None

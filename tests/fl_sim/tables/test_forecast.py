@@ -24,8 +24,8 @@ from fl_sim.tables.forecast import (
     time_in_words,
 )
 from fl_sim.tables.plan import TableSettings, plan_table
+from fl_sim.tables.tuning import Search, searches_of
 from fl_sim.tables.tuning_space import rungs
-from fl_sim.tables.tuning_trials import Search, searches_of
 
 
 def left(seconds: float | None, **others: Any) -> Forecast:

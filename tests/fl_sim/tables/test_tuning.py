@@ -21,11 +21,23 @@ from fl_sim.report.runs import find
 from fl_sim.simulation.run import run
 from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables import tuning, tuning_space
+from fl_sim.tables.earlier_runs import TrialOutcome
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
-from fl_sim.tables.tuning import LOG, TRIALS, Runner, known_choices, ranked, tune
-from fl_sim.tables.tuning_space import Choices, Range, Tune, drawn, proposed
-from fl_sim.tables.tuning_trials import Choice, Outcome, Trial, Tried, experiment_of, searches_of
+from fl_sim.tables.tuning import (
+    LOG,
+    TRIALS,
+    Runner,
+    SearchResult,
+    Trial,
+    TrialResult,
+    experiment_of,
+    known_choices,
+    ranked,
+    searches_of,
+    tune,
+)
+from fl_sim.tables.tuning_space import Range, Tune, ValueList, drawn, proposed
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
 
@@ -63,7 +75,7 @@ def _run(runs: Mapping[str, Experiment], out: Path) -> Iterator[Event]:
             yield Failed(name, str(error))
 
 
-def searched(chosen: TableSettings, out: Path) -> tuple[Choice, ...]:
+def searched(chosen: TableSettings, out: Path) -> tuple[SearchResult, ...]:
     return tune(chosen, plan_table(chosen), out, here(out), None)
 
 
@@ -247,7 +259,7 @@ def test_optuna_proposes_one_trial_after_another_and_the_same_again_after_a_brea
 
 def test_optuna_goes_where_trials_were_good() -> None:
     pytest.importorskip("optuna")
-    space = {"rate": Range(low=0.0, high=1.0), "kind": Choices(("good", "bad"))}
+    space = {"rate": Range(low=0.0, high=1.0), "kind": ValueList(("good", "bad"))}
     tried: list[tuple[dict[str, Any], float | None]] = []
     for number in range(30):
         values = drawn(space, 0, number) if number < 5 else proposed(space, tried, 0)
@@ -451,7 +463,7 @@ def test_of_equally_good_trials_the_earlier_one_wins_and_what_diverged_never(tmp
     chosen = settings(grid={"algorithm": ["fedavg"]})
     (search,) = searches_of(chosen, plan_table(chosen), None)
     accuracies = [0.5, None, 0.75, 0.75, 0.0]
-    tried = [Tried(Trial(search, at, {}), 1, 1, 1, "", one, 0.0) for at, one in enumerate(accuracies, 1)]
+    tried = [TrialResult(Trial(search, at, {}), 1, 1, 1, "", one, 0.0) for at, one in enumerate(accuracies, 1)]
     assert [one.trial.number for one in ranked(tried)] == [3, 4, 1, 5]
 
 
@@ -474,15 +486,15 @@ def foretold(
     """Let trials come to ``accuracies`` of {rounds: {rate: accuracy}}; return what (rounds, after) was asked for."""
     asked: list[tuple[int, int]] = []
 
-    def outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> Outcome:
+    def outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> TrialOutcome:
         del directory, data_root
         asked.append((experiment.rounds, after))
         accuracy = accuracies[experiment.rounds][experiment.local.learning_rate]
-        return Outcome(
+        return TrialOutcome(
             accuracy, experiment.rounds - after, 1.0, "" if accuracy else f"{experiment.local.learning_rate}"
         )
 
-    monkeypatch.setattr(tuning, "outcome_in", outcome)
+    monkeypatch.setattr(tuning, "trial_outcome", outcome)
     return asked
 
 
@@ -533,17 +545,17 @@ def test_trials_with_the_same_settings_run_once_for_the_most_rounds_of_them(
     chosen = settings(grid={"algorithm": ["fedavg"], "rounds": grid}, trials=2)
     known: dict[str, int] = {}
 
-    def outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> Outcome | None:
+    def outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> TrialOutcome | None:
         del after, data_root
         rounds = experiment.rounds
-        return Outcome(rounds / 10, rounds, 1.0) if known.get(directory.name, 0) >= rounds else None
+        return TrialOutcome(rounds / 10, rounds, 1.0) if known.get(directory.name, 0) >= rounds else None
 
     def runner(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterator[Event]:
         assert {label.rpartition(", ")[2] for label in labels.values()} == {"8 rounds"}
         known.update({name: experiment.rounds for name, experiment in runs.items()})
         yield from ()
 
-    monkeypatch.setattr(tuning, "outcome_in", outcome)
+    monkeypatch.setattr(tuning, "trial_outcome", outcome)
     choices = tune(chosen, plan_table(chosen), tmp_path, runner, None)
     assert [*known.values()] == [8, 8]
     assert [one.best.accuracy for one in choices] == [rounds / 10 for rounds in grid]

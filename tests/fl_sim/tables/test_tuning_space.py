@@ -1,4 +1,4 @@
-"""[tune] says how many trials there are, what a knob may be, and which values a trial draws or is proposed."""
+"""[tune] says how many trials there are, what a dimension may be, and which values a trial draws or is proposed."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fl_sim.errors import UserError
-from fl_sim.tables.tuning_space import Choices, Method, Range, Rung, Tune, drawn, num_rounds, proposed, rungs, spaces
+from fl_sim.tables.tuning_space import Method, Range, Rung, Tune, ValueList, drawn, proposed, rungs, spaces
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_search_halves_its_trials_and_multiplies_their_rounds(trials: int, rou
 def test_the_rungs_of_sixteen_trials_cost_about_the_same() -> None:
     steps = rungs(16, 20, 2)
     assert steps == (Rung(16, 2), Rung(8, 5), Rung(4, 10), Rung(2, 20))
-    assert num_rounds(steps) == 32 + 40 + 40 + 40
+    assert sum(step.trials * step.rounds for step in steps) == 32 + 40 + 40 + 40
 
 
 def test_methods_share_the_draws_of_shared_knobs_whatever_other_knobs_they_have() -> None:
@@ -62,14 +62,14 @@ def test_methods_share_the_draws_of_shared_knobs_whatever_other_knobs_they_have(
 
 
 def test_another_seed_draws_other_values() -> None:
-    for knob in (RATE, Range(low=1, high=10**6), Choices(tuple(range(20)))):
-        first, again, other = ([knob.drawn(seed, "key", trial) for trial in range(9)] for seed in (0, 0, 1))
+    for dimension in (RATE, Range(low=1, high=10**6), ValueList(tuple(range(20)))):
+        first, again, other = ([dimension.drawn(seed, "key", trial) for trial in range(9)] for seed in (0, 0, 1))
         assert first == again != other
-        assert first != [knob.drawn(0, "other key", trial) for trial in range(9)]
+        assert first != [dimension.drawn(0, "other key", trial) for trial in range(9)]
 
 
 def test_every_value_of_a_list_is_tried_as_often_as_any_other() -> None:
-    values = [Choices(("a", "b", "c")).drawn(3, "key", trial) for trial in range(12)]
+    values = [ValueList(("a", "b", "c")).drawn(3, "key", trial) for trial in range(12)]
     assert Counter(values) == {"a": 4, "b": 4, "c": 4}
     assert [values[turn : turn + 3] for turn in (0, 3, 6, 9)] != [values[:3]] * 4
 
@@ -102,20 +102,22 @@ def test_a_logarithmic_range_has_as_much_below_its_geometric_middle_as_above() -
 
 
 @pytest.mark.parametrize(
-    ("knob", "at_end", "inside"),
+    ("dimension", "at_end", "inside"),
     [
         (RATE, [0.001, 0.0015, 0.07, 0.1], [0.0016, 0.01, 0.06]),
         (Range(low=0, high=10), [0, 1, 9, 10], [2, 5, 8]),
-        (Choices((1, 0.001, 0.1)), [1, 0.001], [0.1]),
-        (Choices((1, 2)), [], [1, 2]),
-        (Choices(("adam", "sgd", "adamw")), [], ["adam", "adamw"]),
-        (Choices((1, 2, 3, "auto")), [], [1, 3]),
-        (Choices((5, 2, 7, True)), [], [2, 7]),
+        (ValueList((1, 0.001, 0.1)), [1, 0.001], [0.1]),
+        (ValueList((1, 2)), [], [1, 2]),
+        (ValueList(("adam", "sgd", "adamw")), [], ["adam", "adamw"]),
+        (ValueList((1, 2, 3, "auto")), [], [1, 3]),
+        (ValueList((5, 2, 7, True)), [], [2, 7]),
     ],
 )
-def test_a_value_at_an_end_of_what_could_be_drawn_is_noticed(knob: Any, at_end: list[Any], inside: list[Any]) -> None:
-    assert all(knob.is_at_end(value) for value in at_end)
-    assert not any(knob.is_at_end(value) for value in inside)
+def test_a_value_at_an_end_of_what_could_be_drawn_is_noticed(
+    dimension: Any, at_end: list[Any], inside: list[Any]
+) -> None:
+    assert all(dimension.is_at_end(value) for value in at_end)
+    assert not any(dimension.is_at_end(value) for value in inside)
 
 
 def test_an_upper_bound_is_tuned_in_what_it_has_a_place_for() -> None:
@@ -184,7 +186,11 @@ def test_what_the_grid_varies_is_not_tuned_as_well(spanned: str, key: str) -> No
 
 def test_proposals_of_a_logarithmic_range_are_short_and_spread_over_its_decades_and_differ_from_seed_to_seed() -> None:
     pytest.importorskip("optuna")
-    space = {"rate": Range(low=0.001, high=1.0, log=True), "even": Range(low=0.001, high=1.0), "kind": Choices((1, 2))}
+    space = {
+        "rate": Range(low=0.001, high=1.0, log=True),
+        "even": Range(low=0.001, high=1.0),
+        "kind": ValueList((1, 2)),
+    }
     tried = [({"rate": 0.03, "even": 0.5, "kind": 1}, 0.5)]
     found = [proposed(space, tried, seed) for seed in range(40)]
     assert found[:3] == [proposed(space, tried, seed) for seed in range(3)]

@@ -11,21 +11,11 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CHECKPOINT, RESULT, ROUNDS, read_rounds
-from fl_sim.tables import tuning_trials
+from fl_sim.tables import tuning
+from fl_sim.tables.earlier_runs import TrialOutcome, can_extend, trial_directory, trial_outcome
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
+from fl_sim.tables.tuning import Search, Trial, experiment_of, proposed_trial, searches_of, turns
 from fl_sim.tables.tuning_space import Rung, Tune, drawn
-from fl_sim.tables.tuning_trials import (
-    Outcome,
-    Search,
-    Trial,
-    directory_of,
-    experiment_of,
-    goes_on,
-    outcome_in,
-    proposed_trial,
-    searches_of,
-    turns,
-)
 
 RATES = {"low": 0.001, "high": 1.0, "log": True}
 
@@ -67,7 +57,7 @@ def test_trials_count_from_one_and_are_drawn_by_their_numbers_unless_optuna_prop
     chosen = settings(search="optuna", seed=5)
     assert chosen.tune is not None
     (search,) = searches(settings())
-    monkeypatch.setattr(tuning_trials, "proposed", lambda space, tried, seed: {"asked": (len(tried), seed)})
+    monkeypatch.setattr(tuning, "proposed", lambda space, tried, seed: {"asked": (len(tried), seed)})
     trials = [proposed_trial(search, chosen.tune, number, ()) for number in range(8)]
     assert [trial.number for trial in trials] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [trial.values for trial in trials[:2]] == [drawn(search.space, 5, number) for number in (0, 1)]
@@ -137,7 +127,7 @@ def test_a_run_that_diverged_in_its_third_round_has_the_accuracy_of_its_second_f
     (out / RESULT).write_text(json.dumps({**result, "status": "failed", "diverged": True, "error": "the loss is nan"}))
     accuracies = [record.validation_accuracy for record in read_rounds(out)]
     assert len({*accuracies}) == 2
-    found = [outcome_in(out, trial(rounds), 0, None) for rounds in (1, 2, 3, 5)]
+    found = [trial_outcome(out, trial(rounds), 0, None) for rounds in (1, 2, 3, 5)]
     assert [one and (one.accuracy, one.trained) for one in found] == [
         (accuracies[0], 1), (accuracies[1], 2), (None, 2), (None, 2),
     ]  # fmt: skip
@@ -178,14 +168,14 @@ def test_a_rung_pays_for_the_rounds_after_those_of_the_rung_before_and_the_first
         (0, 4, 0.625, 31.0), (0, 1, 0.5, 17.0), (0, 3, 0.75, 23.0), (1, 3, 0.75, 6.0), (3, 4, 0.625, 8.0),
         (2, 2, 0.25, 0.0),
     ):  # fmt: skip
-        assert outcome_in(four, trial(rounds), after, None) == Outcome(accuracy, rounds - after, seconds)
+        assert trial_outcome(four, trial(rounds), after, None) == TrialOutcome(accuracy, rounds - after, seconds)
 
 
 def test_a_run_that_diverged_after_its_last_round_did_so_for_a_trial_of_all_rounds_and_for_no_shorter_one(
     four: Path,
 ) -> None:
     told(four, status="failed", diverged=True, error="the loss is nan")
-    found = [outcome_in(four, trial(rounds), 0, None) for rounds in (1, 2, 3, 4)]
+    found = [trial_outcome(four, trial(rounds), 0, None) for rounds in (1, 2, 3, 4)]
     assert [one and (one.accuracy, one.trained, one.error) for one in found] == [
         (0.5, 1, ""), (0.25, 2, ""), (0.75, 3, ""), (None, 4, "the loss is nan"),
     ]  # fmt: skip
@@ -193,32 +183,32 @@ def test_a_run_that_diverged_after_its_last_round_did_so_for_a_trial_of_all_roun
 
 def test_rounds_that_are_not_all_timed_take_the_time_of_the_whole_run(four: Path) -> None:
     rewritten(four, seconds=[1.0, None, 4.0, 8.0])
-    found = [outcome_in(four, trial(4), after, None) for after in (0, 1, 2)]
+    found = [trial_outcome(four, trial(4), after, None) for after in (0, 1, 2)]
     assert [one and one.seconds for one in found] == [48.0, 32.0, 12.0]
 
 
 def test_a_trial_without_validation_is_judged_by_its_test_records(four: Path) -> None:
     rewritten(four, validation_accuracy=[None] * 4, test_accuracy=[0.2, 0.8, 0.4, 0.6])
-    found = [outcome_in(four, trial(rounds), 0, None) for rounds in (1, 2, 3)]
+    found = [trial_outcome(four, trial(rounds), 0, None) for rounds in (1, 2, 3)]
     assert [one and one.accuracy for one in found] == [0.2, 0.8, 0.4]
 
 
 def test_what_a_trial_came_to_is_not_known_where_its_rounds_or_its_end_are_missing(four: Path) -> None:
-    assert outcome_in(four, trial(5), 0, None) is None
+    assert trial_outcome(four, trial(5), 0, None) is None
     told(four, rounds=3)
-    found = outcome_in(four, trial(4), 0, None)
+    found = trial_outcome(four, trial(4), 0, None)
     assert found is not None
     told(four, rounds=4)
     lines = (four / ROUNDS).read_text().splitlines(keepends=True)
     (four / ROUNDS).write_text("".join(lines[:3]))
-    assert outcome_in(four, trial(4), 0, None) is None
+    assert trial_outcome(four, trial(4), 0, None) is None
     (four / RESULT).unlink()
-    assert [outcome_in(four, trial(rounds), 0, None) is None for rounds in (2, 3, 4)] == [False, False, True]
+    assert [trial_outcome(four, trial(rounds), 0, None) is None for rounds in (2, 3, 4)] == [False, False, True]
 
 
 def test_a_trial_goes_on_where_more_rounds_change_no_learning_rate_and_nothing_at_its_end() -> None:
     def goes(rounds: int = 2, **changes: Any) -> bool:
-        return goes_on(experiment_from({"model": "mlp", "clients": 4, "rounds": rounds, **changes}))
+        return can_extend(experiment_from({"model": "mlp", "clients": 4, "rounds": rounds, **changes}))
 
     schedules = "constant", "exponential", "step", "cosine"
     assert [goes(local={"schedule": each}) for each in schedules] == [True, True, True, False]
@@ -228,12 +218,12 @@ def test_a_trial_goes_on_where_more_rounds_change_no_learning_rate_and_nothing_a
 
 
 def test_a_trial_of_which_too_much_was_left_to_be_kept_begins_anew_unless_it_has_all_rounds(tmp_path: Path) -> None:
-    shared = directory_of(trial(1), tmp_path, None)
-    assert directory_of(trial(4), tmp_path, None) == shared
+    shared = trial_directory(trial(1), tmp_path, None)
+    assert trial_directory(trial(4), tmp_path, None) == shared
     run(trial(3), shared)
-    assert {directory_of(trial(rounds), tmp_path, None) for rounds in (1, 2, 3, 4, 9)} == {shared}
+    assert {trial_directory(trial(rounds), tmp_path, None) for rounds in (1, 2, 3, 4, 9)} == {shared}
     (shared / CHECKPOINT).unlink()
-    anew = [directory_of(trial(rounds), tmp_path, None).name.removeprefix(shared.name) for rounds in (2, 3, 4, 9)]
+    anew = [trial_directory(trial(rounds), tmp_path, None).name.removeprefix(shared.name) for rounds in (2, 3, 4, 9)]
     assert anew == ["", "", "-4-rounds", "-9-rounds"]
     (shared / ROUNDS).write_text("")
-    assert directory_of(trial(4), tmp_path, None) == shared
+    assert trial_directory(trial(4), tmp_path, None) == shared
