@@ -14,10 +14,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.settings import read_table
-from fl_sim.simulation.extending import check_extension
-from fl_sim.simulation.repeating import set_aside
+from fl_sim.simulation.resuming import check_extension, objection, on_trust, set_aside
 from fl_sim.simulation.resuming import finished_result as matching_result
-from fl_sim.simulation.resuming import objection, on_trust
 from fl_sim.store import run_directory
 from fl_sim.store.files import readable_os_errors, run_lock
 from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_rounds

@@ -19,8 +19,8 @@ from fl_sim.report.release import Release
 from fl_sim.report.runs import Problem, read_all
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
-from fl_sim.simulation.capacity import cores
-from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.simulation.client_runtime import cores
+from fl_sim.simulation.timing import Stopwatch
 from fl_sim.tables.earlier_runs import finished_result, put_aside
 from fl_sim.tables.forecast import Forecast, forecast, search_forecasts, search_in_words, time_in_words
 from fl_sim.tables.labels import data_label, text, took

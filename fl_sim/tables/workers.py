@@ -23,7 +23,7 @@ from fl_sim.experiment.experiment import Experiment, defined_in_script
 from fl_sim.experiment.groups import InProcess
 from fl_sim.experiment.job import resolved
 from fl_sim.own_code import with_place
-from fl_sim.simulation.capacity import cores
+from fl_sim.simulation.client_runtime import cores
 from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
 from fl_sim.store.files import run_lock
