@@ -21,7 +21,7 @@ from fl_sim.simulation.rounds import Procedure
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, is_partial, readable_os_errors, run_lock
-from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_checkpoint, write_checkpoint
+from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_checkpoint, write_state
 from fl_sim.store.tensors import open_state_checksum
 from strategies.layer import layer_kinds
 
@@ -253,14 +253,14 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     if checkpoint is not None:
         progress, server = checkpoint
         last = progress.last_round
-        log = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        if progress.chain != log.chain:  # which it is where a crash came between what is written below
+        content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
+        if progress.chain != chain:  # which it is where a crash came between what is written below
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
             if state := procedure.kept_by_clients(server):
                 open_state_checksum(out / run_directory.STATE, experiment.num_clients, last, state)
-            write_checkpoint(out, replace(progress, chain=log.chain), server)
-        run_directory.write_log(out, log)
+            write_state(out / CHECKPOINT, replace(progress, chain=chain), server)
+        run_directory.write_log(out, content)
     elif run_directory.read_rounds(out):
         raise UserError(
             f"{out} holds this run of {earlier.rounds} rounds, but not {CHECKPOINT}, without which it cannot go on: "

@@ -33,7 +33,7 @@ from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.stage import Run, Stage, done, prepared_strategy, stages_of, tasks_of
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
-from fl_sim.store.run_directory import Progress, RoundRecord, write_checkpoint
+from fl_sim.store.run_directory import CHECKPOINT, Progress, RoundRecord, write_state
 from fl_sim.training.features import head_of
 from fl_sim.types import Params, Payloads, ServerState, Traffic
 from strategies.algorithm import (
@@ -301,7 +301,7 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
         record.round, log.chain,
         records=log.records, versions=log.versions, counts_holders=holders, layers=states_of(strategy.layers),
     )  # fmt: skip
-    write_checkpoint(out, progress, log.server)
+    write_state(out / CHECKPOINT, progress, log.server)
 
 
 class Procedure(Protocol):

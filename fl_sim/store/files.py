@@ -1,7 +1,7 @@
-"""Files written whole or not at all, in words what keeps one from being written, and locks on folders.
+"""Files written whole or not at all, OS errors as messages with cures, and locks on folders.
 
-A lock is a file ``.lock`` in the folder, which names its holder and is gone when nobody holds it: the system lets go of
-it when its process ends, however it ends. It is readable by its owner alone, and no link is followed to it.
+A lock is a file ``.lock`` in the folder that names its holder. The system releases it when the process ends, however it
+ends. Only its owner may read it, and no link to it is followed.
 """
 
 import errno
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from fl_sim.errors import RunError, UserError, in_a_line
 
 _PARTIAL: Final = re.compile(r"\..+\.(\d+)\.\d+\.part")
-"""What a file is called while it is written: the number of its writer's process, and of its thread."""
+"""The name of an unfinished file holds the numbers of its writer's process and thread."""
 
 _CURES: Final = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -49,14 +49,14 @@ _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
 _A_FEW_TRIES: Final = 5 * _PAUSE  # one may meet a file that its last holder is about to remove
 _FOR_EVER: Final = -1.0
-_SKEW: Final = 60.0  # seconds by which a clock may have been set since
+_SKEW: Final = 60.0  # seconds by which the clock may have been set since
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write a file so that a reader sees the old one or the whole new one, after a power cut, too.
+    """Write a file so that a reader sees the old one or the whole new one, also after a power cut.
 
-    ``mode``: its permissions, less what the user's umask takes away. Raises OSError that names ``path``.
+    ``mode``: the permissions before the user's umask. Raises OSError that names ``path``.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,7 +65,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, flags, mode), "wb") as file:
                 file.write(content)
-                force_to_disk(file.fileno())
+                os.fsync(file.fileno())
             partial.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -77,7 +77,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
     """Append a line, whole or not at all, and wait until it is on the disk. Raises OSError that names ``path``.
 
-    ``is_first``: whether the file is to be made; a later line never makes one, as the lines before it would be missing.
+    Only the first line creates the file: without the file a later line has lost the lines before it.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if is_first else 0)
     with naming(path):
@@ -86,7 +86,7 @@ def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
             before = os.fstat(descriptor).st_size
             try:
                 write_all(file, line)
-                force_to_disk(descriptor)
+                os.fsync(descriptor)
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(descriptor, before)
@@ -96,10 +96,10 @@ def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
 
 
 def read_whole(path: Path, most: int = 2**40) -> bytes:
-    """Read a file that this program wrote, of ``most`` bytes at the most.
+    """Read a file that this program wrote, of at most ``most`` bytes.
 
-    Raises UserError where it is longer, or no plain file (a device has no end, a pipe no beginning); OSError that names
-    it, such as FileNotFoundError.
+    Raises UserError for a longer file and for anything but a plain file (a device has no end, a pipe no beginning), and
+    OSError, such as FileNotFoundError, that names it.
     """
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -111,37 +111,32 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
 
 
 def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path:
-    """Return where ``name`` is kept between runs: in the folder that ``variable`` of the environment names.
+    """Return the folder for ``name`` that outlives runs: the one that the environment variable ``variable`` names.
 
-    Where it names none, in the user's own, below ``base_variable`` (such as XDG_CACHE_HOME) or, without that, ``base``.
+    Without it: the user's own folder below ``base_variable`` (such as XDG_CACHE_HOME) or else ``base``.
     """
     named, below = os.environ.get(variable), os.environ.get(base_variable) or base
     return (Path(named) if named else Path(below) / "fl-sim" / name).expanduser().absolute()
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at the file's place: the system may take a part of it at a time."""
+    """Write all of ``content`` at the file's position: the system may accept a part of it at a time."""
     left = memoryview(content).cast("B")
     while left:
         left = left[file.write(left) :]
 
 
-def force_to_disk(descriptor: int) -> None:
-    """Wait until what was written to an open file is on the disk."""
-    os.fsync(descriptor)
-
-
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk."""
+    """Wait until the file names in ``folder`` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        force_to_disk(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what writers that are dead by now left half-written in ``folder``."""
+    """Remove the unfinished files of dead writers from ``folder``."""
     for path in folder.glob(".*.part"):
         named = _PARTIAL.fullmatch(path.name)
         if named and not _is_alive(int(named[1])):
@@ -149,13 +144,13 @@ def remove_partial(folder: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Say whether a file is one that ``write_whole`` has not finished."""
+    """Return True for a file that ``write_whole`` has not finished."""
     return _PARTIAL.fullmatch(path.name) is not None
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` in every OSError: the system names no file where a write fails."""
+    """Name ``path`` in every OSError: the system names no file when a write fails."""
     try:
         yield
     except OSError as error:
@@ -172,7 +167,7 @@ def readable_os_errors() -> Iterator[None]:
 
 
 def explain(error: OSError) -> str:
-    """Return in one sentence which file is concerned, what is wrong with it, and the cure."""
+    """Return one sentence with the file, the reason and the cure."""
     said = error.strerror or str(error) or type(error).__name__
     cure = _CURES.get(error.errno or 0)
     where = f"{error.filename}: " if error.filename is not None else ""
@@ -181,9 +176,9 @@ def explain(error: OSError) -> str:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Wait until no other process is alone in ``folder``, then be it.
+    """Lock ``folder`` for this process; wait while another process has locked it.
 
-    Says on standard error who is waited for after two seconds. Raises RunError where the folder cannot be locked.
+    After two seconds the holder is named on standard error. Raises RunError if the folder cannot be locked.
     """
     with ExitStack() as stack:
         try:
@@ -197,9 +192,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Be the one process that writes into the run directory ``folder``.
+    """Lock the run directory ``folder`` for this process.
 
-    Raises RunError, with the first one's process number and start, where there is one already.
+    Raises RunError, with number and start time of the other process, if another process has locked it.
     """
     with ExitStack() as stack:
         try:
@@ -211,10 +206,10 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return whether the process that wrote the lock of ``folder`` still works there; nothing is locked or changed.
+    """Return True if the process that wrote the lock of ``folder`` still runs; nothing is locked or changed.
 
-    None: that process is on another machine, or this system does not tell. A process that has the number of a dead
-    one began after the lock was written.
+    None if that process is on another machine, or this system does not tell. A process with the number of a dead one
+    started after the lock was written.
     """
     try:
         said = json.loads(_content(folder / LOCK))
@@ -239,7 +234,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _began(pid: int) -> float:
-    """Return when a process began, in seconds since 1970; infinity where there is none with that number."""
+    """Return the start time of a process in seconds since 1970, infinity if there is no such process."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         [started] = [line for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines() if "btime" in line]
@@ -248,19 +243,9 @@ def _began(pid: int) -> float:
     return float(int(started.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _check_plain(path: Path) -> None:
-    """Raise RunError where something else than a plain file is in the lock's place."""
-    try:
-        mode = path.lstat().st_mode  # one look: its last holder may remove it at any moment
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
-
-
 @contextmanager
 def _locked(folder: Path, timeout: float) -> Iterator[None]:
-    """Hold the lock of ``folder``. Raises Timeout where another process holds it for ``timeout`` seconds."""
+    """Lock ``folder``. Raises Timeout if another process has locked it for ``timeout`` seconds."""
     path = folder / LOCK
     mine: list[os.stat_result] = []
 
@@ -278,7 +263,10 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     )
     try:
         folder.stat()  # FileLock would make the folder
-        _check_plain(path)
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode  # one look: its last holder may remove it at any moment
+            if not stat.S_ISREG(mode):
+                raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
         while not lock.is_locked:
             with suppress(_RemovedError):
                 lock.acquire()

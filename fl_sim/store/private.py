@@ -1,7 +1,7 @@
-"""What stays private on its owner's machine: the key that digests are published under, and the output of private runs.
+"""Private to the owner of a machine: the key under which digests are published, and the output of private runs.
 
-Libraries warn of numbers, and some quote them; code of the user's may print a record. Nobody who reads over the
-owner's shoulder, or the log of a job, is to see that, and it is no part of what the run's epsilon covers.
+Warnings of libraries may quote numbers, and the user's code may print a record. A run's epsilon does not cover such
+output, so it goes to a file for the owner alone, not to the screen or to the log of a job.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ _FLEETING: Final = secrets.token_bytes(32)
 _KEYED = re.compile("keyed-([0-9a-f]{16})-([0-9a-f]{32})-[0-9a-f]{64}")
 
 MOST_CHARACTERS: Final = 2**20
-"""How much is kept, of code that goes on and on."""
+"""The limit of a private log."""
 
 
 def keyed(digest: str) -> str:
-    """Return ``digest`` under the key, with a salt of its own: nobody without the key can try records against it.
+    """Return ``digest`` under the key and a new salt: without the key nobody can test records against it.
 
-    Nor tell whether two of them are of the same records. Empty where the key can be neither read nor made.
+    Nor compare two results. Empty if the key can be neither read nor made.
     """
     key = machine_key()
     return _under(key, secrets.token_hex(16), digest) if key else ""
 
 
 def matches(recorded: str, digest: str) -> bool | None:
-    """Say whether ``keyed`` made ``recorded`` of ``digest``; None where that was under the key of another machine."""
+    """Return True if ``keyed`` made ``recorded`` of ``digest``; None if it used the key of another machine."""
     found, key = _KEYED.fullmatch(recorded), machine_key()
     if found is None or found[1] != _name(key):
         return None
@@ -46,9 +46,9 @@ def matches(recorded: str, digest: str) -> bool | None:
 
 
 def machine_key(*, make: bool = True) -> bytes:
-    """Return the key, made where there is none; empty where it can be neither read nor made.
+    """Return the machine's key, created if there is none; empty if it can be neither read nor created.
 
-    ``make`` False writes nothing: where there is no key, one of this process's own takes its place.
+    ``make`` False writes nothing: a key of this process takes the place of a missing one.
     """
     path = user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
     try:
@@ -60,9 +60,8 @@ def machine_key(*, make: bool = True) -> bytes:
             with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(32))
             try:
-                os.link(new, path)  # whole, and never in the place of another process's
-            except FileExistsError:
-                pass
+                with suppress(FileExistsError):
+                    os.link(new, path)  # whole, and never in the place of another process's
             finally:
                 new.unlink()
         return path.read_bytes()
@@ -71,14 +70,14 @@ def machine_key(*, make: bool = True) -> bytes:
 
 
 class PrivateLog(io.StringIO):
-    """A stream into the file at ``path``, which is made, readable by its owner alone, when something is said."""
+    """A stream into the file at ``path``; the first text creates the file, for its owner alone."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path, self._left = path, MOST_CHARACTERS
 
     def write(self, text: str, /) -> int:
-        """Append ``text``; what cannot be kept is lost, and nothing fails for it."""
+        """Append ``text``; text beyond the limit, or that cannot be written, is dropped without an error."""
         kept = text[: self._left]
         self._left -= len(kept)
         if kept:
@@ -90,7 +89,7 @@ class PrivateLog(io.StringIO):
 
 @contextmanager
 def warnings_to(stream: PrivateLog) -> Iterator[None]:
-    """Send warnings, and what loggers would write to the screen, to ``stream`` in this block."""
+    """Redirect warnings, and log records meant for the screen, to ``stream``."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
@@ -120,7 +119,7 @@ def warnings_to(stream: PrivateLog) -> Iterator[None]:
 
 @contextmanager
 def prints_to(stream: PrivateLog) -> Iterator[None]:
-    """Send what is printed in this block, in whatever thread, to ``stream``."""
+    """Redirect prints of all threads to ``stream``."""
     with redirect_stdout(stream), redirect_stderr(stream):
         yield
 
@@ -134,7 +133,7 @@ def _name(key: bytes) -> str:
 
 
 def _on_screen() -> Iterator[logging.Handler]:
-    """Give the handlers of all loggers that write to the screen."""
+    """Yield the handlers of all loggers that write to the screen."""
     screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     known = logging.root.manager.loggerDict.values()
     loggers = [logging.root, *(one for one in known if isinstance(one, logging.Logger))]

@@ -1,15 +1,15 @@
-"""A run's directory: what is written when, and read back after a crash.
+"""The run directory: its files, the order of writes, and reading after a crash.
 
-``config.toml`` first, a line of ``rounds.jsonl`` and then ``checkpoint.safetensors`` after every round, at the end
-``model.safetensors`` and ``result.json`` - of a run that failed or was interrupted, too. A checkpoint, the server's
-state after a round, is whole or the one before, and checked against the run when read back.
+First ``config.toml``; after every round a line of ``rounds.jsonl``, then ``checkpoint.safetensors``; at the end
+``model.safetensors`` and ``result.json``, also of a run that failed or was interrupted. A checkpoint, the server state
+after a round, is whole or still the one before, and verified against the run when it is read.
 """
 
 import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from fl_sim.errors import UserError
 from fl_sim.params import is_finite
 from fl_sim.store.files import append_line, read_whole, write_whole
-from fl_sim.types import Params, Payloads, ServerState
+from fl_sim.types import Params, ServerState
 
 CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER, START = (
     "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl", "start.json",
@@ -33,10 +33,10 @@ PRIVATE_ERRORS, PRIVATE_WARNINGS = "private-errors.log", "private-warnings.log"
 STUDENT = "student.safetensors"
 
 _LONGEST = 2**28
-"""No file of text here has more bytes: they are those of a million rounds."""
+"""The most bytes of a text file here: those of a million rounds."""
 
 _STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
-"""What a private run's length is rounded up to: 10 seconds, a minute, ten, an hour, ten, a hundred, a thousand."""
+"""The durations that those of private runs are rounded up to: from 10 seconds to 1000 hours."""
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -84,15 +84,16 @@ class RoundRecord:
 
 
 TESTED = ("test_", "balanced_accuracy", "macro_f1", "auc", "client_")
-"""How the names of fields begin that are there only where a round's model was measured on the test records."""
+"""Prefixes of the fields that only rounds with test metrics have."""
 
 MEASURED = (*TESTED, "validation_")
-"""The same where it was measured at all."""
+"""Prefixes of the fields that only rounds with test or validation metrics have."""
 
 _RECORD = TypeAdapter(RoundRecord)
+_OPTIONAL = frozenset(part.name for part in fields(RoundRecord) if part.default is not MISSING)
 
 _IDENTITY: Final = "# identity = "
-"""How the first line of ``config.toml`` begins where records or code are the user's own."""
+"""The prefix of the first line of ``config.toml`` if records or code are the user's own."""
 
 
 class Recorded(BaseModel):
@@ -104,43 +105,32 @@ class Recorded(BaseModel):
     code: dict[str, str] | None = None
 
 
-_RECORDED = TypeAdapter(Recorded)
-
-
-@dataclass(frozen=True)
-class Log:
-    """A whole log: the ``content`` of its file, and the ``chain`` after its last line."""
-
-    content: bytes
-    chain: str
-
-
 def write_config(out: Path, settings: Mapping[str, Any], identity: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Write the resolved experiment, and in a comment the ``identity`` of records and code that are the user's own."""
+    """Write the resolved experiment, and in a comment the ``identity`` of the user's own records and code."""
     write_whole(out / CONFIG, _config(settings, identity))
 
 
 def read_identity(out: Path) -> dict[str, Any]:
-    """Return the identity that ``write_config`` wrote; nothing where the run has none, or comes from an older version.
+    """Read the identity that ``write_config`` wrote; empty if the run has none, or comes from an older version.
 
-    Raises UserError where it is damaged.
+    Raises UserError if it is damaged.
     """
     first = read_whole(out / CONFIG, _LONGEST).partition(b"\n")[0].decode(errors="replace")
     if not first.startswith(_IDENTITY):
         return {}
     try:
-        return _RECORDED.validate_json(first.removeprefix(_IDENTITY)).model_dump(exclude_defaults=True)
+        return Recorded.model_validate_json(first.removeprefix(_IDENTITY)).model_dump(exclude_defaults=True)
     except ValidationError as error:
         raise UserError(f"{out / CONFIG} is damaged: its first line is no identity of a run; put it back") from error
 
 
 def chain_start(out: Path) -> str:
-    """Return the hash with which the chain of a run's rounds begins: that of its settings."""
+    """Return the start of the hash chain of a run's rounds: the hash of its settings."""
     return hashlib.sha256(read_whole(out / CONFIG)).hexdigest()
 
 
 def run_name(out: Path) -> str:
-    """Return a name for the run in ``out``, the same while it goes on, and another one where it begins anew."""
+    """Return the random name of the run in ``out``: a resume keeps it, a new start draws another."""
     path = out / STATE / "run"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,35 +142,42 @@ def run_name(out: Path) -> str:
 
 
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:
-    """Add a round to the log, wait until it is on the disk, and return the chain after it.
+    """Append a round to the log, wait until it is on the disk, and return the chain after it.
 
-    ``chain``: the hash over the settings and all rounds before, by which a lost, foreign or changed line is noticed.
+    ``chain``: the hash over the settings and all rounds before; it detects a lost, foreign or changed line.
     """
     line = _line(record)
     append_line(out / ROUNDS, line, is_first=record.round == 1)
-    return _linked(chain, line)
+    return _linked(chain, [line])
 
 
 def read_rounds(out: Path) -> list[RoundRecord]:
-    """Read the log back; a last line that a crash cut short is left out.
+    """Read the log without a last line that a crash cut short.
 
     Raises UserError that names the first line that is not a round.
     """
-    return [_record(out, number, line) for number, line in enumerate(_whole_lines(out), 1)]
+    records = []
+    for number, line in enumerate(_whole_lines(out), 1):
+        try:
+            records.append(_RECORD.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
+            raise UserError(
+                f"{out / ROUNDS} is damaged, line {number} is not a round: {where}{first['msg']}"
+            ) from error
+    return records
 
 
 def log_chain(out: Path) -> str:
     """Return the chain after the last whole line of the log."""
-    chain = chain_start(out)
-    for line in _whole_lines(out):
-        chain = _linked(chain, line)
-    return chain
+    return _linked(chain_start(out), _whole_lines(out))
 
 
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
-    """Return rounds 1 to ``last_round``, and take off the log the one that a crash left behind them without checkpoint.
+    """Return rounds 1 to ``last_round``, and remove from the log a round after them that a crash left uncheckpointed.
 
-    Raises UserError unless the log holds just these rounds, and as they were when ``chain`` was computed.
+    Raises UserError unless the log holds just these rounds, unchanged since ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
@@ -188,40 +185,35 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     if numbers not in ([*range(1, last_round + 1)], [*range(1, last_round + 2)]):
         found = f"{len(numbers)} rounds, which are not 1 to {last_round}" if numbers else "no rounds"
         raise UserError(f"{out / ROUNDS} holds {found}, after which the checkpoint was written: {way_on}")
-    now = chain_start(out)
-    for line in lines[:last_round]:
-        now = _linked(now, line)
+    now = _linked(chain_start(out), lines[:last_round])
     if now != chain:
         raise UserError(
             f"{out / ROUNDS} or {out / CONFIG} was changed since the checkpoint of round {last_round} was written: "
             f"{way_on}"
         )
-    if _content(out) != b"".join(lines[:last_round]):
-        write_whole(out / ROUNDS, b"".join(lines[:last_round]))
+    write_log(out, b"".join(lines[:last_round]))
     return records[:last_round]
 
 
-def log_with_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]) -> Log:
-    """Return what the log's first ``num_rounds`` rounds are in a run of other ``settings``; nothing is written.
+def log_with_settings(
+    out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]
+) -> tuple[bytes, str]:
+    """Return the log of the first ``num_rounds`` rounds under other ``settings``, and its chain; nothing is written.
 
-    Its identity stays.
-
-    ``unmeasured``: which of MEASURED that run would not measure after the last of them.
+    ``unmeasured``: the prefixes of MEASURED that such a run would not measure after its last round.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
     if records and any(getattr(records[-1], name) is not None for name in foreign):
         lines[-1] = _line(replace(records[-1], **foreign))
-    chain = hashlib.sha256(_config(settings, read_identity(out))).hexdigest()
-    for line in lines:
-        chain = _linked(chain, line)
-    return Log(b"".join(lines), chain)
+    start = hashlib.sha256(_config(settings, read_identity(out))).hexdigest()
+    return b"".join(lines), _linked(start, lines)
 
 
-def write_log(out: Path, log: Log) -> None:
-    """Put ``log`` in the place of the log that there is."""
-    if _content(out) != log.content:
-        write_whole(out / ROUNDS, log.content)
+def write_log(out: Path, content: bytes) -> None:
+    """Replace the log by ``content``."""
+    if _content(out) != content:
+        write_whole(out / ROUNDS, content)
 
 
 def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
@@ -230,12 +222,12 @@ def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
-    """Write ``result.json``: its presence with status "finished" is what marks a run as done."""
+    """Write ``result.json``: its status "finished" marks a run as done."""
     write_text(out / RESULT, json.dumps(result, indent=2) + "\n")
 
 
 def read_result(out: Path) -> dict[str, Any] | None:
-    """Return a run's result, or None where there is none that can be read."""
+    """Read a run's result; None if there is none, or it cannot be read."""
     try:
         result = json.loads(read_whole(out / RESULT, _LONGEST))
     except (OSError, ValueError, RecursionError):
@@ -244,9 +236,9 @@ def read_result(out: Path) -> dict[str, Any] | None:
 
 
 def coarse(seconds: float) -> float:
-    """Return the length of something private, rounded up to the next of 10 s, 1, 10 min, 1, 10, 100 and 1000 h.
+    """Round a private duration up to 10 s, 1 or 10 min, 1, 10, 100 or 1000 h.
 
-    How long clients compute tells how many records they hold.
+    The duration of client training would reveal the number of records.
 
     >>> [coarse(seconds) for seconds in (0.3, 10.0, 11.0, 3601.0)]
     [10.0, 10.0, 60.0, 36000.0]
@@ -255,7 +247,7 @@ def coarse(seconds: float) -> float:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, surviving a power cut.
+    """Write a text file whole or not at all, also at a power cut.
 
     Half a character, as a damaged JSON file may hold, is written as its number.
     """
@@ -264,13 +256,12 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
-    ``last_round``: the last finished one. ``chain``: the hash over the run's settings and its log up to that round.
-    ``records``: a digest of the user's own records that the run trains on, empty where they are public. ``versions``:
-    {round: digest} of the states before some rounds, which lie in files beside it (``write_state``).
-    ``counts_holders``: whether clients without records are left out where an algorithm counts all clients. ``layers``:
-    {layer: its own part, JSON values by name}.
+    ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
+    ``records``: a digest of the user's own training records, empty for public ones. ``versions``: {round: digest} of
+    the states before some rounds, in files of their own (``write_state``). ``counts_holders``: True if clients without
+    records do not count where an algorithm counts all clients. ``layers``: {layer: its own state, JSON values by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -286,18 +277,12 @@ class Progress:
 _PROGRESS = TypeAdapter(Progress)
 
 
-def write_checkpoint(out: Path, progress: Progress, server: ServerState) -> None:
-    """Keep the server's state after a round: the whole of it or, after a crash while writing, the one before."""
-    write_state(out / CHECKPOINT, progress, server)
-
-
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
-    """Keep a state of the server in a file, whole or not at all; return the SHA-256 of what is in it."""
+    """Write a server state to a file, whole or the one before, also after a crash; return the SHA-256 of its content."""
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
-    unused = {
-        name for name in ("versions", "counts_holders", "layers") if not getattr(progress, name)
-    }  # which came later
+    later = ("versions", "counts_holders", "layers")  # fields that older versions do not have
+    unused = {name for name in later if not getattr(progress, name)}
     facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
     digest = digest_of(facts, named)
     write_whole(path, save(named, {"progress": facts, "sha256": digest}))
@@ -305,7 +290,7 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
 
 
 def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState] | None:
-    """Return the progress of the run in ``out`` and the state after it; None where there is no checkpoint.
+    """Read the progress of the run in ``out`` and the server state; None if there is no checkpoint.
 
     Raises UserError as ``read_state`` does.
     """
@@ -314,15 +299,19 @@ def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState
 
 
 def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progress, ServerState]:
-    """Return what ``write_state`` has written; ``digest``: what that returned, empty where nobody knows.
+    """Read what ``write_state`` wrote; ``digest``: the one that it returned, empty if unknown.
 
-    ``like``: the state that the run's model and algorithm start from. Raises UserError for a file that is damaged, and
-    for one that does not hold tensors of the same names, shapes and types: training would read foreign memory.
+    ``like``: the initial state of the run's model and algorithm. Raises UserError for a damaged file, and for tensors
+    of other names, shapes or types: training would read foreign memory.
     """
     content = read_whole(path)
     try:
         found, said = load(content), metadata_in(content)
-        progress = _PROGRESS.validate_python(_as_now(json.loads(said["progress"])))
+        facts = json.loads(said["progress"])
+        private = {name: facts.pop(name) for name in ("clipping_norm", "receipt") if name in facts}
+        if any(value is not None for value in private.values()):  # an older version had fields of one layer
+            facts["layers"] = {"strategies.private:PrivateRounds": private}
+        progress = _PROGRESS.validate_python(facts)
         now = digest_of(said["progress"], dict(sorted(found.items())))
         if not said["sha256"] == now == (digest or now):
             raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
@@ -333,20 +322,23 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         ) from error
     tensors = {name.partition("/")[2]: value for name, value in sorted(found.items())}
     _check_fit(path, tensors, dict(_named(like)))
-    parts = _grouped(tensors)
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        part, group, name = key.split("/", 2)
+        parts.setdefault(part, {}).setdefault(group, {})[name] = value
     layers = parts.get("layers", {}).get("", {})
     return progress, ServerState(parts["params"][""], parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 
 def metadata_in(content: bytes) -> dict[str, str]:
-    """Return what a safetensors file says beside its tensors."""
+    """Read the metadata in the content of a safetensors file."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     said: dict[str, str] = header["__metadata__"]
     return said
 
 
 def digest_of(facts: str, named: Params) -> str:
-    """Return the SHA-256 of facts and of tensors in their order: names, kinds and bytes."""
+    """Return the SHA-256 of facts and of tensors in their order: names, types, shapes and bytes."""
     digest = hashlib.sha256(facts.encode())
     for name, value in named.items():
         digest.update(f"\n{name} {_kind(value)}\n".encode())
@@ -369,36 +361,18 @@ def _config(settings: Mapping[str, Any], identity: Mapping[str, Any]) -> bytes:
 
 
 def _line(record: RoundRecord) -> bytes:
-    optional = {part.name for part in fields(RoundRecord) if part.default is not MISSING}
-    said = {name: value for name, value in asdict(record).items() if value is not None or name not in optional}
+    said = {name: value for name, value in asdict(record).items() if value is not None or name not in _OPTIONAL}
     return json.dumps(said, allow_nan=False).encode() + b"\n"
 
 
-def _record(out: Path, number: int, line: bytes) -> RoundRecord:
-    try:
-        return _RECORD.validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{out / ROUNDS} is damaged, line {number} is not a round: {f'{where}: ' if where else ''}{first['msg']}"
-        ) from error
-
-
-def _linked(chain: str, line: bytes) -> str:
-    return hashlib.sha256(chain.encode() + line).hexdigest()
-
-
-def _as_now(progress: dict[str, Any]) -> dict[str, Any]:
-    """Return a progress as it is written now: once it had fields of one layer."""
-    private = {name: progress.pop(name) for name in ("clipping_norm", "receipt") if name in progress}
-    if any(value is not None for value in private.values()):
-        progress["layers"] = {"strategies.private:PrivateRounds": private}
-    return progress
+def _linked(chain: str, lines: Iterable[bytes]) -> str:
+    for line in lines:
+        chain = hashlib.sha256(chain.encode() + line).hexdigest()
+    return chain
 
 
 def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give every tensor of the state by a name: its part of the state, its group, its own name."""
+    """Yield every tensor of the state with its name: part of the state, group, own name."""
     parts: dict[str, Mapping[str, Params]] = {
         "params": {"": server.params}, "broadcast": server.broadcast, "memory": server.memory,
         "layers": {"": server.layers},
@@ -409,16 +383,8 @@ def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{part}/{group}/{name}", value.contiguous()
 
 
-def _grouped(tensors: Params) -> dict[str, Payloads]:
-    parts: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-    for key, value in tensors.items():
-        part, group, name = key.split("/", 2)
-        parts.setdefault(part, {}).setdefault(group, {})[name] = value
-    return {part: dict(groups) for part, groups in parts.items()}
-
-
 def _check_fit(path: Path, found: Params, wanted: Params) -> None:
-    """Refuse tensors that are not those of the run's model and algorithm, in their order."""
+    """Raise UserError unless tensors and their order are those of the run's model and algorithm."""
     way_on = (
         "the code of the model or of the algorithm has changed since; put that back, or delete the checkpoint to "
         "start this run again"

@@ -1,9 +1,9 @@
-"""Tensors on disk: files named by their content, and what clients keep between rounds (SCAFFOLD's c_i), with its seal.
+"""Tensors on disk: files named by their content, and client states (SCAFFOLD's c_i) with their checksum.
 
-What clients keep is theirs: nobody but its owner may read the files, from the first byte on. By the seal a run that
-goes on notices that some of it is lost or foreign: a client whose state is gone would start again as one that has not
-taken part yet, and the run would end in other numbers. The seal is computed from what clients keep, so it is as
-private, and lies with it; the checkpoint has none.
+Client states are private: only their owner may read the files, from the first byte on. A resumed run verifies the
+checksum of all client states: a client whose state is lost would start like one that has not taken part yet, and the
+run would end in other numbers. The checksum is computed from the states, so it is as private and lies beside them, not
+in the checkpoint.
 """
 
 import errno
@@ -29,10 +29,10 @@ from fl_sim.store.files import naming, read_whole, readable_os_errors, write_all
 from fl_sim.types import Params, Payloads
 
 STATES, LAYOUT = "states.bin", "layout.json"
-"""The file of all clients' states, and what a state consists of."""
+"""The file of all client states, and the schema of a state."""
 
 _PAGE = 4096
-_HEAD = struct.Struct("<qq")  # the round after which the client knew this, 0 for none; the numbers' checksum
+_HEAD = struct.Struct("<qq")  # the round that wrote this state, 0 for none; the checksum of its numbers
 
 SEAL = "seal.json"
 
@@ -41,7 +41,7 @@ _MODULUS = 1 << 256
 
 
 def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
-    """Write tensors to a safetensors file named by its content, so that a name never means two things; return it.
+    """Write tensors to a safetensors file named by its content, and return its path: one name never means two things.
 
     ``mode``: as for ``write_whole``.
     """
@@ -53,9 +53,9 @@ def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o6
 
 @lru_cache(maxsize=1)
 def read_by_content(path: str) -> Params:
-    """Return the tensors in a file of ``save_by_content``, whose name never means two things.
+    """Return the tensors in a file of ``save_by_content``.
 
-    Raises RunError where it holds something else than its name says.
+    Raises RunError if the content does not fit the name.
     """
     with readable_os_errors():
         content = read_whole(Path(path))
@@ -69,16 +69,16 @@ def read_by_content(path: str) -> Params:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write, whole or not at all, a file that nobody but its owner may read."""
+    """Write, whole or not at all, a file that only its owner may read."""
     write_whole(path, content, mode=0o600)
 
 
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
-    """Keep ``state`` as what ``client`` knows after ``server_round``, in place of all but the state it started from.
+    """Save the state of ``client`` after ``server_round`` in place of all but the state that it started from.
 
-    All clients of a run keep tensors of the same names, shapes and type; one file holds two states of each. Running a
-    round again reads the same older state and writes the same numbers, so a retry or a resume changes nothing, whenever
-    a process dies. Several may save at once, each its own clients. Raises RunError, with the cure, where the file
+    All clients of a run have states of the same names, shapes and type; one file holds two states of each. A repeated
+    round reads the same older state and writes the same numbers, so a retry or a resume changes nothing, whenever a
+    process dies. Several processes may save at once, each its own clients. Raises RunError, with the cure, if the file
     cannot be written.
     """
     if not state:
@@ -88,7 +88,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     numbers = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).numpy(force=True)
     path = Path(state_dir) / STATES
     with readable_os_errors(), naming(path):
-        slots = _make(path.parent, _slots_of(state))
+        slots = _create(path.parent, _slots_of(state))
     with readable_os_errors(), naming(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
@@ -98,11 +98,11 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
 
 
 def load_state(state_dir: Path | str, client: int, server_round: int) -> Payloads:
-    """Return what ``client`` kept in its last round before ``server_round``; nothing if it has not taken part yet.
+    """Return the state of ``client`` after its last round before ``server_round``; empty if it has not taken part yet.
 
-    Raises RunError where the file is damaged.
+    Raises RunError if the file is damaged.
     """
-    if not os.path.isdir(state_dir):  # noqa: PTH112 (most algorithms keep nothing, and this is asked for every client)
+    if not os.path.isdir(state_dir):  # noqa: PTH112 (fast: called for every client, and most algorithms have no state)
         return {}
     path = Path(state_dir) / STATES
     try:
@@ -124,13 +124,12 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
 
 
 def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
-    """Give (client, round, checksum) of what each client kept in its last round before ``server_round``.
+    """Yield (client, round, checksum) of each client's last state before ``server_round``.
 
-    Clients that kept nothing are left out. The checksum is computed from what the client knows: it is private.
+    Clients without a state are left out. The checksum is computed from the state: it is private.
     """
-    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+    if (slots := _slots_in(state_dir)) is None:
         return
-    slots = _read_layout(read_whole(state_dir / LAYOUT))
     with (state_dir / STATES).open("rb", buffering=0) as file:
         for client in clients:
             heads = slots.heads(file, client)
@@ -139,13 +138,13 @@ def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) 
 
 
 def clients_with_state(state_dir: Path, num_clients: int) -> Iterator[int]:
-    """Give, ascending, all clients that may have kept something: the places of those never met are holes in the file.
+    """Yield, ascending, all clients that may have a state: the places of all others are holes in the file.
 
-    Where a file system does not tell holes, these are all clients.
+    On a file system that reports no holes these are all clients.
     """
-    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+    if (slots := _slots_in(state_dir)) is None:
         return
-    each = _read_layout(read_whole(state_dir / LAYOUT)).place(1, 0)
+    each = slots.place(1, 0)
     with (state_dir / STATES).open("rb", buffering=0) as file:
         client = 0
         while (client := max(client, _next_data(file, client * each) // each)) < num_clients:
@@ -154,10 +153,9 @@ def clients_with_state(state_dir: Path, num_clients: int) -> Iterator[int]:
 
 
 def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> None:
-    """Forget what clients kept in ``server_round`` and later: in a round that did not finish, nobody took part."""
-    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+    """Delete the states of ``server_round`` and later: nobody took part in a round that did not finish."""
+    if (slots := _slots_in(state_dir)) is None:
         return
-    slots = _read_layout(read_whole(state_dir / LAYOUT))
     with (state_dir / STATES).open("r+b", buffering=0) as file:
         for client in clients_with_state(state_dir, num_clients):
             for slot, (written_in, _) in enumerate(slots.heads(file, client)):
@@ -165,17 +163,10 @@ def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> 
                     _write(file, slots.place(client, slot), bytes(_HEAD.size))
 
 
-def fits_layout(state_dir: Path, state: Payloads) -> bool:
-    """Say whether the folder is for states of these names, shapes and type; one without any state is."""
-    path = state_dir / LAYOUT
-    return not path.exists() or _read_layout(read_whole(path)) == _slots_of(state)
-
-
 class StateChecksum:
-    """The sum of a hash over each client's state: one client's part of it changes without looking at the others'.
+    """The checksum of all client states, a sum of hashes: one client's summand changes without reading the others.
 
-    ``num_clients``: how many the run has. The files are those of ``save_state``; a client on another machine keeps its
-    own there, and has no part in this.
+    It covers the files of ``save_state`` on this machine, not those of clients on other machines.
     """
 
     def __init__(self, state_dir: Path, num_clients: int, last_round: int) -> None:
@@ -194,7 +185,7 @@ class StateChecksum:
         write_whole(self._state_dir / SEAL, json.dumps(said).encode(), mode=0o600)
 
     def check(self) -> None:
-        """Raise UserError where the folder does not hold what it held when it was sealed."""
+        """Raise UserError if the folder has changed since the checksum was written."""
         path = self._state_dir / SEAL
         server_round, now = self._last
         try:
@@ -220,26 +211,27 @@ class StateChecksum:
 
 
 def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, state: Payloads) -> StateChecksum:
-    """Return the seal of a run that goes on after ``last_round``, 0 for one that begins.
+    """Return the checksum of a run that continues after ``last_round`` (0: a new run).
 
-    ``state``: what one of its clients keeps, by names and shapes. Raises UserError where the folder does not hold what
-    clients kept up to then.
+    ``state``: names and shapes of one client's state. Raises UserError if the folder holds other states than those
+    after that round.
     """
     if not last_round:
         return StateChecksum(state_dir, num_clients, last_round)
-    if not fits_layout(state_dir, state):
+    layout = state_dir / LAYOUT
+    if layout.exists() and _read_layout(read_whole(layout)) != _slots_of(state):
         raise UserError(
             f"{state_dir} holds what clients of another model or algorithm keep: put this run's own back, or start "
             "again in a fresh directory"
         )
-    seal = StateChecksum(state_dir, num_clients, last_round)
-    seal.check()
+    checksum = StateChecksum(state_dir, num_clients, last_round)
+    checksum.check()
     delete_states_from(state_dir, num_clients, last_round + 1)
-    return seal
+    return checksum
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return where, from ``place`` on, the next written byte lies; at least the file's size where there is none."""
+    """Return the place of the next written byte from ``place`` on; at least the file's size if there is none."""
     if not hasattr(os, "SEEK_DATA"):  # Windows
         return place
     try:
@@ -252,23 +244,23 @@ def _next_data(file: FileIO, place: int) -> int:
 
 @dataclass(frozen=True)
 class _Slots:
-    """What a state consists of, and where a client's two states lie in the file: each a head, then its numbers."""
+    """The schema of a state, and the places of each client's two states in the file: each a head, then numbers."""
 
     dtype: str
     groups: tuple[tuple[str, Layout], ...]
 
     @cached_property
     def size(self) -> int:
-        """Return how many numbers a state has."""
+        """The count of numbers in a state."""
         return sum(num_in(layout) for _, layout in self.groups)
 
     def place(self, client: int, slot: int) -> int:
-        """Return the first byte of a slot; no two share a page."""
+        """Return the first byte of a slot; no two slots share a page."""
         pages = -(-(_HEAD.size + np.dtype(self.dtype).itemsize * self.size) // _PAGE)
         return (2 * client + slot) * pages * _PAGE
 
     def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
-        """Return (round, checksum) of both slots."""
+        """Read (round, checksum) of both slots."""
         heads = []
         for slot in (0, 1):
             file.seek(self.place(client, slot))
@@ -276,7 +268,7 @@ class _Slots:
         return heads
 
     def named(self, numbers: torch.Tensor) -> Payloads:
-        """Return the groups that ``numbers`` holds one behind the other."""
+        """Split ``numbers`` into the named groups."""
         parts = numbers.split_with_sizes([num_in(layout) for _, layout in self.groups])
         return {name: FlatParams(part, layout) for (name, layout), part in zip(self.groups, parts, strict=True)}
 
@@ -293,8 +285,8 @@ def _slots_of(state: Payloads) -> _Slots:
     return _Slots(first.numpy(force=True).dtype.str, layouts)
 
 
-def _make(state_dir: Path, wanted: _Slots) -> _Slots:
-    """Make the file where nobody has; of several processes that do, all write the same."""
+def _create(state_dir: Path, wanted: _Slots) -> _Slots:
+    """Create the file unless it is there; if several processes create it, all write the same."""
     path = state_dir / LAYOUT
     try:
         slots = _read_layout(read_whole(path))
@@ -307,9 +299,14 @@ def _make(state_dir: Path, wanted: _Slots) -> _Slots:
     return slots
 
 
+def _slots_in(state_dir: Path) -> _Slots | None:
+    is_there = (state_dir / STATES).exists() and (state_dir / LAYOUT).exists()
+    return _read_layout(read_whole(state_dir / LAYOUT)) if is_there else None
+
+
 @lru_cache(maxsize=8)
 def _read_layout(content: bytes) -> _Slots:
-    """Raise RunError for anything but what ``_make`` wrote."""
+    """Parse what ``_create`` wrote. Raises RunError for anything else."""
     try:
         read = json.loads(content)
         groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
@@ -321,7 +318,7 @@ def _read_layout(content: bytes) -> _Slots:
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
-    """Return the sum of the numbers' bits: tells pages that never reached the disk, at the cost of reading once."""
+    """Sum the numbers' bits: detects pages that never reached the disk, at the cost of one read."""
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 
 

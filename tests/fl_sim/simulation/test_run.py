@@ -24,7 +24,7 @@ from fl_sim.kinds import short_form
 from fl_sim.settings import read_table
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
-from fl_sim.store import files, run_directory
+from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.testing_runs import FakeEngine, played_by
 from fl_sim.training.loop import to_tensors
@@ -342,9 +342,7 @@ def test_line_and_checkpoint_are_forced_to_the_disk_in_every_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forced: list[str] = []
-    monkeypatch.setattr(
-        files, "force_to_disk", lambda open_: forced.append(Path(f"/proc/self/fd/{open_}").readlink().name)
-    )
+    monkeypatch.setattr(os, "fsync", lambda open_: forced.append(Path(f"/proc/self/fd/{open_}").readlink().name))
     run(quick(rounds=2), tmp_path / "run")
     names = [name.removeprefix(".").partition(".")[0] for name in forced]
     assert [name for name in names if name in {"rounds", "checkpoint"}] == ["rounds", "checkpoint"] * 2

@@ -92,7 +92,7 @@ def test_a_private_file_is_private_from_the_start(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from fl_sim.store import files; "
-        "files.force_to_disk = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
         "files.write_whole(Path(sys.argv[1]) / 'result.json', b'half')"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3], check=False)

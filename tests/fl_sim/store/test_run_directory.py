@@ -27,8 +27,8 @@ from fl_sim.store.run_directory import (
     read_result,
     read_rounds,
     truncate_log,
-    write_checkpoint,
     write_config,
+    write_state,
     write_text,
 )
 from fl_sim.types import ServerState
@@ -160,7 +160,7 @@ def _same(left: ServerState, right: ServerState) -> bool:
 
 
 def test_it_comes_back_bit_for_bit_in_its_order(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, PROGRESS, _state())
+    write_state(tmp_path / CHECKPOINT, PROGRESS, _state())
     progress, state = read_checkpoint(tmp_path, _state(1)) or (None, ServerState({}))
     assert progress == PROGRESS
     assert _same(state, _state())
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_version_without_parts_of_layers_is_read_as_it_was_mea
     path = tmp_path / "checkpoint.safetensors"
     for private, layers in ((PRIVATE, {"strategies.private:PrivateRounds": PRIVATE}),
                             (dict.fromkeys(PRIVATE), {})):  # fmt: skip
-        write_checkpoint(tmp_path, Progress(7, "ab" * 32), _state())
+        write_state(tmp_path / CHECKPOINT, Progress(7, "ab" * 32), _state())
         tensors = load_file(path)
         facts = json.dumps({"last_round": 7, "chain": "ab" * 32, **private, "records": ""})
         save_file(tensors, path, {"progress": facts, "sha256": digest_of(facts, dict(sorted(tensors.items())))})
@@ -226,7 +226,7 @@ def _reordered() -> ServerState:
     ],
 )
 def test_another_model_or_algorithm_is_refused_with_the_name_of_the_tensor(tmp_path: Path, like, said: str) -> None:
-    write_checkpoint(tmp_path, PROGRESS, _state())
+    write_state(tmp_path / CHECKPOINT, PROGRESS, _state())
     with pytest.raises(UserError, match=said):
         read_checkpoint(tmp_path, like())
 
@@ -235,14 +235,14 @@ def test_another_model_or_algorithm_is_refused_with_the_name_of_the_tensor(tmp_p
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
     state = _state()
     state.memory["first"]["z.weight"][1, 2] = bad
-    write_checkpoint(tmp_path, PROGRESS, state)
+    write_state(tmp_path / CHECKPOINT, PROGRESS, state)
     with pytest.raises(UserError, match=r"memory/first/z\.weight .*not finite"):
         read_checkpoint(tmp_path, _state())
 
 
 def test_a_file_of_tensors_from_elsewhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    write_checkpoint(tmp_path, PROGRESS, _state())
+    write_state(tmp_path / CHECKPOINT, PROGRESS, _state())
     save_file(load_file(path), path)
     with pytest.raises(UserError, match="not a checkpoint of this version"):
         read_checkpoint(tmp_path, _state())
@@ -251,7 +251,7 @@ def test_a_file_of_tensors_from_elsewhere_is_refused(tmp_path: Path) -> None:
 @given(st.data())
 def test_any_damage_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("damaged")
-    write_checkpoint(folder, PROGRESS, _state())
+    write_state(folder / CHECKPOINT, PROGRESS, _state())
     path = folder / "checkpoint.safetensors"
     content = bytearray(path.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
