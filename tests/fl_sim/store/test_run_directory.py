@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fl_sim.errors import UserError
 from fl_sim.store.run_directory import (
+    CHECKPOINT,
     MEASURED,
     Progress,
     RoundRecord,
