@@ -278,7 +278,7 @@ _PROGRESS = TypeAdapter(Progress)
 
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
-    """Write a server state to a file, whole or the one before, after a crash, too; return the SHA-256 of its content."""
+    """Write a server state to a file, whole or not at all; return the SHA-256 of its content."""
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     later = ("versions", "counts_holders", "layers")  # fields that older versions do not have
