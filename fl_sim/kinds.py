@@ -127,6 +127,13 @@ class Staged(Protocol):
     """Where the stage is, as "module:Class"."""
 
 
+class Proceeding(Protocol):
+    """A kind of server with a procedure in place of the rounds."""
+
+    procedure: ClassVar[str]
+    """Import path of the procedure (fl_sim.simulation.procedure.Procedure), as "module:Class"."""
+
+
 @runtime_checkable
 class Checking(Protocol):
     """A kind that does not go together with everything else."""

@@ -11,7 +11,19 @@ from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
 from fl_sim.errors import UserError
 from fl_sim.experiment.groups import Auto, Engine, Evaluate, Local, goes_by_steps
-from fl_sim.kinds import Checking, Completing, Promising, Remarking, is_none, path_in, replaces_records
+from fl_sim.kinds import (
+    Checking,
+    Completing,
+    Compressing,
+    Harm,
+    Promising,
+    Remarking,
+    is_none,
+    is_own_kind,
+    kind_of,
+    path_in,
+    replaces_records,
+)
 from fl_sim.mistakes import explain, shortened
 from fl_sim.names import known_model
 from fl_sim.own_code import IMPORT_PATH
@@ -72,12 +84,12 @@ class Experiment(Settings):
     algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")] = by_default("fedavg")
     aggregator: Annotated[Aggregator, OneOf("aggregator", group="fl_sim.aggregator")] = by_default("mean")
     sampler: Annotated[Sampler, OneOf("sampler", group="fl_sim.sampler")] = by_default("full")
-    compress: Annotated[Any, OneOf("compress", group="fl_sim.compress")] = by_default("none")
-    preprocess: Annotated[Any, OneOf("preprocess", group="fl_sim.preprocess")] = by_default("none")
-    attack: Annotated[Any, OneOf("attack", group="fl_sim.attack")] = by_default("none")
-    calibrate: Annotated[Any, OneOf("calibrate", group="fl_sim.calibrate")] = by_default("none")
-    devices: Annotated[Any, OneOf("devices", group="fl_sim.devices")] = by_default("none")
-    server: Annotated[Any, OneOf("server", group="fl_sim.server")] = by_default("synchronous")
+    compress: Annotated[Compressing, OneOf("compress", group="fl_sim.compress")] = by_default("none")
+    preprocess: Annotated[object, OneOf("preprocess", group="fl_sim.preprocess")] = by_default("none")
+    attack: Annotated[Harm, OneOf("attack", group="fl_sim.attack")] = by_default("none")
+    calibrate: Annotated[object, OneOf("calibrate", group="fl_sim.calibrate")] = by_default("none")
+    devices: Annotated[object, OneOf("devices", group="fl_sim.devices")] = by_default("none")
+    server: Annotated[object, OneOf("server", group="fl_sim.server")] = by_default("synchronous")
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
@@ -113,6 +125,8 @@ class Experiment(Settings):
             if isinstance(part, Checking):
                 part.check(self)
         check_choices(self)
+        if is_own_kind(self.server):
+            self._check_own_server()
         if self.evaluate.measures_nothing and not self.is_private:
             raise ValueError(
                 "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
@@ -124,6 +138,16 @@ class Experiment(Settings):
                 "run that promises privacy: leave it out, or choose settings on public records"
             )
         return self
+
+    def _check_own_server(self) -> None:
+        """Raise ValueError where a server of the user's own replaces no rounds, or a run promises privacy."""
+        if self.is_synchronous:
+            raise ValueError(f"server {kind_of(self.server)} has the procedure '': name one as module:Class")
+        if self.is_private:
+            raise ValueError(
+                f"server {kind_of(self.server)} is of your own, and this run promises privacy: nobody knows what its "
+                "procedure releases, so there is no epsilon; take server=synchronous"
+            )
 
     @model_validator(mode="wrap")
     @classmethod

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 from pydantic import (
@@ -17,12 +17,20 @@ from pydantic import (
 
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, off
+from fl_sim.own_code import error_context
 from fl_sim.seeding import rng
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
 _CONSTANT = "the learning rate is the same in every round"
+
+
+class RateSchedule(Protocol):
+    """A schedule of the learning rate: one of this module, or the user's own."""
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return the factor of the learning rate in ``server_round`` of ``rounds``: finite, at least 0."""
 
 
 class Constant(Settings):
@@ -144,12 +152,16 @@ class Local(Settings):
     optimizer: Optimizer = "sgd"
     augment: Literal["none", "crop", "flip", "crop-flip", "reflect-crop", "reflect-crop-flip"] = "none"
     batch_norm: BatchNorm = "none"
-    schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
+    schedule: Annotated[Schedule, OneOf("local.schedule", wants=RateSchedule)] = Constant()
     precision: Precision = "float32"
 
     def rate_in(self, server_round: int, rounds: int) -> float:
         """Return the learning rate of one of ``rounds`` rounds, after the schedule."""
-        return self.learning_rate * self.schedule.factor(server_round, rounds)
+        with error_context(f"factor of {type(self.schedule).__name__}"):
+            factor = self.schedule.factor(server_round, rounds)
+            if not 0 <= factor < math.inf:
+                raise ValueError(f"{factor!r} in round {server_round}, not a finite number of at least 0")
+            return self.learning_rate * factor
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where running statistics, which are no update, would be treated as one."""

@@ -126,9 +126,10 @@ def moments_release(job: Job, client: Client) -> "Release":
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
     """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
     names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
-    asked = experiment.chosen(*names)
-    calibrate = experiment.calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
-    digest = hashlib.sha256(json.dumps([asked, calibrate, client], sort_keys=True).encode())
+    asked, calibrate = experiment.chosen(*names), experiment.calibrate
+    assert isinstance(calibrate, CCVR)
+    priced = calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
+    digest = hashlib.sha256(json.dumps([asked, priced, client], sort_keys=True).encode())
     for value in params.values():
         digest.update(value.numpy(force=True).tobytes())
     return digest.hexdigest()[:16]

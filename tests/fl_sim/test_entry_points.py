@@ -140,9 +140,9 @@ def test_what_no_compression_goes_together_with_holds_for_another_packages_kind(
 
 
 def test_a_setting_without_kinds_of_others_lists_and_takes_none(install_package: Any) -> None:
-    install_package("fed-mine", {"fl_sim.server": {"mine": f"{HERE}:Mine"}})
-    with pytest.raises(UserError, match=r"unknown server 'mine'; valid: fedasync, fedbuff, synchronous$"):
-        experiment_from({"server": "mine"})
+    install_package("fed-mine", {"fl_sim.kinds": {"mine": f"{HERE}:Mine"}})
+    with pytest.raises(UserError, match=r"unknown engine 'mine'[^;]*; valid: auto, inprocess, ray$"):
+        experiment_from({"engine": "mine"})
 
 
 @pytest.mark.parametrize(

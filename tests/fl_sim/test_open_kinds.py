@@ -15,14 +15,17 @@ from pydantic import ConfigDict
 from torch import nn
 
 from clients.dafl.mean_embedding import MeanEmbedding
-from fl_sim.errors import UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import scale
 from fl_sim.settings import Settings
 from fl_sim.simulation.engine_choice import choose
+from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.store.run_directory import read_rounds
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Trained
 from partitions import LabelK, Scheme
 from strategies.aggregators import WeightedMean
@@ -91,6 +94,36 @@ class Uniform(Settings):
         return WeightedMean().mean(cohort, "uniform")
 
 
+class Warmup(Settings):
+    """The learning rate grows linearly to its full value in ``length`` rounds."""
+
+    length: int = 4
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        return min(1.0, server_round / self.length) if self.length else float("nan")
+
+
+@dataclass(frozen=True)
+class Brief(Rounds):
+    """Rounds with another warning."""
+
+    def warnings(self, log: RunLog) -> list[str]:
+        return [*super().warnings(log), "by a procedure of my own"]
+
+
+class Mine(Settings):
+    """A server with a procedure."""
+
+    procedure: ClassVar[str] = f"{__name__}:Brief"
+    patience: int = 1
+
+
+class Idle(Settings):
+    """A server that names no procedure."""
+
+    procedure: ClassVar[str] = ""
+
+
 class Unfinished(Settings):
     """Lacks all that an algorithm has."""
 
@@ -110,11 +143,13 @@ class Loose:
 
 
 HERE = __name__
+QUICK: dict[str, Any] = {"model": "logistic", "clients": 3, "rounds": 2, "engine": {"kind": "inprocess"}}
 FORMS = [
     ("algorithm", Doubled(factor=3.0), {"factor": 3.0}),
     ("partition", InOrder(5), {"skipped": 5}),
     ("sampler", FirstOnes(count=3), {"count": 3}),
     ("aggregator", Uniform(), {}),
+    ("server", Mine(patience=2), {"patience": 2}),
 ]
 
 
@@ -140,6 +175,33 @@ def test_what_is_written_down_is_read_back_equal(field: str, value: Any, paramet
     assert content[field] == {"kind": f"{HERE}:{type(value).__name__}", **parameters}
     assert experiment_from(tomllib.loads(tomli_w.dumps(experiment.as_written()))) == experiment
     assert experiment_from(json.loads(experiment.model_dump_json())) == experiment
+
+
+def test_a_schedule_of_ones_own_sets_the_learning_rates(tmp_path: Path) -> None:
+    experiment = experiment_from({**QUICK, "local": {"schedule": f"{HERE}:Warmup:2", "learning_rate": 0.1}})
+    assert experiment.local.schedule == Warmup(length=2)
+    assert experiment_from(json.loads(experiment.model_dump_json())) == experiment
+    run(experiment, tmp_path)
+    assert [record.learning_rate for record in read_rounds(tmp_path)] == [0.05, 0.1]
+    with pytest.raises(RunError, match=r"factor of Warmup failed with ValueError: nan in round 1, not a finite"):
+        run(experiment_from({**QUICK, "local": {"schedule": {"kind": f"{HERE}:Warmup", "length": 0}}}), tmp_path / "2")
+
+
+def test_a_package_gives_a_schedule_a_short_name(install_package: Any) -> None:
+    install_package("fed-warmup", {"fl_sim.kinds": {"warmup": f"{HERE}:Warmup"}})
+    assert experiment_from(with_overrides({}, ["local.schedule=warmup:3"])).local.schedule == Warmup(length=3)
+
+
+def test_a_server_of_ones_own_proceeds_by_its_procedure(tmp_path: Path, install_package: Any) -> None:
+    install_package("fed-server", {"fl_sim.server": {"mine": f"{HERE}:Mine"}})
+    result = run(experiment_from({**QUICK, "server": "mine"}), tmp_path / "mine")
+    usual = run(experiment_from(QUICK), tmp_path / "usual")
+    assert "by a procedure of my own" in result["warnings"]
+    assert result["final_accuracy"] == usual["final_accuracy"]
+    with pytest.raises(UserError, match=r"server .*:Mine is of your own, and this run promises privacy"):
+        experiment_from({**QUICK, "server": "mine", "aggregator": "global-dp"})
+    with pytest.raises(UserError, match=r"server .*:Idle has the procedure '': name one as module:Class"):
+        experiment_from({**QUICK, "server": f"{HERE}:Idle"})
 
 
 class Maybe(Averaging):

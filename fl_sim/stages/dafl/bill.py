@@ -15,7 +15,7 @@ from dp_accounting import dp_event
 
 from clients.dafl.settings import AnyGenerator, DaFl
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import is_none, kind_of
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.ledger import Ledger
@@ -103,7 +103,7 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
 
 def _covers(experiment: Experiment, settings: DaFl) -> str:
     if settings.train_on == "synthetic":
-        moments = experiment.calibrate.kind != "none"
+        moments = not is_none(experiment.calibrate)
         but = " but the moments of features, whose cost is stated by itself" if moments else ""
         return (
             f"everything this run releases of its training records{but}: clients release synthetic records under this "
