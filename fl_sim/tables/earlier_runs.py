@@ -86,7 +86,7 @@ def can_extend(experiment: Experiment) -> bool:
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
-        and experiment.calibrate.kind == "none"
+        and is_none(experiment.calibrate)
         and all(schedule.factor(each, rounds) == schedule.factor(each, rounds + 1) for each in range(1, rounds + 1))
     )
 
