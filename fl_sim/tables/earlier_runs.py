@@ -13,6 +13,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
+from fl_sim.kinds import is_none
 from fl_sim.settings import read_table
 from fl_sim.simulation.resuming import check_extension, objection, on_trust, set_aside
 from fl_sim.simulation.resuming import finished_result as matching_result
