@@ -1,9 +1,11 @@
 """What mkdocs alone does not do: pages made from the program, and from files outside of docs that pages link to."""
 
+import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,23 @@ from mkdocs.structure.files import File, Files
 from fl_sim.cli.run import title_of
 from fl_sim.cli.verbs import app
 from fl_sim.experiment.reference import Group, groups
-from fl_sim.report.gallery import page_of, read_gallery
-from fl_sim.settings import kinds_of
+from fl_sim.report.gallery import Entry, page_of, read_gallery
+from fl_sim.report.table import cell_text
+from fl_sim.settings import OneOf, kinds_of
+from fl_sim.tables.labels import label
 
 TOP = Path(__file__).resolve().parents[2]
 DOCS = TOP / "docs"
+SETTINGS_WITH_KINDS = (
+    "algorithm", "partition", "sampler", "aggregator", "preprocess", "preprocess.generator", "calibrate", "compress",
+    "attack", "devices", "server",
+)  # fmt: skip
+_BESIDE = {
+    "preprocess.generator": "preprocess=da-fl", "preprocess=private-start": "aggregator=global-dp",
+    "server=fedasync": "devices=log-normal", "server=fedbuff": "devices=log-normal",
+    "devices=profile": "devices.path=devices.csv",
+}  # fmt: skip
+"""What a kind needs beside it: {a setting: before its kind, or a kind: after it}."""
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "sh", ".md": ""}
 
@@ -27,7 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add a page for every notebook, and for every file and folder outside of docs that a page links to."""
     tables = read_gallery(DOCS / "results") if (DOCS / "results").is_dir() else []
     waiting = {path for page in files.documentation_pages() for path in _outside(Path(page.abs_src_path))}
-    waiting |= {TOP / entry.about.file for entry in tables}
+    waiting |= {TOP / entry.about.file for entry in tables} | {_source(group) for group in _kinds()}
     made: set[Path] = set()
     while waiting:
         made |= waiting
@@ -38,6 +52,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, _page_of(path), content=_shown(path)))
     for entry in tables:
         files.append(File.generated(config, f"results/{entry.name}.md", content=page_of(entry, "../..")))
+    for group in _kinds():
+        files.append(File.generated(config, _kind_page(group), content=_about_kind(group, tables)))
     for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
         files.append(File.generated(config, _page_of(notebook), content=_read_notebook(notebook)))
     return files
@@ -60,6 +76,88 @@ def on_page_markdown(markdown: str, page: Any, **_rest: Any) -> str:
         return os.path.relpath(_page_of(path), uri.parent) if is_page else link[0]
 
     return _LINK.sub(there, markdown)
+
+
+def _kinds() -> list[Group]:
+    """Return every kind of the settings that are chosen in an experiment itself."""
+    if not (DOCS / "kinds.md").exists():
+        return []
+    return [group for group in groups() if group.kind and group.name in SETTINGS_WITH_KINDS]
+
+
+def _kind_page(group: Group) -> str:
+    return f"kinds/{group.name}-{group.kind}.md"
+
+
+def _class_of(group: Group) -> type:
+    if "." not in group.name:
+        return kinds_of(group.name)[group.kind]
+    outer, field = group.name.split(".")
+    holder = kinds_of(outer)[group.within.partition("=")[2]].model_fields[field]
+    one_of = next(extra for extra in holder.metadata if isinstance(extra, OneOf))
+    return one_of.known(holder.annotation)[group.kind]
+
+
+def _source(group: Group) -> Path:
+    return Path(inspect.getfile(_class_of(group))).resolve()
+
+
+def _command(group: Group) -> str:
+    before, after = _BESIDE.get(group.name, ""), _BESIDE.get(f"{group.name}={group.kind}", "")
+    return " ".join(
+        filter(None, ["fl-sim run", before, f"{group.name}={group.kind.replace('label-k', 'label-2')}", after])
+    )
+
+
+def _about_kind(group: Group, tables: Sequence[Entry]) -> str:
+    """Return a kind's page, made from its class: source, equation, parameters, deviations, and measured accuracies."""
+    kind = _class_of(group)
+    title = label(kind()) if group.name == "algorithm" else group.kind
+    paper = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
+    lines = [
+        f"# {title}", "", f"`{group.name}={group.kind}`. {_text(paper)}", "",
+        _text(inspect.cleandoc(kind.__doc__ or "")), "",
+        "````text", _command(group), "````", "",
+    ]  # fmt: skip
+    if group.settings:
+        lines += ["## Parameters", "", *_rows_of(group), ""]
+    if deviations := _deviations(title):
+        lines += ["## Deviations from papers and released code", "", *deviations, ""]
+    if measured := _measured(title, tables):
+        lines += ["## Accuracy measured here", "", "Test accuracy in percent; each table's page has its command.", ""]
+        lines += ["| table | split | row | accuracy |", "|---|---|---|---|", *measured, ""]
+    source = _source(group)
+    lines.append(f"Source: [{source.relative_to(TOP)}]({os.path.relpath(source, DOCS / 'kinds')}).")
+    return "\n".join(lines) + "\n"
+
+
+def _deviations(title: str) -> list[str]:
+    """Return the paragraphs on a method in the page of methods."""
+    paragraphs = re.split(r"\n(?=\* )|\n\n", (DOCS / "methods.md").read_text())
+    heads = [(re.match(r"\* (.*?)[.:(]", one), one) for one in paragraphs]
+    return [one for head, one in heads if head and re.search(rf"\*\*[^*]*\b{re.escape(title)}\b", head[0] + "**")]
+
+
+def _measured(title: str, tables: Sequence[Entry]) -> list[str]:
+    found = []
+    for entry in tables:
+        for row in entry.table.rows if entry.table else ():
+            if row == title or row.startswith((f"{title} (", f"{title}, ")):
+                found += [
+                    f"| [{entry.about.title}](../results/{entry.name}/table.json) | {column} | {row} | {text} |"
+                    for column in entry.table.columns
+                    if (text := cell_text(entry.table.at(row, column), "last")) != "-"
+                ]
+    return found
+
+
+def _list_of_kinds() -> str:
+    """Return the list of all kinds, by setting."""
+    lines = []
+    for name in SETTINGS_WITH_KINDS:
+        rows = [f"* [`{one.kind}`]({_kind_page(one)}): {_text(one.about)}" for one in _kinds() if one.name == name]
+        lines += [f"## `{name}=`", "", *rows, ""]
+    return "\n".join(lines)
 
 
 def _outside(page: Path) -> Iterator[Path]:
@@ -126,11 +224,15 @@ def _settings() -> str:
 def _section(group: Group) -> str:
     title = f"`{title_of(group)}`" if group.name else "An experiment"
     heading = f"{'###' if group.kind or group.within else '##'} {title}"
+    table = ["", *_rows_of(group)] if group.settings else []
+    return "\n".join([heading, "", _text(group.about), *table, ""])
+
+
+def _rows_of(group: Group) -> list[str]:
     rows = [
         f"| `{one.name}` | {_cell(one.takes)} | {_code(one.default)} | {_cell(one.meaning)} |" for one in group.settings
     ]
-    table = ["", "| setting | takes | default | meaning |", "|---|---|---|---|", *rows] if rows else []
-    return "\n".join([heading, "", _text(group.about), *table, ""])
+    return ["| setting | takes | default | meaning |", "|---|---|---|---|", *rows]
 
 
 def _code(default: str) -> str:
@@ -165,4 +267,9 @@ def _helps(command: click.Command, above: click.Context) -> Iterator[str]:
 
 
 _WIDTH = 100
-_MADE = {"<!-- every setting -->": _settings, "<!-- every command -->": _commands, "<!-- every knob -->": _knobs}
+_MADE = {
+    "<!-- every setting -->": _settings,
+    "<!-- every command -->": _commands,
+    "<!-- every knob -->": _knobs,
+    "<!-- every kind -->": _list_of_kinds,
+}

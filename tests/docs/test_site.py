@@ -1,5 +1,6 @@
 """The documentation is built without a warning, quickly enough, and needs no network to be read."""
 
+import html
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.report.gallery import page_of, read_gallery
 
 PROJECT = Path(__file__).parents[2]
@@ -90,3 +92,22 @@ def test_no_page_of_the_program_is_stale(site: Path) -> None:
     assert "local.precision" in settings
     assert "fl-sim privacy global-dp" in commands
     assert "set a smaller algorithm.server_learning_rate" in (site / "faq.html").read_text()
+
+
+def test_every_kind_has_a_page_with_a_command_that_is_valid(site: Path) -> None:
+    index = (site / "kinds.html").read_text()
+    pages = sorted((site / "kinds").glob("*.html"))
+    assert len(pages) > 60
+    for page in pages:
+        assert f'href="kinds/{page.name}"' in index
+        text = re.sub(r"<[^>]+>", "", page.read_text())
+        [command] = re.findall(r"^fl-sim run (.+)$", text, re.MULTILINE)
+        settings = [one for one in html.unescape(command).split() if one != "devices.path=devices.csv"]
+        if "devices=profile" not in settings:  # which needs a file
+            experiment_from(with_overrides({}, settings))
+
+
+def test_a_methods_page_has_its_paper_parameters_deviations_and_accuracies(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "kinds/algorithm-fedvls.html").read_text())
+    for wanted in ("Guo et al. 2025", "algorithm.logit_weight", "0.005", "a term without a lower bound", "84.2 ± 5.5"):
+        assert wanted in text
