@@ -25,8 +25,8 @@ from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import open_engine
-from fl_sim.simulation.run_log import RunLog
-from fl_sim.simulation.stage import federated_strategy
+from fl_sim.simulation.run_log import RunLog, Silent
+from fl_sim.simulation.stage import prepared_strategy
 from fl_sim.training.loop import to_tensors
 from strategies.flower import run_round
 
@@ -83,7 +83,7 @@ def ours(experiment: Experiment) -> Iterator[Round]:
     log = RunLog(experiment.algorithm.init(detached(job.model().named_parameters())))
     threads = fixed_threads(experiment.engine.threads)
     with threads, tempfile.TemporaryDirectory() as out, open_engine(job, lambda _: None) as (grid, _):
-        strategy = federated_strategy(job, experiment.algorithm, grid, Path(out), log)
+        strategy = prepared_strategy(job, experiment.algorithm, (), grid, Path(out), log, Silent())
         yield lambda server_round: void(run_round(strategy, grid, server_round, 0.01, 600))
 
 

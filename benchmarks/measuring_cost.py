@@ -14,16 +14,22 @@ from pathlib import Path
 from unittest import mock
 
 from fl_sim.experiment.experiment import experiment_from, with_overrides
-from fl_sim.simulation.measuring import Tested
+from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.evaluation import Scores
 from fl_sim.types import Traffic
 from strategies.flower import FederatedStrategy
 
 
-def _plainly(tested: Tested, record: RoundRecord) -> RoundRecord:
-    return replace(record, test_accuracy=tested.scores.accuracy, test_loss=tested.scores.loss)
+def _plain(test: Scores | None, *_: object, **__: object) -> Measured:
+    return Measured(test, None, None, None, None)
+
+
+def _noted_in(measured: Measured, record: RoundRecord) -> RoundRecord:
+    assert measured.test is not None
+    return replace(record, test_accuracy=measured.test.accuracy, test_loss=measured.test.loss)
 
 
 class TakingTurns(Silent):
@@ -32,7 +38,8 @@ class TakingTurns(Silent):
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {"plain": [], "whole": []}
         self._patches = [
-            mock.patch.object(Tested, "noted_in", _plainly),
+            mock.patch.object(Measured, "of", _plain),
+            mock.patch.object(Measured, "noted_in", _noted_in),
             mock.patch.object(FederatedStrategy, "traffic_with", return_value=Traffic(0, 0)),
         ]
         self._last: float | None = None

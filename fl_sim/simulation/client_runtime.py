@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from threadpoolctl import threadpool_limits
 
+from clients.client_layer import ClientLayer
 from clients.client_task import ClientRuntime, ClientTask
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
@@ -27,7 +28,7 @@ from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params, Traffic
 from partitions import EvaluationSkew, FeatureSkew
-from strategies.layer import Relabel, Workload, client_layers, layer_kinds
+from strategies.layer import Relabel, Workload, layer_kinds
 
 PADDING = 4
 """Pixels on every side of an image of which a window is cut out, as the field has it since He et al. 2016."""
@@ -39,7 +40,9 @@ KEEP_ON_GPU = 0.25
 """Training sets that take up no larger a part of a GPU's memory stay there, as bytes if they are images."""
 
 
-def runtime_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask]) -> ClientRuntime:
+def runtime_for(
+    job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask], layers: tuple[ClientLayer, ...] = ()
+) -> ClientRuntime:
     """Return what a worker needs to play any client of ``job``, which trains as ``algorithm`` says.
 
     ``tasks``: what clients may be asked beside training, by name.
@@ -75,7 +78,7 @@ def runtime_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientT
         local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),  # the same for all clients of a round
         num_clients=experiment.num_clients,
         seed=experiment.seed,
-        layers=client_layers(experiment, algorithm, job.model),
+        layers=layers,
         threads=experiment.engine.threads,
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -29,12 +29,12 @@ from fl_sim.simulation.client_runtime import (
     steps_by_client,
     threads_of,
 )
-from fl_sim.simulation.stage import Stage, stages_of
+from fl_sim.simulation.stage import Procedure, Stage, stages_of
 from fl_sim.simulation.timing import Stopwatch, Work, public_records
 from fl_sim.training.loop import resident
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Training
-from fl_sim.types import LocalTask, ServerState, Traffic
+from fl_sim.types import LocalTask, Traffic
 
 
 @dataclass(frozen=True)
@@ -110,24 +110,7 @@ _NOT_OF_A_STEP: Final = {
 _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "momentum", "weight_decay"}
 
 
-class Foretold(Protocol):
-    """What of a procedure a forecast asks for."""
-
-    @property
-    def job(self) -> Job:
-        """Return what is run."""
-        ...
-
-    def typical_plan(self) -> LocalPlan:
-        """Return what clients' plans look like."""
-        ...
-
-    def beginning(self) -> ServerState:
-        """Return what the server starts from."""
-        ...
-
-
-def work_of_rounds(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
+def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
     """Return training, of clients that train ``trainings`` times on average, measuring, and what the stages do."""
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
@@ -142,7 +125,7 @@ def work_of_rounds(procedure: Foretold, algorithm: LocalAlgorithm, trainings: fl
     )
 
 
-def training_work(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -> Work:
+def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
     """Return the local training of all clients, each of which trains ``trainings`` times on average."""
     job = procedure.job
     experiment, stages = job.experiment, stages_of(job)
@@ -169,7 +152,7 @@ def training_work(procedure: Foretold, algorithm: LocalAlgorithm, trainings: flo
     )
 
 
-def evaluation_work(procedure: Foretold, records: int) -> Work:
+def evaluation_work(procedure: Procedure, records: int) -> Work:
     """Return the measuring of models on ``records`` records, all together."""
     job = procedure.job
     at_once = side_by_side(threads_of(here(job.experiment.engine), job))
@@ -241,7 +224,7 @@ def _no_records(*_: object) -> Records:
     raise AssertionError("a timed step trains on public test records")
 
 
-def _measured(procedure: Foretold, count: int) -> Callable[[], object]:
+def _measured(procedure: Procedure, count: int) -> Callable[[], object]:
     job = procedure.job
     records = resident(public_records(job, count), job.dataset, job.device)
     params = procedure.beginning().model or detached(job.model().named_parameters())

@@ -1,8 +1,7 @@
-"""The server's model is measured: on the test records, and on what clients' records are held out for validation."""
+"""The evaluation of models: on the test records, and on the validation records of clients."""
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 from fl_sim.errors import Diverged
@@ -17,47 +16,55 @@ from partitions import ByGroup
 
 
 @dataclass(frozen=True, eq=False)
-class Tested:
-    """What a model does on the test records.
+class Measured:
+    """The measures of one model.
 
-    ``clients_by``: which test records are whose, or what clients hold, by which their accuracies are weighted; None
-    where those may not be told.
+    ``test``: on the test records, with ``confusion``; both None where the model is not tested. ``clients``: over
+    clients' accuracies; None where these are private or no client has records. ``clients_by``: the owners of the test
+    records, or the class counts of clients, by which these accuracies are weighted. ``validation``: on the validation
+    records; None without any.
     """
 
-    scores: Scores
-    num_classes: int
-    clients_by: Holdings | OwnTests | None = None
+    test: Scores | None
+    validation: Scores | None
+    confusion: Confusion | None
+    clients: OverClients | None
+    clients_by: Holdings | OwnTests | None
 
-    @cached_property
-    def confusion(self) -> Confusion:
-        """Return which classes are taken for which."""
-        return Confusion.of(self.scores, self.num_classes)
-
-    @cached_property
-    def auc(self) -> float | None:
-        """Return the area under the ROC curve; None unless there are two classes."""
-        return area_under_roc(self.scores)
-
-    @cached_property
-    def clients(self) -> OverClients | None:
-        """Return how the accuracy differs over clients; None where that may not be told, or nobody holds records."""
-        if self.clients_by is None:
-            return None
-        if isinstance(self.clients_by, OwnTests):
-            found = self.clients_by.accuracies(self.scores)
-        else:
-            found = self.clients_by.accuracies(self.confusion.recalls)
-        return OverClients.of(found) if len(found) else None
+    @classmethod
+    def of(
+        cls,
+        test: Scores | None,
+        num_classes: int,
+        *,
+        validation: Scores | None = None,
+        clients_by: Holdings | OwnTests | None = None,
+    ) -> Self:
+        """Return the measures of a model with these scores."""
+        if test is None:
+            return cls(None, validation, None, None, clients_by)
+        confusion, clients = Confusion.of(test, num_classes), None
+        if clients_by is not None:
+            if isinstance(clients_by, OwnTests):
+                found = clients_by.accuracies(test)
+            else:
+                found = clients_by.accuracies(confusion.recalls)
+            clients = OverClients.of(found) if len(found) else None
+        return cls(test, validation, confusion, clients, clients_by)
 
     def noted_in(self, record: RoundRecord) -> RoundRecord:
-        """Return a round's record with all this in it."""
+        """Return a round's record with these measures."""
+        if (validation := self.validation) is not None:
+            record = replace(record, validation_accuracy=validation.accuracy, validation_loss=validation.loss)
+        if (test := self.test) is None or self.confusion is None:
+            return record
         record = replace(
             record,
-            test_accuracy=self.scores.accuracy,
-            test_loss=self.scores.loss,
+            test_accuracy=test.accuracy,
+            test_loss=test.loss,
             balanced_accuracy=self.confusion.balanced_accuracy,
             macro_f1=self.confusion.macro_f1,
-            auc=self.auc,
+            auc=area_under_roc(test),
         )
         if (clients := self.clients) is None:
             return record
@@ -70,33 +77,8 @@ class Tested:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """What a model is measured to be, None where it is not: on the test records, and on those held out."""
-
-    test: Tested | None = None
-    validation: Scores | None = None
-
-    @property
-    def accuracy(self) -> float | None:
-        """Return the test accuracy."""
-        return self.test.scores.accuracy if self.test is not None else None
-
-    @property
-    def validation_accuracy(self) -> float | None:
-        """Return the accuracy on the records held out."""
-        return self.validation.accuracy if self.validation is not None else None
-
-    def noted_in(self, record: RoundRecord) -> RoundRecord:
-        """Return a round's record with all this in it."""
-        if self.validation is not None:
-            accuracy, loss = self.validation.accuracy, self.validation.loss
-            record = replace(record, validation_accuracy=accuracy, validation_loss=loss)
-        return record if self.test is None else self.test.noted_in(record)
-
-
-@dataclass(frozen=True, eq=False)
 class Measuring:
-    """What models of ``job`` are measured on; ``validation`` None: nothing is held out. ``clients_by``: see Tested."""
+    """The records that models of ``job`` are measured on, and ``clients_by`` as in ``Measured``."""
 
     job: Job
     test: Source
@@ -105,25 +87,22 @@ class Measuring:
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """Return what the experiment's models are measured on, loaded."""
+        """Return the records of an experiment, loaded."""
         validation = validation_records(job) if job.num_validated else None
-        # How many records of which class a client holds is its own affair where anybody is promised privacy.
+        # The class counts of a client are private where anybody is promised privacy.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         return cls(job, evaluation_records(job), validation, clients_by)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
-        """Measure the model ``params``, the last of its run or not.
+        """Return the measures of the model ``params``, the last of its run or not.
 
-        Raises Diverged, with ``when`` and what to do about it in its message, where a loss is not finite.
+        Raises Diverged where a loss is not finite, with ``when`` and a cure in its message.
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
-        tests = self.job.experiment.evaluate.tests(is_last=is_last)
-        return Measured(self.tested(params, when) if tests else None, validation)
-
-    def tested(self, params: Params, when: str) -> Tested:
-        """Measure the model on the test records alone. Raises Diverged as ``measured`` does."""
-        scores = self._scored(params, self.test, "test", when)
-        return Tested(scores, self.job.dataset.num_classes, self.clients_by)
+        is_tested = self.job.experiment.evaluate.tests(is_last=is_last)
+        test = self._scored(params, self.test, "test", when) if is_tested else None
+        num_classes = self.job.dataset.num_classes
+        return Measured.of(test, num_classes, validation=validation, clients_by=self.clients_by)
 
     def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)
@@ -137,7 +116,7 @@ class Measuring:
 
 
 def _clients_by(job: Job) -> Holdings | OwnTests | None:
-    """Return which test records are whose where the data say so and the split follows, else what clients hold.
+    """Return the owners of the test records where data and partition tell them, else the class counts of clients.
 
     None where one holder has all records: its accuracy is the accuracy, and nobody's worst tenth.
     """

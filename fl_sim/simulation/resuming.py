@@ -17,8 +17,8 @@ from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.settings import read_table
-from fl_sim.simulation.rounds import Procedure
 from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, is_partial, readable_os_errors, run_lock
 from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_checkpoint, write_state

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -28,9 +28,8 @@ from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
-from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import Run, Stage, done, prepared_strategy, stages_of, tasks_of
+from fl_sim.simulation.stage import Procedure, Run, Stage, done, prepared_strategy, stages_of, tasks_of
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, Progress, RoundRecord, write_state
@@ -55,14 +54,13 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Paid, Payment
 
 Exchange: TypeAlias = Callable[[int, float], Round]
-"""(round, its learning rate) -> what it did; the strategy has the server's new state. Raises what run_round raises."""
+"""(round, its learning rate) -> the outcome; the strategy has the server's new state. Raises what run_round raises."""
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Rounds(Procedure):
     """The procedure of a federated algorithm: one model, trained by clients in rounds."""
 
-    job: Job
     algorithm: Algorithm
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
@@ -70,9 +68,12 @@ class Rounds:
 
         The first five are the exchange, ``strategies.flower.run_round``; layers have a part in each of them.
         """
-        with _knobs_told(self.algorithm):
+        with _named_settings(self.algorithm):
             experiment, rounds_before = self.job.experiment, len(log.rounds)
-            strategy = self._prepared(grid, out, log, observer)
+            for stage in stages_of(self.job):
+                if preparing := stage.preparing(log):
+                    observer.preparing(preparing)
+            strategy = prepared_strategy(self.job, self.algorithm, self._on_clients, grid, out, log, observer)
             run, exchange = Run(self.job, strategy, grid, out, log), self._exchange(strategy, grid, out, log)
             while len(log.rounds) < experiment.rounds and not strategy.layer.ended(log.rounds):
                 start, server_round = time.perf_counter(), len(log.rounds) + 1
@@ -82,28 +83,42 @@ class Rounds:
                 except Stop as why:
                     log.stopped = str(why)
                     break
-                record = self._measured(_recorded(made, rate), strategy, log, run.measuring)
+                record = self._measured(made, rate, run)
                 seconds = None if experiment.is_private else time.perf_counter() - start
                 record = replace(record, seconds=seconds)
-                _keep(out, log, strategy, record)
+                _write_round(out, log, strategy, record)
                 observer.finished_round(record)
             self._conclude(run, rounds_before)
 
-    def _prepared(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> FederatedStrategy:
-        """Return the Strategy, after the work of stages before the first round."""
-        for stage in stages_of(self.job):
-            if preparing := stage.preparing(log):
-                observer.preparing(preparing)
-        return prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
-
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
-        """Return what has clients train, and the server merge what they send."""
+        """Return the function that lets clients train and the server merge their updates."""
         del out
         strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy.traffic))
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
 
+    def _measured(self, made: Round, rate: float, run: Run) -> RoundRecord:
+        """Return the record of a round with the learning ``rate``, and the measures of its model where they are due."""
+        down, up = (made.traffic.down, made.traffic.up) if made.traffic is not None else (None, None)
+        record = RoundRecord(
+            made.server_round, None, None, made.train_loss, made.epsilon, made.cohort_size, rate, None,
+            bytes_down=down, bytes_up=up,
+            virtual_seconds=made.virtual_seconds, late=made.late, staleness=made.staleness,
+        )  # fmt: skip
+        experiment, layer, log = self.job.experiment, run.strategy.layer, run.log
+        log.measured = None
+        seed_process(experiment.seed, "evaluation", record.round)
+        is_last = record.round == experiment.rounds or not layer.affords(record.round + 1)
+        if record.round % experiment.evaluate_every and not is_last:
+            return record
+        server = run.strategy.server
+        model, when = self._model(server, reported_by(self.algorithm, server)), _after(record.round)
+        log.measured = run.measuring.measured(model, when, is_last=is_last)
+        if log.measured.test is None and layer.ended([*log.rounds, log.measured.noted_in(record)]):
+            log.measured = run.measuring.measured(model, when, is_last=True)
+        return log.measured.noted_in(record)
+
     def _conclude(self, run: Run, rounds_before: int) -> None:
-        """Say what there is to say of all rounds, and have the stages do their work after the last."""
+        """Log the warnings of all rounds and the final model, and let the stages do their work after the last round."""
         strategy, log = run.strategy, run.log
         log.stopped = log.stopped or strategy.layer.ended(log.rounds)
         log.warnings += strategy.layer.conclusions(log.rounds)
@@ -113,36 +128,33 @@ class Rounds:
             for why, count in strategy.without_effect.items()
             if count == rounds_here
         ]
-        log.traffic = strategy.traffic
-        last = strategy.server
-        log.fixed = {**fixed_in(self.job.model()), **self._kept_at_first(last)}
+        log.traffic, last = strategy.traffic, strategy.server
+        on_clients = {name: value for name, value in self._whole(last.params).items() if name not in last.params}
+        log.fixed = {**fixed_in(self.job.model()), **on_clients}
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
-            whole = replace(log.server, params=self._whole(log.server.params)).model
-            log.measured = run.measuring.measured(whole, _after(len(log.rounds)), is_last=True)
+            model = self._model(log.server, log.server.params)
+            log.measured = run.measuring.measured(model, _after(len(log.rounds)), is_last=True)
         for stage in log.stages:
             assert isinstance(stage, Stage)
             done(stage, run, "after")
 
-    def _measured(
-        self, record: RoundRecord, strategy: FederatedStrategy, log: RunLog, measuring: Measuring
-    ) -> RoundRecord:
-        """Return a round's record with what its model is measured to be, where that is due."""
-        experiment, log.measured = self.job.experiment, None
-        seed_process(experiment.seed, "evaluation", record.round)
-        is_last = record.round == experiment.rounds or not strategy.layer.affords(record.round + 1)
-        if record.round % experiment.evaluate_every and not is_last:
-            return record
-        params = self._whole(reported_by(self.algorithm, strategy.server))
-        model = replace(strategy.server, params=params).model
-        when = _after(record.round)
-        log.measured = measuring.measured(model, when, is_last=is_last)
-        if log.measured.test is None and strategy.layer.ended([*log.rounds, log.measured.noted_in(record)]):
-            log.measured = measuring.measured(model, when, is_last=True)
-        return log.measured.noted_in(record)
+    def _model(self, server: ServerState, params: Params) -> Params:
+        """Return the whole model with the parameters ``params`` of the server."""
+        return replace(server, params=self._whole(params)).model
+
+    def _whole(self, params: Params) -> Params:
+        """Return the server's ``params`` and the parameters that stay with clients, as these first had them."""
+        for half in reversed(self._on_clients):
+            params = half.model(params, {})
+        return params
+
+    @cached_property
+    def _on_clients(self) -> tuple[ClientLayer, ...]:
+        return client_layers(self.job.experiment, self.algorithm, self.job.model)
 
     def work(self) -> Sequence[Work]:
-        """Return training and measuring, and what the stages do."""
+        """Return the work of training, of measuring and of the stages."""
         return work_of_rounds(self, self.algorithm, self.job.experiment.rounds)
 
     def traffic(self) -> dict[str, Traffic]:
@@ -152,7 +164,7 @@ class Rounds:
         return self._traffic_of(updates)
 
     def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
-        """Return the bytes of ``updates``, and those of the stages; ``more_sent``: models that none comes back for."""
+        """Return the bytes of ``updates`` and of the stages; ``more_sent``: the number of models without an update."""
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, server,
@@ -163,12 +175,12 @@ class Rounds:
         return {"rounds": each * round(updates) + Traffic(each.down * more_sent, 0), **once}
 
     def payments(self) -> "tuple[Payment, ...]":
-        """Return the cost of noisy rounds, nothing where rounds have no noise."""
+        """Return the privacy costs of noisy rounds; none without noise."""
         experiment = self.job.experiment
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
     def typical_plan(self) -> LocalPlan:
-        """Return what clients' plans look like, to be held against what trainers take."""
+        """Return a typical local plan, to find the trainers that take such plans."""
         dataset, pool = self.job.dataset, {}
         if isinstance(self.algorithm, Sharing):
             template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
@@ -177,11 +189,11 @@ class Rounds:
         return plan_template(self.algorithm, params, pool, dataset.num_classes)
 
     def runtime(self) -> ClientRuntime:
-        """Return what a worker needs to play any client."""
-        return runtime_for(self.job, self.algorithm, tasks_of(self.job))
+        """Return the client runtime of a worker."""
+        return runtime_for(self.job, self.algorithm, tasks_of(self.job), self._on_clients)
 
     def beginning(self) -> ServerState:
-        """Return what the server starts from: the model with its initial weights."""
+        """Return the first server state: the model with its initial weights."""
         model, experiment = self.job.model(), self.job.experiment
         plan = self.typical_plan()
         if plan.class_features and not trainable(head_of(model)):
@@ -201,7 +213,7 @@ class Rounds:
         return server
 
     def _check_asked(self) -> None:
-        """Raise UserError where code of the user's own asks clients for what no noise covers in a private run."""
+        """Raise UserError where code of the user's own gets answers without noise in a private run."""
         experiment = self.job.experiment
         if hides_clients(experiment.aggregator) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
             raise UserError(
@@ -218,29 +230,15 @@ class Rounds:
                     "or the promise"
                 )
 
-    @cached_property
-    def _on_clients(self) -> tuple[ClientLayer, ...]:
-        return client_layers(self.job.experiment, self.algorithm, self.job.model)
-
-    def _whole(self, params: Params) -> Params:
-        """Return the server's ``params`` with what stays with clients as these first had it."""
-        for half in reversed(self._on_clients):
-            params = half.model(params, {})
-        return params
-
-    def _kept_at_first(self, server: ServerState) -> Params:
-        """Return what stays with clients of the model, as these first had it."""
-        return {name: value for name, value in self._whole(server.params).items() if name not in server.params}
-
     def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return the names and shapes of what a client keeps from one round for its next."""
+        """Return the template of a client state."""
         kept, sent = client_state_template(self.algorithm, server), payload_template(self.algorithm, server)
         for half in self._on_clients:
             kept = half.kept(kept, sent, server)
         return kept
 
     def warnings(self, log: RunLog) -> list[str]:
-        """Return what a user must know before the first round."""
+        """Return the warnings to the user before the first round."""
         experiment = self.job.experiment
         warnings = [said for stage in stages_of(self.job) for said in stage.warnings()]
         if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
@@ -249,12 +247,19 @@ class Rounds:
         idle = [] if experiment.is_private else np.flatnonzero(self.job.shards.sizes == 0).tolist()
         for kind in layer_kinds(experiment):
             warnings += kind.warnings(experiment, len(log.rounds), idle)
-        return warnings + _drawn_idle(experiment, len(idle))
+        everybody, without = experiment.num_clients, len(idle)
+        cohort = experiment.sampler.expected_size(everybody)
+        if without and cohort != everybody:
+            warnings.append(
+                f"{without:,} of {everybody:,} clients hold no records and are drawn as others are: of {cohort:g} "
+                f"clients in a round about {cohort * (1 - without / everybody):.3g} train"
+            )
+        return warnings
 
 
 @contextmanager
-def _knobs_told(algorithm: object) -> Iterator[None]:
-    """Say of a run that diverges which settings of its algorithm may be to blame."""
+def _named_settings(algorithm: object) -> Iterator[None]:
+    """Name the settings of the algorithm that may be the cause where a run diverges."""
     try:
         yield
     except Diverged as error:
@@ -263,34 +268,12 @@ def _knobs_told(algorithm: object) -> Iterator[None]:
         raise Diverged(f"{error}; {algorithm.knobs}", private=error.private) from error
 
 
-def _recorded(made: Round, rate: float) -> RoundRecord:
-    """Return the line of a round before its model is measured; ``rate``: the learning rate."""
-    down, up = (made.traffic.down, made.traffic.up) if made.traffic is not None else (None, None)
-    return RoundRecord(
-        made.server_round, None, None, made.train_loss, made.epsilon, made.cohort_size, rate, None,
-        bytes_down=down, bytes_up=up,
-        virtual_seconds=made.virtual_seconds, late=made.late, staleness=made.staleness,
-    )  # fmt: skip
-
-
-def _drawn_idle(experiment: Experiment, without: int) -> list[str]:
-    """Return what is said of ``without`` clients without records where these are drawn as others are."""
-    everybody = experiment.num_clients
-    if not without or (cohort := experiment.sampler.expected_size(everybody)) == everybody:
-        return []
-    share = cohort * (1 - without / everybody)
-    told = (
-        f"{without:,} of {everybody:,} clients hold no records and are drawn as others are: of {cohort:g} clients in a "
-    )
-    return [f"{told}round about {share:.3g} train"]
-
-
 def _after(server_round: int) -> str:
     return f"after round {server_round}: training diverges, try smaller learning rates"
 
 
-def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
-    """Put a finished round on the disk. The checkpoint comes last: whoever finds it finds all that it counts on."""
+def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
+    """Write a finished round to the disk. The checkpoint comes last: all that it refers to is there before it."""
     if log.seal is not None:
         log.seal.put(record.round, strategy.cohort.tolist())
     log.server = strategy.server
@@ -304,83 +287,29 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     write_state(out / CHECKPOINT, progress, log.server)
 
 
-class Procedure(Protocol):
-    """What depends on how a run proceeds; all else about a run is the same for every algorithm."""
-
-    @property
-    def job(self) -> Job:
-        """Return what is run."""
-        ...
-
-    def work(self) -> Sequence[Work]:
-        """Return what takes time in the whole run, by its kinds: what is timed, and what cannot be."""
-        ...
-
-    def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, by what they are.
-
-        Those of all ``rounds`` together, where there are rounds; others travel once, before or after the rounds, and
-        are foretold, so about.
-        """
-        ...
-
-    def payments(self) -> "tuple[Payment, ...] | None":
-        """Return what its own releases will cost: () where it protects nothing, None where votes decide that."""
-        ...
-
-    def typical_plan(self) -> LocalPlan:
-        """Return what clients' plans look like, to be held against what trainers take."""
-        ...
-
-    def runtime(self) -> ClientRuntime:
-        """Return what a worker needs to play any client."""
-        ...
-
-    def beginning(self) -> ServerState:
-        """Return what the server starts from."""
-        ...
-
-    def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return the names and shapes of what a client keeps from one round for its next; nothing for most."""
-        ...
-
-    def warnings(self, log: RunLog) -> list[str]:
-        """Return what a user must know beforehand."""
-        ...
-
-    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Do all that ``log`` does not have yet. Raises RunError where that cannot go on."""
-        ...
-
-
 _ROUNDS: Final = "fl_sim.simulation.rounds:Rounds"
 
 
 def procedure_of(job: Job) -> Procedure:
-    """Return how a run of ``job`` proceeds. Raises UserError where nothing of it goes by a clock that it has."""
+    """Return the procedure of a run of ``job``. Raises UserError for devices without rounds to simulate the time of."""
     experiment, algorithm = job.experiment, job.experiment.algorithm
-    if path := path_in(type(algorithm), "procedure"):
-        if experiment.is_timed:
-            raise UserError(
-                f"devices={kind_of(experiment.devices)} has no place beside algorithm {kind_of(algorithm)}, which has "
-                "no rounds whose time could be simulated: leave devices out"
-            )
-        return _imported(path, job, algorithm)
-    path = path_in(type(experiment.server), "procedure")
-    return _imported(path or _ROUNDS, job, algorithm)
-
-
-def _imported(path: str, job: Job, algorithm: object) -> Procedure:
+    path = path_in(type(algorithm), "procedure")
+    if path and experiment.is_timed:
+        raise UserError(
+            f"devices={kind_of(experiment.devices)} has no place beside algorithm {kind_of(algorithm)}, which has "
+            "no rounds whose time could be simulated: leave devices out"
+        )
+    path = path or path_in(type(experiment.server), "procedure") or _ROUNDS
     procedure: Procedure = load_object(path, "procedure")(job, algorithm)
     return procedure
 
 
 @lru_cache(maxsize=2)
 def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> ClientRuntime:
-    """Return what a worker elsewhere needs to play any client of the experiment; made once per process.
+    """Return the client runtime of another process, made once there.
 
-    ``own``: the records of a node that has some itself, and plays ``client`` alone; ``facts``: what its order says of
-    the server's. Raises UserError where they do not fit, or the experiment needs the server's on nodes.
+    ``own``: the records of a node that has its own, and executes ``client`` alone; ``facts``: the public facts of the
+    server's data set. Raises UserError where they do not fit, or the experiment needs the server's records on nodes.
     """
     experiment = Experiment.model_validate_json(experiment_json)
     if not own:

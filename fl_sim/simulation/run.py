@@ -19,8 +19,9 @@ from fl_sim.seeding import process_kept, seeded_alone
 from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
-from fl_sim.simulation.rounds import Procedure, procedure_of
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run_log import Observer, RunLog, Silent, result_of, told
+from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
 from fl_sim.store.private import PrivateLog, prints_to, warnings_to

@@ -19,11 +19,11 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
 from fl_sim.report.measures import LADDER, Reached, Spent, area_under, mean_of_last, reached
-from fl_sim.simulation.measuring import Measured, Tested
+from fl_sim.simulation.measuring import Measured
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import StateChecksum, write_private
-from fl_sim.training.evaluation import Holdings, OwnTests
+from fl_sim.training.evaluation import Holdings, OwnTests, area_under_roc
 from fl_sim.types import Params, ServerState, Traffic
 from partitions import FeatureSkew
 from strategies.algorithm import Reporting
@@ -216,7 +216,8 @@ def _scores(log: RunLog) -> list[_Score]:
         if record.test_accuracy is not None or record.validation_accuracy is not None
     ]
     if (after := log.measured_again) is not None:
-        scores.append(_Score(len(log.rounds), after.accuracy, after.validation_accuracy))
+        accuracies = (one.accuracy if one else None for one in (after.test, after.validation))
+        scores.append(_Score(len(log.rounds), *accuracies))
     return scores
 
 
@@ -352,7 +353,7 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 def _measures(job: Job, log: RunLog) -> dict[str, Any]:
     left_out = {"client_accuracy": _ONE_HOLDER} if job.experiment.is_central else {}
     left_out |= {"client_accuracy": _PRIVATE} if job.experiment.is_private else {}
-    last = _of_the_last(job, log.measured.test) if log.measured and log.measured.test else {}
+    last = _of_the_last(job, log.measured) if log.measured else {}
     if job.experiment.evaluate.test != "rounds":
         untold = dict.fromkeys(("accuracy_of_last_ten", "accuracy_area", "reached"), _ONCE)
         nothing: dict[str, Any] = {"accuracy_of_last_ten": None, "accuracy_area": None, "reached": {}}
@@ -370,47 +371,44 @@ def _measures(job: Job, log: RunLog) -> dict[str, Any]:
     }
 
 
-def _of_the_last(job: Job, tested: Tested) -> dict[str, Any]:
-    """Return what is said of the model that was measured last, on the test records."""
-    confusion = tested.confusion
-    return {
-        "test_records": len(tested.scores.labels),
-        "majority_share": confusion.majority_share,
-        "balanced_accuracy": confusion.balanced_accuracy,
-        "macro_f1": confusion.macro_f1,
-        "auc": tested.auc,
-        "recalls": [None if np.isnan(recall) else float(recall) for recall in confusion.recalls],
-        "confusion": confusion.counts.tolist(),
-        **_clients(job.experiment, tested),
+def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
+    """Return the fields of the last model on the test records; none where it was not tested."""
+    if last.test is None or last.confusion is None:
+        return {}
+    found = {
+        "test_records": len(last.test.labels),
+        "majority_share": last.confusion.majority_share,
+        "balanced_accuracy": last.confusion.balanced_accuracy,
+        "macro_f1": last.confusion.macro_f1,
+        "auc": area_under_roc(last.test),
+        "recalls": [None if np.isnan(recall) else float(recall) for recall in last.confusion.recalls],
+        "confusion": last.confusion.counts.tolist(),
     }
+    if (clients := last.clients) is None:
+        return found
+    return found | {
+        "client_accuracy": clients.mean,
+        "client_deviation": clients.deviation,
+        "client_worst_tenth": clients.worst_tenth,
+        "client_quantiles": list(clients.quantiles),
+        "client_accuracy_is": _meaning(job.experiment, last.clients_by),
+    }
+
+
+def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> str:
+    """Return the meaning of the clients' accuracies, and what is left out of them, in words."""
+    if not isinstance(clients_by, OwnTests):
+        skewed = isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
+        return _SKEWED if skewed else _SHARES
+    without, nobodys = (clients_by.counts == 0).sum(), (clients_by.owners < 0).sum()
+    lacking = f"; {without:,} of {clients_by.num_clients:,} clients have none, and are left out" if without else ""
+    strange = f"; {nobodys:,} test records are of nobody who trains, and are left out" if nobodys else ""
+    return f"accuracy on each client's own test records{lacking}{strange}"
 
 
 def _taken(step: Reached) -> dict[str, float | None]:
     virtual = {} if step.virtual_seconds is None else {"virtual_seconds": step.virtual_seconds}
     return {"round": step.round, "bytes": step.bytes, "seconds": step.seconds, **virtual}
-
-
-def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any]:
-    if (clients := tested.clients) is None:
-        return {}
-    skewed = isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
-    return {
-        "client_accuracy": clients.mean,
-        "client_deviation": clients.deviation,
-        "client_worst_tenth": clients.worst_tenth,
-        "client_quantiles": list(clients.quantiles),
-        "client_accuracy_is": _own(tested.clients_by) or (_SKEWED if skewed else _SHARES),
-    }
-
-
-def _own(clients_by: Holdings | OwnTests | None) -> str:
-    """Say what clients' accuracies are where test records are somebody's, and what is left out; nothing elsewhere."""
-    if not isinstance(clients_by, OwnTests):
-        return ""
-    without, nobodys = (clients_by.counts == 0).sum(), (clients_by.owners < 0).sum()
-    lacking = f"; {without:,} of {clients_by.num_clients:,} clients have none, and are left out" if without else ""
-    strange = f"; {nobodys:,} test records are of nobody who trains, and are left out" if nobodys else ""
-    return f"accuracy on each client's own test records{lacking}{strange}"
 
 
 def _bytes(log: RunLog) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""Stages: work before the first round or after the last, with all that a run says and pays for it, in one place.
+"""Stages and procedures: what a run consists of, apart from its rounds.
 
-A settings class names its stage as ``stage = "module:Class"``; a user's own class may do the same. General code calls
-the methods of ``Stage`` and knows no stage by name.
+A stage is work before the first round or after the last, with its warnings, facts and costs in one place. A settings
+class names its stage as ``stage = "module:Class"``; a user's own class may do the same. General code calls the methods
+of ``Stage`` and knows no stage by name. A procedure is the whole run of an algorithm, in rounds or without.
 """
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,11 +20,11 @@ from flwr.app import RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from clients.client_task import ClientTask
+from clients.client_layer import ClientLayer
+from clients.client_task import ClientRuntime, ClientTask
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import Diverged, RunError, UserError
-from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, public_facts
 from fl_sim.kinds import hides_clients, is_own_kind, path_in
 from fl_sim.local_plan import LocalPlan
@@ -36,11 +38,11 @@ from fl_sim.store import run_directory
 from fl_sim.store.files import user_folder
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalTask, Params, Payloads, ServerState, Traffic, Trained
+from fl_sim.types import LocalTask, Params, Payloads, ServerState, Traffic
 from strategies.algorithm import Algorithm, Sharing
 from strategies.answers import Asking, ask_everybody, find_population
 from strategies.flower import FederatedStrategy
-from strategies.layer import client_layers, layer_kinds, name_of
+from strategies.layer import layer_kinds, name_of
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -72,12 +74,12 @@ class Run:
 
     @cached_property
     def measuring(self) -> Measuring:
-        """Return what models are measured on."""
+        """Return the records that models are measured on, loaded."""
         return Measuring.of(self.job)
 
     @property
     def order(self) -> TaskConfig:
-        """Return what every message of the run says."""
+        """Return the task configuration that all messages of the run share."""
         return self.strategy.order
 
     def ask(
@@ -90,11 +92,11 @@ class Run:
         broadcast: Payloads | None = None,
         order: TaskConfig | None = None,
     ) -> list[Answer]:
-        """Ask every client for ``task``; return what ``read`` makes of their answers, by client.
+        """Send every client the task named ``task``; return their answers, read by ``read``, by client.
 
-        ``params`` and ``broadcast``: what the question is about. ``quoted``: whether an error may say what a client
-        said; not where that is private. ``order``: in place of the run's. Raises RunError that names the first client
-        without a good answer.
+        ``params`` and ``broadcast``: the tensors of the task. ``quoted``: True if an error message may quote a client;
+        never where its answer is private. ``order``: replaces the run's task configuration. Raises RunError that names
+        the first client without a valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
@@ -113,68 +115,116 @@ class Stage:
         self.job = job
 
     def tasks(self) -> Mapping[str, ClientTask]:
-        """Return what clients are asked for, by name: the stage's client half."""
+        """Return the client tasks of the stage, by name: its client half."""
         return {}
 
     def preparing(self, log: RunLog) -> str:
-        """Say what clients do before the first round that takes time; empty for nothing."""
+        """Return the progress message of the clients' work before the first round; empty without such work."""
         del log
         return ""
 
     def before(self, run: Run) -> None:
-        """Do the work before the first round; called again, and to find it done, by a run that goes on."""
+        """Do the work before the first round. A resumed run calls this again: the stage finds its earlier result."""
 
     def after(self, run: Run) -> None:
         """Do the work after the last round."""
 
     def num_pooled(self) -> int:
-        """Return about how many records the stage gives to all clients to train on."""
+        """Return about how many records the stage adds to the training records of every client."""
         return 0
 
     def trains_model(self) -> bool:
-        """Say whether the stage trains the server's model, for which it needs the whole of it."""
+        """Return True if the stage trains the server's model, for which it needs all parameters."""
         return False
 
     def num_server_steps(self) -> int:
-        """Return how many minibatch steps the server takes by itself before the first round."""
+        """Return the number of minibatch steps that the server takes alone before the first round."""
         return 0
 
     def work(self) -> "Sequence[Work]":
-        """Return what takes time in the stage beside the server's steps: what is timed, and what cannot be."""
+        """Return the work of the stage, apart from the server's steps, with and without a timing."""
         return ()
 
     def key(self) -> str:
-        """Return the name of what is made once for all runs that need the same; empty where nothing is."""
+        """Return the name of the result that several runs share; empty without one."""
         return ""
 
     def is_made(self) -> bool:
-        """Say whether an earlier run has left what ``key`` names."""
+        """Return True if the result named ``key`` exists already."""
         return False
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, by what they are; ``params``: a model like the run's."""
+        """Return the bytes to and from all clients, by purpose; ``params``: a model like the run's."""
         del params
         return {}
 
     def payments(self) -> "Iterable[Payment]":
-        """Return what the stage's own releases will cost."""
+        """Return the privacy costs of the stage's own releases."""
         return ()
 
     def warnings(self) -> list[str]:
-        """Return what a user must know before anything is asked of clients."""
+        """Return the warnings to the user before any client is asked."""
         return []
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what ``result.json`` says of the stage, by names that nothing else there has."""
+        """Return the stage's fields of ``result.json``, whose names no other part uses."""
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements of a run: ``others``, and the stage's own."""
+        """Return the privacy statements of the run: ``others`` and the stage's own."""
         return list(others)
 
 
+@dataclass(frozen=True)
+class Procedure(ABC):
+    """The whole run of an algorithm. What is defined here suits one without rounds, whose clients train nothing."""
+
+    job: Job
+
+    @abstractmethod
+    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+        """Do everything that ``log`` does not have yet. Raises RunError where that fails."""
+
+    @abstractmethod
+    def runtime(self) -> ClientRuntime:
+        """Return the client runtime of a worker."""
+
+    @abstractmethod
+    def work(self) -> "Sequence[Work]":
+        """Return the work of the whole run by its kinds, with and without a timing."""
+
+    @abstractmethod
+    def traffic(self) -> dict[str, Traffic]:
+        """Return the bytes of arrays to and from all clients, by purpose.
+
+        Key ``rounds``: all rounds together. Others travel once, before or after the rounds: these are forecasts.
+        """
+
+    def payments(self) -> "tuple[Payment, ...] | None":
+        """Return the privacy costs of the procedure's own releases; None where they depend on votes."""
+        return ()
+
+    def typical_plan(self) -> LocalPlan:
+        """Return a typical local plan, to find the trainers that take such plans."""
+        return LocalPlan()
+
+    def beginning(self) -> ServerState:
+        """Return the first server state."""
+        return ServerState({})
+
+    def kept_by_clients(self, server: ServerState) -> Payloads:
+        """Return the template of a client state."""
+        del server
+        return {}
+
+    def warnings(self, log: RunLog) -> list[str]:
+        """Return the warnings to the user before the run."""
+        del log
+        return []
+
+
 def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
-    """Have a stage do its work, and check what it says of it. Raises RunError that names a stage of the user's own."""
+    """Let a stage do its work, and check all facts. Raises RunError that names a stage of the user's own."""
     with error_context(f"{method} of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
         stage.before(run) if method == "before" else stage.after(run)
     said: dict[str, str] = dict.fromkeys(RESULT, "the result itself")
@@ -190,19 +240,15 @@ def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a run of ``job``, in their order."""
-    return tuple(load_object(path, "stage")(job) for path in stage_paths(job.experiment))
-
-
-def stage_paths(experiment: Experiment) -> list[str]:
-    """Return the import paths of an experiment's stages, in their order: before the rounds, in them, after them."""
+    """Return the stages of a run of ``job``, in their order: before the rounds, in them, after them."""
+    experiment = job.experiment
     parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate)
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
-    return [path for both in named for path in both if path]
+    return tuple(load_object(path, "stage")(job) for both in named for path in both if path)
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:
-    """Return what clients of ``job`` may be asked beside training, by name. Raises UserError for a name used twice."""
+    """Return the client tasks of ``job`` beside training, by name. Raises UserError for a name used twice."""
     tasks: dict[str, ClientTask] = {}
     for stage in stages_of(job):
         if twice := tasks.keys() & stage.tasks().keys():
@@ -215,11 +261,11 @@ def tasks_of(job: Job) -> dict[str, ClientTask]:
 
 
 MOST_HELD = 10**9
-"""The most records that a node may say it holds, where these may be its own."""
+"""The most records that a node may report, where it may have records of its own."""
 
 
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
-    """Return what every message of a run says. On Flower's own runtime nodes may have records of their own."""
+    """Return the task configuration of a run. On Flower's own runtime nodes may have records of their own."""
     elsewhere = not isinstance(grid, LocalGrid)
     return TaskConfig(
         experiment=job.experiment.model_dump_json(),
@@ -233,36 +279,34 @@ def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
 
 
 def prepared_strategy(
-    job: Job, algorithm: Algorithm, grid: Grid, out: Path, log: RunLog, observer: Observer
+    job: Job,
+    algorithm: Algorithm,
+    on_clients: tuple[ClientLayer, ...],
+    grid: Grid,
+    out: Path,
+    log: RunLog,
+    observer: Observer,
 ) -> FederatedStrategy:
-    """Return what ``federated_strategy`` does, and tell what there is to warn of before the first round begins."""
-    said = len(log.warnings)
-    strategy = federated_strategy(job, algorithm, grid, out, log)
-    for warning in log.warnings[said:]:
-        observer.preparing(warning)
-    return strategy
+    """Return the job's Strategy, after the work of the stages before the first round, whose warnings are shown.
 
-
-def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, log: RunLog) -> FederatedStrategy:
-    """Return the job's Strategy, after whatever its clients share before the first round."""
-    experiment = job.experiment
-    order = order_of(job, grid, out)
+    ``on_clients``: the client halves of the layers.
+    """
+    experiment, num_warnings, start = job.experiment, len(log.warnings), time.perf_counter()
     strategy = FederatedStrategy(
         algorithm,
         experiment.aggregator,
         experiment.sampler,
         log.server,
-        order,
+        order_of(job, grid, out),
         experiment.num_clients,
         experiment.seed,
         sampling_seed=experiment.sampling_seed,
-        on_clients=client_layers(experiment, algorithm, job.model),
+        on_clients=on_clients,
     )
     for kind in layer_kinds(experiment):
         if layer := kind.of(experiment, out, log.layer_states.get(name_of(kind), {})):
             strategy.wrap(layer)
     log.layer = strategy.layer
-    start = time.perf_counter()
     held = len(job.dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
     log.stages = stages = stages_of(job)
     for stage in stages:
@@ -271,11 +315,13 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     strategy.most_examples = held + log.num_pooled
     strategy.holders = _holders(job, log)
     log.preprocess_seconds = time.perf_counter() - start
+    for warning in log.warnings[num_warnings:]:
+        observer.preparing(warning)
     return strategy
 
 
 def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
-    """Return which clients hold records to train on, (clients,); None where all do, or all are to count."""
+    """Return a mask of the clients with training records, (clients,); None where all have some, or all count."""
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())
     if not without or hides_clients(job.experiment.aggregator):
@@ -290,29 +336,25 @@ def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
     return holders
 
 
-def start_from(path: Path, epochs: int, job: Job, strategy: FederatedStrategy, log: RunLog) -> None:
-    """Let the server train the first model for so many ``epochs`` on the pool in ``path``."""
-    trained = _trained_on_pool(job, path, epochs, log.server)
-    layers = layers_after(trained, [name for name in log.server.layers if name in log.server.params])
-    log.server = strategy.server = replace(strategy.algorithm.init(trained.params), layers=layers)
+def start_from(run: Run, pool: Path, epochs: int) -> None:
+    """Train the first model at the server for ``epochs`` on the records in ``pool``.
 
-
-def _trained_on_pool(job: Job, pool: Path, server_epochs: int, server: ServerState) -> Trained:
-    """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
-    seed = job.experiment.seed
+    This is post-processing, so it costs no privacy. Raises Diverged where the model is not finite.
+    """
+    job, log, seed = run.job, run.log, run.job.experiment.seed
     records = resident(read_pool(pool), job.dataset, job.device)
-    settings = replace(local_settings(job, job.experiment.local.learning_rate), epochs=server_epochs, steps=0)
-    params, statistics = placed(server.params, server.layers)
+    settings = replace(local_settings(job, job.experiment.local.learning_rate), epochs=epochs, steps=0)
+    params, statistics = placed(log.server.params, log.server.layers)
     task = LocalTask(0, 0, 1, len(records), settings, params, statistics=statistics)
     seeded = partial(seed_process, seed, "server epochs")
-    local_job = LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
     with process_kept():
-        trained = job.trainer.train(local_job)
+        trained = job.trainer.train(LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded))
     if not is_finite({"params": trained.params}):
         raise Diverged("training diverged on the synthetic records; try a smaller local.learning_rate")
-    return trained
+    layers = layers_after(trained, [name for name in log.server.layers if name in log.server.params])
+    log.server = run.strategy.server = replace(run.strategy.algorithm.init(trained.params), layers=layers)
 
 
 def pools_root() -> Path:
-    """Return where pools are kept: $FL_SIM_POOLS, else the user's cache."""
+    """Return the folder of all pools: $FL_SIM_POOLS, else a folder in the user's cache."""
     return user_folder("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")

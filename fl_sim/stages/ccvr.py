@@ -224,8 +224,8 @@ def _shape(job: Job) -> tuple[int, int]:
 def _facts(accuracy_before: float | None, after: Measured, skipped: list[int]) -> dict[str, Any]:
     return {
         "accuracy_before": accuracy_before,
-        "accuracy_after": after.accuracy,
-        "loss_after": after.test.scores.loss if after.test else None,
+        "accuracy_after": after.test.accuracy if after.test else None,
+        "loss_after": after.test.loss if after.test else None,
         "classes_skipped": skipped,
     }
 

@@ -81,7 +81,7 @@ class Start(Stage):
         """Have the server learn from images that are drawn from what clients answer."""
         run.log.before["private_start"] = None  # who was asked is secret
         if not run.log.rounds:
-            start_from(prepare_start(run), settings_of(self.job).server_epochs, self.job, run.strategy, run.log)
+            start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
     def trains_model(self) -> bool:
         """Say that it does: all of the first model."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +17,15 @@ from clients.client_task import ClientRuntime
 from fl_sim import models
 from fl_sim.data import Features, version_of
 from fl_sim.errors import Diverged, UserError
-from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.client_runtime import evaluation_records, local_settings, read_pool, runtime_for
 from fl_sim.simulation.forecast import evaluation_work
-from fl_sim.simulation.measuring import Measured, Tested
+from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import prepared_strategy, stages_of, tasks_of
+from fl_sim.simulation.stage import Procedure, prepared_strategy, stages_of, tasks_of
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
@@ -36,12 +35,9 @@ from fl_sim.training.features import frechet_distance
 from fl_sim.training.loop import resident, to_tensors
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import Examples, LocalTask, Params, Payloads, ServerState, Traffic
+from fl_sim.types import Examples, LocalTask, Params, ServerState, Traffic
 from strategies.fedavg import FedAvg
 from strategies.tstr import DISCRIMINANT, QUADRATIC, Tstr
-
-if TYPE_CHECKING:
-    from fl_sim.privacy.bill import Payment
 
 MOST_COMPARED = 10_000
 """Synthetic and real records that are compared as distributions; images are turned into features for it."""
@@ -63,16 +59,15 @@ class Classifier:
 
 
 @dataclass(frozen=True)
-class OnSynthetic:
+class OnSynthetic(Procedure):
     """The procedure of TSTR: what clients release is all that anything is trained on."""
 
-    job: Job
     settings: Tstr
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Have clients release their records, train every classifier, test the one that is chosen."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
-        prepared_strategy(self.job, FedAvg(), grid, out, log, observer)
+        prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
         log.before = {  # no client trains, so none is sent the pool
             what: traffic and Traffic(0, traffic.up) for what, traffic in log.before.items()
@@ -91,7 +86,7 @@ class OnSynthetic:
         log.server = ServerState(chosen.params)
         record = RoundRecord(1, None, None, None, None, None, 0.0, None)
         if chosen.tested is not None:
-            log.measured = Measured(Tested(chosen.tested, self.job.dataset.num_classes))
+            log.measured = Measured.of(chosen.tested, self.job.dataset.num_classes)
             record = log.measured.noted_in(record)
         log.rounds.append(record)
         log.chain = run_directory.append_round(out, record, log.chain)
@@ -176,31 +171,9 @@ class OnSynthetic:
         foretold = (stage.traffic({}) for stage in stages_of(self.job))
         return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}
 
-    def payments(self) -> "tuple[Payment, ...]":
-        """Return nothing: the release of the records is DA-FL's."""
-        return ()
-
-    def typical_plan(self) -> LocalPlan:
-        """Return the plan of plain training."""
-        return LocalPlan()
-
     def runtime(self) -> ClientRuntime:
         """Return what a worker needs for a client to make synthetic records."""
         return runtime_for(self.job, FedAvg(), tasks_of(self.job))
-
-    def beginning(self) -> ServerState:
-        """Return nothing: the model is there when it has been chosen."""
-        return ServerState({})
-
-    def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return nothing: clients are asked once."""
-        del server
-        return {}
-
-    def warnings(self, log: RunLog) -> list[str]:
-        """Return nothing."""
-        del log
-        return []
 
 
 def _some(examples: Examples, seed: int) -> NDArray[Any]:

@@ -14,8 +14,8 @@ from fl_sim.privacy.bill import Bill, Paid, bills
 from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
 from fl_sim.simulation.engine_choice import check_trainer
 from fl_sim.simulation.forecast import NOTHING, Estimate, estimate_of
-from fl_sim.simulation.rounds import Procedure, planned_bill, procedure_of
-from fl_sim.simulation.stage import stages_of
+from fl_sim.simulation.rounds import planned_bill, procedure_of
+from fl_sim.simulation.stage import Procedure, stages_of
 from fl_sim.simulation.timing import Say, Stopwatch, Work
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.earlier_runs import can_extend, finished_result, trial_directory

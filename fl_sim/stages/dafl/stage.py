@@ -138,7 +138,7 @@ class Synthesis(Stage):
             log.warnings += write_samples(run.out, pool.path, counts, job.experiment.model_dump(), job.dataset.note)
         run.strategy.order = replace(run.order, synthetic=str(pool.path))
         if (epochs := self.settings.server_epochs) and not log.rounds:
-            start_from(pool.path, epochs, job, run.strategy, log)
+            start_from(run, pool.path, epochs)
 
     def num_pooled(self) -> int:
         """Return about how many synthetic records all clients release."""

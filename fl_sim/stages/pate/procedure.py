@@ -20,13 +20,13 @@ from fl_sim import models
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import Malformed, RunError
 from fl_sim.experiment.job import Job
-from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.client_runtime import answers_at_once, local_settings, runtime_for
 from fl_sim.simulation.forecast import evaluation_work, training_work
 from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.simulation.stage import Procedure
 from fl_sim.simulation.timing import Work, public_records
 from fl_sim.training.loop import resident, to_tensors
-from fl_sim.types import Payloads, ServerState, Traffic
+from fl_sim.types import Traffic
 from strategies.answers import UNQUOTED, Asking, answers_to, find_population, in_words, refusal
 from strategies.fedavg import FedAvg
 from strategies.pate.public_split import PublicSplit
@@ -66,10 +66,9 @@ class Vote:
 
 
 @dataclass(frozen=True)
-class Voting:
+class Voting(Procedure):
     """The procedure of PATE: teachers vote once, and a student learns from the noisy labels."""
 
-    job: Job
     settings: Pate
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
@@ -114,10 +113,6 @@ class Voting:
 
         return None if self.settings.publish_cost else (cost_of_labels(self.job, self.settings),)
 
-    def typical_plan(self) -> LocalPlan:
-        """Return the plan of plain SGD."""
-        return LocalPlan()
-
     def runtime(self) -> ClientRuntime:
         """Return what a worker needs to play any client as a teacher."""
         inputs, _ = to_tensors(self._split().pool, self.job.dataset)
@@ -125,15 +120,6 @@ class Voting:
 
     def _split(self) -> PublicSplit:
         return self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
-
-    def beginning(self) -> ServerState:
-        """Return nothing: the student is there when it has learned."""
-        return ServerState({})
-
-    def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return nothing: teachers are forgotten."""
-        del server
-        return {}
 
     def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the vote."""

@@ -23,7 +23,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.seeding import seed_torch, torch_kept
-from fl_sim.simulation.measuring import Measured, Tested
+from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.stage import order_of
 from fl_sim.stages.pate.noisy_labels import (
@@ -174,7 +174,7 @@ class _Training:
         scores = evaluate(model, self.inputs, self.labels)
         if not math.isfinite(loss := scores.loss):
             raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
-        return Measured(Tested(scores, self.dataset.num_classes))
+        return Measured.of(scores, self.dataset.num_classes)
 
     def _write(self, record: RoundRecord) -> None:
         self.log.rounds.append(record)

@@ -20,7 +20,6 @@ from fl_sim.experiment.job import job_of
 from fl_sim.params import vector_in
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
-from fl_sim.simulation import stage as stages
 from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import Silent, run
 from fl_sim.simulation.stage import Run
@@ -128,9 +127,8 @@ def _stopped_before_round_1(experiment: Experiment, out: Path, monkeypatch: pyte
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    place = private_start if hasattr(private_start, where) else stages
     with monkeypatch.context() as patched:
-        patched.setattr(place, where, die)
+        patched.setattr(private_start, where, die)
         with pytest.raises(KeyboardInterrupt):
             run(experiment, out)
 
@@ -147,7 +145,7 @@ def test_a_run_that_stops_within_its_start_is_promised_what_all_of_it_costs(
 
 def test_images_that_were_kept_are_not_paid_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, out = private("secret"), tmp_path / "run"
-    _stopped_before_round_1(experiment, out, monkeypatch, "_trained_on_pool")
+    _stopped_before_round_1(experiment, out, monkeypatch, "start_from")
     kept = {path.name: path.read_bytes() for path in out.glob("start*")}
     run(experiment, out)
     assert charges(out) == ALL
@@ -180,7 +178,7 @@ def test_a_start_that_is_damaged_or_not_paid_for_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], words: str
 ) -> None:
     experiment, out = private("secret"), tmp_path / "run"
-    _stopped_before_round_1(experiment, out, monkeypatch, "_trained_on_pool")
+    _stopped_before_round_1(experiment, out, monkeypatch, "start_from")
     damage(out)
     with pytest.raises(RunError, match=words):
         run(experiment, out)
