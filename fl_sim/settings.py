@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 from fl_sim.errors import UserError
 from fl_sim.kinds import is_none
 from fl_sim.mistakes import shortened
-from fl_sim.one_of import Json, OurKinds, load_entry_point, ours_in
+from fl_sim.one_of import Json, OurKinds, entry_points_of_ours, load_entry_point
 from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (said so for mypy: settings are declared with it)
 
 CHECKS: Final = "fl_sim.check"
@@ -161,7 +161,7 @@ def check_choices(experiment: BaseModel) -> None:
 
     A field that holds "none" is not asked about.
     """
-    checks = ours_in(CHECKS)
+    checks = entry_points_of_ours(CHECKS)
     for field in choices_in(type(experiment)):
         if field in checks and not is_none(getattr(experiment, field)):
             load_entry_point(checks[field])(experiment)

@@ -58,7 +58,13 @@ def install_package(
         return folder
 
     def forget() -> None:
-        for kept in (one_of._installed, one_of.ours_in, one_of._loaded, one_of._plain, settings.default_of):
+        for kept in (
+            one_of._installed,
+            one_of.entry_points_of_ours,
+            one_of._loaded_kind,
+            one_of._plain,
+            settings.default_of,
+        ):
             kept.cache_clear()
 
     yield install

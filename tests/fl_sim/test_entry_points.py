@@ -55,15 +55,15 @@ def test_metadata_of_a_wheel_name_the_same_kinds_as_pyproject(without_pyproject:
     folder = install_package("fl-sim", NAMED)
     (folder / "fl_sim-1.0.dist-info" / "entry_points.txt").write_text(lines)
     one_of._installed.cache_clear()
-    one_of.ours_in.cache_clear()
-    installed = {group: {name: one.path for name, one in one_of.ours_in(group).items()} for group in NAMED}
+    one_of.entry_points_of_ours.cache_clear()
+    installed = {group: {name: one.path for name, one in one_of.entry_points_of_ours(group).items()} for group in NAMED}
     assert installed == NAMED
     assert experiment_from({"algorithm": "fedprox"}).algorithm == FedProx()
 
 
 def test_a_checkout_names_its_own_kinds_whatever_is_installed(install_package: Any) -> None:
     install_package("fl-sim", {"fl_sim.algorithm": {"older": "strategies.older:Older"}})
-    assert one_of.ours_in("fl_sim.algorithm").keys() == NAMED["fl_sim.algorithm"].keys()
+    assert one_of.entry_points_of_ours("fl_sim.algorithm").keys() == NAMED["fl_sim.algorithm"].keys()
     assert experiment_from({"algorithm": "fedprox"}).algorithm == FedProx()
 
 
