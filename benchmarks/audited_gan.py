@@ -14,13 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 from clients.dafl.dpcgan import training as dpcgan
-from clients.dafl.dpcgan.client import Client
-from clients.dafl.dpcgan.clipping import Pairs
-from clients.dafl.dpcgan.compiled import CompiledTraining
+from clients.dafl.dpcgan.clipping import ClientPairs
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.dpcgan.training import Training
-from clients.dafl.dpcgan.weights import Adam
-from clients.dafl.generator import Bill, PrivateRecords, Request
+from clients.dafl.dpcgan.training import Adam, CompiledTraining, GanClient, StackTraining
+from clients.dafl.generator import GeneratorBill, GeneratorRequest, PrivateRecords
 from fl_sim.privacy.audit import World
 from fl_sim.privacy.mechanisms import Noise
 
@@ -72,24 +69,26 @@ class DiscriminatorStep:
             discriminator_width=4, generator_width=4,
         )  # fmt: skip
         noise_multiplier = self.noise_multiplier * _CLIPPING / self.clipping_norm
-        bill = Bill(dp_event.GaussianDpEvent(noise_multiplier), 1, noise_multiplier, self.sampling_rate)
+        bill = GeneratorBill(dp_event.GaussianDpEvent(noise_multiplier), 1, noise_multiplier, self.sampling_rate)
         first_weights = mock.create_autospec(np.random.Generator, instance=True)
         first_weights.integers.return_value = self.networks
-        request = Request(PrivateRecords(inputs, labels, 3), np.array([1, 1, 0]), bill, Noise.seeded(0), first_weights)
-        client = Client(settings, request)
+        request = GeneratorRequest(
+            PrivateRecords(inputs, labels, 3), np.array([1, 1, 0]), bill, Noise.seeded(0), first_weights
+        )
+        client = GanClient(settings, request)
         if self.histogram:
             client.counts = np.array([others, world])
         if client.kernel and not self.apart:
             return partial(_by_compiled, client, CompiledTraining(settings, client, client.kernel))
-        training = Training(settings, [client, *self.neighbours(settings)])
+        training = StackTraining(settings, [client, *self.neighbours(settings)])
         return partial(_by_pytorch, training, _clipped_apart if self.apart else dpcgan.clipped_sums)
 
-    def neighbours(self, settings: DpCgan) -> list[Client]:
+    def neighbours(self, settings: DpCgan) -> list[GanClient]:
         """Return two more clients of the stack, of other sizes: they tell the audited one nothing."""
         return [
-            Client(settings, Request(
+            GanClient(settings, GeneratorRequest(
                 PrivateRecords(torch.full((number, 1), 1.0), torch.zeros(number, dtype=torch.int64), 3),
-                np.array([2, 0, 0]), Bill(dp_event.GaussianDpEvent(1.0), 1, 1.0, 0.5), Noise.seeded(number),
+                np.array([2, 0, 0]), GeneratorBill(dp_event.GaussianDpEvent(1.0), 1, 1.0, 0.5), Noise.seeded(number),
                 np.random.default_rng(number),
             ))
             for number in (1, 40)
@@ -106,7 +105,7 @@ def _prepared(step: DiscriminatorStep, world: World) -> Gradient:
     return step.prepared(world)
 
 
-def _by_compiled(client: Client, training: CompiledTraining, noise: Noise) -> Array:
+def _by_compiled(client: GanClient, training: CompiledTraining, noise: Noise) -> Array:
     client.noise = noise
     adam = training.adversaries.discriminator_adam
     adam.described.learning_rate = 0.0
@@ -114,7 +113,9 @@ def _by_compiled(client: Client, training: CompiledTraining, noise: Noise) -> Ar
     return adam.gradient.astype(np.float64)
 
 
-def _by_pytorch(training: Training, sums: Callable[[Sequence[Pairs]], list[torch.Tensor]], noise: Noise) -> Array:
+def _by_pytorch(
+    training: StackTraining, sums: Callable[[Sequence[ClientPairs]], list[torch.Tensor]], noise: Noise
+) -> Array:
     training.clients[0].noise = noise
     released: list[Sequence[torch.Tensor]] = []
     with (
@@ -127,7 +128,7 @@ def _by_pytorch(training: Training, sums: Callable[[Sequence[Pairs]], list[torch
     return vector
 
 
-def _clipped_apart(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+def _clipped_apart(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     return [_one_clipped_apart(one.discriminator, one.real, one.fake, one.clipping_norm) for one in clients]
 
 

@@ -18,15 +18,12 @@ from audited_gan import FAR, Array
 from dp_accounting import dp_event
 
 from clients import private_moments
-from clients.dafl import gaussian, marginals, mean_embedding
-from clients.dafl.forest_model import Edge
-from clients.dafl.gaussian import Gaussian
-from clients.dafl.generator import Bill, PrivateRecords
-from clients.dafl.marginals import Marginals
-from clients.dafl.mean_embedding import MeanEmbedding
-from clients.dafl.table import Table
-from clients.frequencies import lowest_frequencies
-from clients.frequency_sums import Question, answer, black_frame, shapes_of
+from clients.dafl import marginals, noisy_moments
+from clients.dafl.generator import GeneratorBill, PrivateRecords
+from clients.dafl.marginals import CellTable, Edge, Marginals
+from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
+from clients.frequency_sums import FrequencyQuestion, answer, black_frame, shapes_of
+from clients.images import lowest_frequencies
 from clients.private_moments import Protection
 from fl_sim.privacy.audit import World
 from fl_sim.privacy.mechanisms import Noise, update_noise_multiplier
@@ -59,11 +56,11 @@ class EmbeddingRelease:
         """Return the sums, (13,): count, 3 means, 3 squares; 6 products."""
         settings = MeanEmbedding(frequencies=3, mean_share=self._SHARE)
         records = PrivateRecords(torch.full((world, 1, 2, 2), FAR), torch.zeros(world, dtype=torch.int64), 1)
-        bill = Bill(dp_event.GaussianDpEvent(self.noise_multiplier), 1, self.noise_multiplier, 1.0)
+        bill = GeneratorBill(dp_event.GaussianDpEvent(self.noise_multiplier), 1, self.noise_multiplier, 1.0)
         sums: list[Array] = []
-        release, whole = mean_embedding.Release.sums, 1.0 if self.split else math.sqrt(self._SHARE)
+        release, whole = noisy_moments.ClassSums.sums, 1.0 if self.split else math.sqrt(self._SHARE)
 
-        def kept(one: mean_embedding.Release, features: Array, norm: float, *classes: Any) -> tuple[Array, float]:
+        def kept(one: noisy_moments.ClassSums, features: Array, norm: float, *classes: Any) -> tuple[Array, float]:
             spent = replace(one, noise_multiplier=one.noise_multiplier * whole)
             released, std = release(spent, features, norm, *classes)
             if not sums and not self.count_noised:
@@ -71,7 +68,7 @@ class EmbeddingRelease:
             sums.append(released.ravel() / norm)
             return released, std
 
-        with mock.patch.object(mean_embedding.Release, "sums", kept), _unclipped(mean_embedding, self.clipped):
+        with mock.patch.object(noisy_moments.ClassSums, "sums", kept), _unclipped(noisy_moments, self.clipped):
             settings.generate(records, np.array([1]), bill, Noise.seeded(run), np.random.default_rng(0))
         return np.concatenate(sums)
 
@@ -116,24 +113,24 @@ class GaussianRelease:
         """Return the sums, (7,): 2 of the centre; 2 sums and 3 products."""
         settings = Gaussian(centre_share=self._SHARE)
         records = PrivateRecords(torch.tensor([[FAR, FAR]]), torch.tensor([0 if world else 1]), 2)
-        bill = Bill(dp_event.GaussianDpEvent(self.noise_multiplier), 1, self.noise_multiplier, 1.0)
+        bill = GeneratorBill(dp_event.GaussianDpEvent(self.noise_multiplier), 1, self.noise_multiplier, 1.0)
         sums: list[Array] = []
-        sum_of, moments_of = gaussian.Release.sum_of, gaussian.Release.moments_of
+        sum_of, moments_of = noisy_moments.GaussianRelease.sum_of, noisy_moments.GaussianRelease.moments_of
         whole = 1.0 if self.split else math.sqrt(self._SHARE)
 
-        def centre(one: gaussian.Release, *rows: Any) -> Array:
+        def centre(one: noisy_moments.GaussianRelease, *rows: Any) -> Array:
             sums.append(sum_of(replace(one, noise_multiplier=one.noise_multiplier * whole), *rows))
             return sums[-1]
 
-        def ball(one: gaussian.Release, *rows: Any) -> tuple[Array, float]:
+        def ball(one: noisy_moments.GaussianRelease, *rows: Any) -> tuple[Array, float]:
             moments, std = moments_of(replace(one, noise_multiplier=one.noise_multiplier * whole), *rows)
-            sums.append(moments / gaussian.LONGEST)
+            sums.append(moments / noisy_moments.LONGEST)
             return moments, std
 
         with (
-            mock.patch.object(gaussian.Release, "sum_of", centre),
-            mock.patch.object(gaussian.Release, "moments_of", ball),
-            _unclipped(gaussian, self.clipped),
+            mock.patch.object(noisy_moments.GaussianRelease, "sum_of", centre),
+            mock.patch.object(noisy_moments.GaussianRelease, "moments_of", ball),
+            _unclipped(noisy_moments, self.clipped),
         ):
             settings.generate(records, np.array([1, 0]), bill, Noise.seeded(run), np.random.default_rng(0))
         return np.concatenate(sums)
@@ -166,7 +163,7 @@ class MarginalsRelease:
         others = round(self._expected / 2)  # as many of either kind: neither choice is certain
         inputs = torch.tensor([[-1.0, -1.0]] * others + [[1.0, 1.0]] * others + [[-1.0, -1.0]])
         labels = torch.tensor([0] * 2 * others + [0 if world else 1])
-        bill = Bill(dp_event.NoOpDpEvent(), 1, self.noise_multiplier, 1.0)
+        bill = GeneratorBill(dp_event.NoOpDpEvent(), 1, self.noise_multiplier, 1.0)
         of_all = (inputs.numpy() > 0).astype(np.int64)
         seen: list[float] = []
         released, chosen_pairs = marginals.released, marginals.chosen_pairs
@@ -180,11 +177,11 @@ class MarginalsRelease:
                 seen.append(float(found[place] - (exact[place] - world) - 0.5) / std**2)
             return noisy, std
 
-        def chosen(table: Table, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
+        def chosen(table: CellTable, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
             epsilon *= (1.0 if self.split else self._SHARES[1] ** -0.5) if self.choice_noised else 1e6
             edges = chosen_pairs(table, ones, std, epsilon, noise)
             tables = [
-                Table(of_all[: 2 * others + one], np.zeros(2 * others + one, np.int64), 1, table.sizes)
+                CellTable(of_all[: 2 * others + one], np.zeros(2 * others + one, np.int64), 1, table.sizes)
                 for one in (0, 1)
             ]
             odds = [epsilon / 2 * (marginals.score(one, ones, (0, 1)) - self._expected) for one in tables]
@@ -233,7 +230,7 @@ class StartReleases:
         order, _ = lowest_frequencies(self._SHAPE, self._FREQUENCIES)
         seen: list[float] = []
 
-        def released(question: Question) -> tuple[Params, float]:
+        def released(question: FrequencyQuestion) -> tuple[Params, float]:
             release = settings.release(question.step, rounds)
             if not self.split:
                 release = release.model_copy(update={"noise_multiplier": self.noise_multiplier})
@@ -254,9 +251,11 @@ class StartReleases:
             seen.append((moved - 0.5) / settings.release(question.step, rounds).noise_multiplier ** 2)
             return mean, release.noise_multiplier * release.clipping_norm / 2
 
-        frame = frame_of(*released(Question(1, 3.0, black_frame(self._SHAPE, order))), self._SHAPE, self._FREQUENCIES)
-        classes = classes_of(*released(Question(2, 3.0, frame)))
-        released(Question(3, 3.0, frame, classes.means))
+        frame = frame_of(
+            *released(FrequencyQuestion(1, 3.0, black_frame(self._SHAPE, order))), self._SHAPE, self._FREQUENCIES
+        )
+        classes = classes_of(*released(FrequencyQuestion(2, 3.0, frame)))
+        released(FrequencyQuestion(3, 3.0, frame, classes.means))
         return np.array([sum(seen)])
 
 

@@ -30,9 +30,8 @@ from torch.nn import functional
 
 from clients.dafl.dpcgan import clipping
 from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum, clipped_sums
-from clients.dafl.dpcgan.compiled import adversaries_of
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
-from clients.dafl.dpcgan.weights import Adam, Weights
+from clients.dafl.dpcgan.training import Adam, Weights, adversaries_of
 from fl_sim.native.kernel import CompiledNormals, Kernel, load_kernel
 from fl_sim.native.perceptrons import Pairs, Release, Shown
 from fl_sim.privacy.grid import grid_spacing

@@ -30,9 +30,8 @@ import torch
 from torch.nn import functional
 
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.gaussian import Gaussian
 from clients.dafl.generator import Generator, PrivateRecords
-from clients.dafl.mean_embedding import MeanEmbedding
+from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from fl_sim.data import Features, load
 from fl_sim.models import build, default_model
 from fl_sim.privacy.mechanisms import Noise

@@ -25,7 +25,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "Global DP": ("strategies.global_dp", "strategies.private", "strategies.correlated_noise"),
     "compression": ("strategies.compression", "fl_sim.packed"),
     "CCVR": (
-        "strategies.ccvr", "strategies.class_gaussians", "clients.class_moments", "clients.private_moments",
+        "strategies.ccvr", "strategies.class_gaussians", "clients.private_moments",
         "fl_sim.stages.ccvr", "fl_sim.simulation.calibration", "fl_sim.simulation.summaries",
         "fl_sim.simulation.moments_bill",
     ),
@@ -41,7 +41,6 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "BatchNorm": ("fl_sim.batch_norm", "strategies.batch_norm"),
     "PATE": (
         "strategies.pate", "fl_sim.stages.pate", "fl_sim.simulation.pate", "fl_sim.privacy.pate", "clients.teacher",
-        "clients.forest",
     ),
     "TSTR": ("strategies.tstr", "fl_sim.stages.tstr", "fl_sim.simulation.tstr"),
     "attacks": ("strategies.attacks",),

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from scipy.fft import idctn
 
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.generator import Bill, Generator, PrivateRecords
+from clients.dafl.generator import Generator, GeneratorBill, PrivateRecords
 from clients.dafl.labels import ExponentialMechanism
-from clients.dafl.mean_embedding import MeanEmbedding
-from clients.frequencies import lowest_frequencies
+from clients.dafl.noisy_moments import MeanEmbedding
+from clients.images import lowest_frequencies
 from fl_sim.privacy.accounting import epsilon, epsilon_of_counts
 from fl_sim.privacy.audit import audit_profile
 from fl_sim.privacy.mechanisms import Noise
@@ -76,7 +76,7 @@ class Canaries:
     labels: NDArray[np.int64]
     counts: NDArray[np.int64]
 
-    def release(self, taking_part: NDArray[np.bool_], bill: Bill, noise: Noise, seed: int) -> torch.Tensor:
+    def release(self, taking_part: NDArray[np.bool_], bill: GeneratorBill, noise: Noise, seed: int) -> torch.Tensor:
         """Return what is released where the canaries of a mask take part."""
         labels = np.where(taking_part, self.labels, len(self.counts) - 1)
         records = PrivateRecords(self.inputs, torch.from_numpy(labels), len(self.counts))
@@ -139,7 +139,7 @@ def audit_one_run(name: str, canaries: Canaries, mechanism: str, target: float, 
     )  # fmt: skip
 
 
-def _reference(canaries: Canaries, bill: Bill, seed: int) -> Array:
+def _reference(canaries: Canaries, bill: GeneratorBill, seed: int) -> Array:
     """Return the mean "inner" of each canary in runs of the auditor's own, half of them with it."""
     found = []
     for shadow in range(_SHADOWS // 2):
@@ -168,15 +168,15 @@ class Pipeline:
     )  # fmt: skip
     _LABELS = ExponentialMechanism(epsilon=0.5, false_positive=1, least_share=0)
 
-    def bill(self, target: float) -> Bill:
+    def bill(self, target: float) -> GeneratorBill:
         """Return the generator's bill; whether so few records are worth a release is no matter of privacy."""
         return replace(self._GENERATOR.bill(self._OTHERS + 1, 3, target, DELTA), refused="")
 
-    def claimed(self, bill: Bill) -> float:
+    def claimed(self, bill: GeneratorBill) -> float:
         """Return the ledger's epsilon: labels and generator together."""
         return epsilon([self._LABELS.event(3), dp_event.SelfComposedDpEvent(bill.event, bill.steps)], DELTA)
 
-    def __call__(self, world: int, run: int, bill: Bill) -> Array:
+    def __call__(self, world: int, run: int, bill: GeneratorBill) -> Array:
         """Return a summary of what is released, (6,): how many of classes 0 and 1, and their mean records."""
         labels = torch.tensor([*[0] * self._OTHERS, 1 if world else 2])
         inputs = torch.full((self._OTHERS + 1, 2), -1.0)

@@ -1,4 +1,4 @@
-"""What clients are asked: one type of message, one handler, and a ``ClientTask`` for each question."""
+"""Client tasks: one type of message, one handler, and a ``ClientTask`` for each kind of request to a client."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -32,61 +32,61 @@ if TYPE_CHECKING:
     from fl_sim.training.stacked import StackedTrainer
 
 
-_ALONE = Lock()  # held while code of the user's own trains: nobody knows that it may run in several threads
+_ALONE = Lock()  # held while code of the user's own trains, which may not be thread-safe
 
 
 @dataclass(frozen=True)
 class OnClient:
-    """What an algorithm's ``start`` may use on its client."""
+    """The records and the trainer that an algorithm's ``start`` may use on its client."""
 
     records: Records
     trainer: Trainer
 
     def scores(self, params: Params) -> Scores:
-        """Return how well a model does on the client's training records, of which there must be some."""
+        """Return the scores of a model on the client's training records, of which there must be some."""
         return self.trainer.evaluate(params, *self.records.tensors())
 
 
 @runtime_checkable
-class Starting(Protocol):
-    """An algorithm whose clients begin a round with something else than the server's model: one of several, say."""
+class CustomStart(Protocol):
+    """An algorithm whose clients begin a round with another model than the server's, such as one of several."""
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return ``task`` with what the client begins with; its ``params`` keep their names and shapes."""
+        """Return ``task`` with the client's first parameters, whose names and shapes stay the same."""
         ...
 
 
 @dataclass(frozen=True)
-class Sent:
-    """The tensors of a message: what it is about, and the groups that go along."""
+class Broadcast:
+    """The tensors of a message: parameters, such as the global model, and the groups beside them."""
 
     params: Params
-    broadcast: Payloads
+    groups: Payloads
 
     @cached_property
     def write_guard(self) -> WriteGuard:
-        """Return a note of what they are now, to find out later who wrote to them."""
-        groups = {f"the server's {name!r}": one for name, one in self.broadcast.items()}
+        """Return a guard that notices writes to these tensors."""
+        groups = {f"the server's {name!r}": one for name, one in self.groups.items()}
         return WriteGuard.of({"the global model": self.params, **groups})
 
 
 @dataclass(frozen=True)
 class Client:
-    """What a task may use of the client on which it runs.
+    """The client on which a task runs.
 
-    ``content``: the message's records. ``policy``: of the node's owner, where there is one. ``ticket``: says that a
-    release was paid for at home, where the client's files are elsewhere. ``check``: called now and then by tasks that
-    take long; what it raises ends them. ``read``: unpacks the tensors, which the clients of a round may share.
+    ``content``: the message's records. ``policy``: of the node's owner, if any. ``ticket``: proof that a release was
+    paid for at home, if the client's files are elsewhere. ``check``: called now and then by tasks that take long; its
+    error ends them. ``read``: unpacks the tensors, which the clients of a round may share.
     """
 
     number: int
     runtime: "ClientRuntime"
-    order: wire.TaskConfig
+    config: wire.TaskConfig
     content: RecordDict
     policy: "Policy | None" = None
     ticket: remote.Ticket | None = None
     check: Callable[[], None] = lambda: None
-    read: "Callable[[RecordDict], Sent]" = lambda content: Sent(*wire.read_task(content))
+    read: "Callable[[RecordDict], Broadcast]" = lambda content: Broadcast(*wire.read_task(content))
 
     @property
     def records(self) -> Records:
@@ -94,40 +94,40 @@ class Client:
         return self.runtime.own_records(self.number)
 
     @cached_property
-    def sent(self) -> "Sent":
+    def broadcast(self) -> "Broadcast":
         """Return the tensors of the message."""
         return self.read(self.content)
 
     @property
     def params(self) -> Params:
-        """Return the tensors that the question is about, such as the global model."""
-        return self.sent.params
+        """Return the parameters of the message, such as the global model."""
+        return self.broadcast.params
 
     @cached_property
     def state(self) -> Payloads:
-        """Return what the client kept of its last round before that of the order."""
-        if self.order.state_dir:
-            return load_state(self.order.state_dir, self.number, self.order.server_round)
+        """Return the client state of the client's last round before this one."""
+        if self.config.state_dir:
+            return load_state(self.config.state_dir, self.number, self.config.server_round)
         return wire.kept_in(self.content)
 
     def model(self) -> Params:
-        """Return the model that is the client's: what the message brings, and the parameters that do not travel."""
+        """Return the client's own model: the parameters of the message, and those that do not travel."""
         params = self.params
         for layer in reversed(self.runtime.layers):
             params = layer.model(params, self.state)
         return params
 
     def folder(self, name: str = "") -> Path:
-        """Return the folder of this run in which the client keeps what must survive until its answer is out."""
-        return Path(self.order.state_dir) / name / f"client-{self.number}"
+        """Return the folder of this run for the client's files that must survive until its answer is out."""
+        return Path(self.config.state_dir) / name / f"client-{self.number}"
 
 
 class ClientTask(Protocol):
-    """A question to clients: its client half. A stage or an algorithm brings it; training is one that is always there.
+    """The client half of a request to clients. Training is always one; a stage or an algorithm may bring others.
 
-    ``reads_records``: whether the answer is made of a client's records without noise of its own, so that a policy
-    must allow it. ``reads_state``: whether it looks at ``Client.state``, which then goes to workers that see no disk.
-    ``runs_in_threads``: whether several clients may be asked side by side in one process.
+    ``reads_records``: True if the answer is made of a client's records without noise of its own, so that a policy must
+    allow it. ``reads_state``: True if it uses ``Client.state``, which is then sent to workers without access to the
+    disk. ``runs_in_threads``: True if several clients may run side by side in one process.
     """
 
     reads_records: ClassVar[bool]
@@ -141,25 +141,25 @@ class ClientTask(Protocol):
 
 @runtime_checkable
 class Guarded(Protocol):
-    """A task of ours that depends on more than ``reads_records`` for whether a policy allows it."""
+    """A task of ours with a check of its own against a policy, in place of ``reads_records``."""
 
     def check(self, client: Client) -> None:
-        """Raise RunError where the client's policy, which it has, does not."""
+        """Raise RunError if the client's policy, which it has, does not allow the task."""
         ...
 
 
 @runtime_checkable
 class Grouped(Protocol):
-    """A task that answers for several clients in one computation, which saves time."""
+    """A task that computes the answers of several clients together, which saves time."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return each client's answer, or what it raised. What a client's ``check`` raises ends all."""
+        """Return each client's answer or error. An error of a client's ``check`` ends all."""
         ...
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A release that is paid for at home and not made yet. ``paid``: what ``finish`` needs beside the answer."""
+    """A release that is paid for at home and not made yet. ``paid``: the argument of ``finish`` beside the answer."""
 
     ticket: remote.Ticket
     paid: Any = field(repr=False)
@@ -167,31 +167,28 @@ class Begun:
 
 @runtime_checkable
 class PaidAtHome(Protocol):
-    """A task whose release is charged where the client's ledger lies, before a worker elsewhere is told to make it."""
+    """A task whose release is charged where the client's ledger lies, before a worker elsewhere makes it."""
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Pay, and return the ticket; the answer where it is there already; None where nothing is to be paid."""
+        """Pay, and return the ticket; the answer if it exists already; None if nothing is to be paid."""
         ...
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Keep what a worker made with the ticket, and return what goes to the server."""
+        """Store the answer of the worker that had the ticket, and return the answer to the server."""
         ...
 
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """What a worker needs to play any client of an experiment: made once per process and experiment.
+    """Everything that a worker needs to execute any client of an experiment, made once per process and experiment.
 
-    ``records(client, synthetic)`` returns what that client trains on; ``synthetic`` is the path of the pool of
-    synthetic records, empty where there is none. ``own_records(client)``: its own alone.
-    ``class_counts(client, synthetic)`` says how many of these records are of each class.
-    ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
-    ``tasks``: by name, what clients may be asked beside training.
-    ``local_settings(learning_rate)`` fills in a round's settings.
-    ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
-    exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
-    ``read_tensors(path)``: what is in a file that an order names.
-    ``layers``: the client halves of the layers, from the inside out.
+    ``records(client, synthetic)``: the client's records to train on; ``synthetic`` is the path of the pool of synthetic
+    records, empty if there is none. ``own_records(client)``: its own records alone. ``class_counts(client,
+    synthetic)``: the number of these records in each class. ``trains_on_own(synthetic)``: True if ``records`` contains
+    the client's own. ``tasks``: the tasks beside training, by name. ``local_settings(learning_rate)``: the settings of
+    a round. ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``:
+    of PyTorch's training. ``graphs``: True if a GPU may run a step of a stack as one launch. ``read_tensors(path)``:
+    the tensors in a file that a task names. ``layers``: the client halves of the layers, from the inside out.
     """
 
     algorithm: LocalAlgorithm
@@ -211,19 +208,19 @@ class ClientRuntime:
     read_tensors: Callable[[str], Params] = read_by_content
 
     def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
-        """Seed the process's generators for what a client's turn draws; our own algorithms draw from none of them."""
+        """Seed the process's generators for a method of a user's algorithm. Our own algorithms do not use them."""
         if not is_own_kind(self.algorithm):
             return nullcontext()
         return seeded_alone(self.seed, purpose, client, server_round)
 
     def use_threads(self) -> None:
-        """Give PyTorch as many threads as clients of this experiment train with."""
+        """Set the number of PyTorch's threads to that of this experiment."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
     @cached_property
     def trainer(self) -> Trainer:
-        """Return what trains this experiment's model: the native trainer, or PyTorch."""
+        """Return the trainer of this experiment's model: the native trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0], self.precision)
 
     @cached_property
@@ -234,7 +231,7 @@ class ClientRuntime:
         return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))
 
     def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
-        """Return what trains clients: each by the first trainer that supports its job, the rest of them together."""
+        """Return a function that trains clients: each by the first trainer that supports its job, the rest together."""
         if not self.own_trainers:
             return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
         chosen = [next((one for one in self.own_trainers if one.supports(job)), None) for job in jobs]
@@ -251,7 +248,7 @@ class ClientRuntime:
         return train
 
     def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
-        """Return what a trainer of the algorithm's own makes of a job, one client at a time."""
+        """Train one client by a trainer of the algorithm's own, one client at a time."""
         task, name = job.task, f"train of {type(trainer).__name__}"
         with _ALONE, self.drawing("train", task.client, task.server_round), error_context(name):
             trained = trainer.train(job)
@@ -260,14 +257,14 @@ class ClientRuntime:
 
     @cached_property
     def stacked(self) -> "StackedTrainer":
-        """Return what trains many clients of this experiment as one computation."""
+        """Return the trainer of many clients of this experiment as one computation."""
         from fl_sim.training.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
 
         return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
 
 
 RuntimeFactory: TypeAlias = Callable[..., ClientRuntime]
-"""(experiment as JSON, data root) -> ClientRuntime, expected to remember what it made.
+"""(experiment as JSON, data root) -> ClientRuntime, expected to cache its results.
 
-For a node with records of its own there are three more arguments: their name, the client, the facts of its order.
+For a node with records of its own there are three more arguments: their name, the client, the facts of its task.
 """

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.frequencies import frequencies_of, lowest_frequencies
-from clients.symmetric import Array, products
+from clients.images import frequencies_of, lowest_frequencies
+from clients.moments import Array, products
 from fl_sim.importing import torch
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Question:
+class FrequencyQuestion:
     """What is asked: step 1, mean and mean square of all records; 2, counts and means by class; 3, products by class.
 
     ``records``: how many records a client has on average, a public number; sums are divided by it. ``means``: of the
@@ -80,7 +80,7 @@ def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, t
             return {"common": (num_products,), "own": (num_classes, num_products)}
 
 
-def answer(question: Question, inputs: torch.Tensor, labels: NDArray[np.int64], num_classes: int) -> Params:
+def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np.int64], num_classes: int) -> Params:
     """Return what a client with these records (n, *shape), in [-1, 1], sends: float32, zeros without records.
 
     Records that are not finite are left out.
@@ -100,7 +100,7 @@ def answer(question: Question, inputs: torch.Tensor, labels: NDArray[np.int64], 
     return {name: torch.from_numpy(value / question.records).float() for name, value in sums.items()}
 
 
-def question_tensors(question: Question) -> Params:
+def question_tensors(question: FrequencyQuestion) -> Params:
     """Return a question as tensors that travel in a message."""
     frame = question.frame
     means = np.zeros((0, len(frame.centre))) if question.means is None else question.means
@@ -114,12 +114,12 @@ def question_tensors(question: Question) -> Params:
     return {name: torch.from_numpy(value).float() for name, value in arrays.items()}
 
 
-def read_question(tensors: Params) -> Question:
+def read_question(tensors: Params) -> FrequencyQuestion:
     """Undo ``question_tensors``."""
     arrays = {name: value.numpy().astype(np.float64) for name, value in tensors.items()}
     [step] = (one for one in STEPS if one == arrays["step"][0])
     means = arrays["means"] if len(arrays["means"]) else None
-    return Question(step, float(arrays["records"][0]), Frame(arrays["centre"], arrays["width"]), means)
+    return FrequencyQuestion(step, float(arrays["records"][0]), Frame(arrays["centre"], arrays["width"]), means)
 
 
 def _shortened(rows: Array, longest: float = LONGEST) -> Array:

@@ -2,7 +2,7 @@
 
 Privacy unit: one record, which is in one class. Neighbours: two worlds in which one record is replaced by nothing,
 while the numbers of clients and of their records stay public (zero-out adjacency). The other records' features do not
-change by that: whoever calls makes each by itself, at the same place in its batch.
+change by that: the caller computes the features of each record by itself, at the same place in its batch.
 """
 
 import json
@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from clients.class_moments import num_moments, weighted_moments
-from clients.policy import Policy, open_ledger
-from clients.release import KEY, kept_noise, pay, seeded_noise
-from clients.symmetric import Array
+from clients.moments import Array, moments_of, num_moments
+from clients.policy import KEY, PaidNoise, Policy, open_ledger, pay
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import noise_multiplier
 from fl_sim.privacy.charge_log import Receipt
@@ -37,7 +35,7 @@ _RELEASE: Final = "moments.safetensors"
 
 @dataclass(frozen=True)
 class Protection:
-    """How moments are protected: ``epsilon`` and ``delta`` a record; features are clipped to ``clipping_norm``."""
+    """The privacy of moments: ``epsilon`` and ``delta`` per record; features are clipped to ``clipping_norm``."""
 
     epsilon: float
     delta: float
@@ -56,12 +54,12 @@ class Protection:
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """Return what a client's release costs."""
+        """Return the cost of a client's release."""
         return dp_event.GaussianDpEvent(self.noise_multiplier)
 
 
 @dataclass(frozen=True)
-class Release:
+class MomentsRelease:
     """One client's release. Two of one ``name`` differ in their noise key alone.
 
     ``folder`` keeps the key until the release is out, and the release. ``ledger`` pays, or else that of the client's
@@ -74,30 +72,25 @@ class Release:
     policy: Policy | None
     seed: int
 
-    @property
-    def charged_as(self) -> str:
-        """Return what the ledger calls it."""
-        return charge_name(self.name)
-
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError where no noise gives epsilon and delta, or it is too coarse for ``size`` moments."""
+    """Raise UserError if no noise gives epsilon and delta, or it is too coarse for ``size`` moments."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
 def charge_name(name: str) -> str:
-    """Return what a ledger calls the release of that name."""
+    """Return the name of a release in the ledger."""
     return f"class moments {name}"
 
 
 def released_moments(
-    features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: Release
+    features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: MomentsRelease
 ) -> Array:
-    """Return noisy moments as ``private_moments`` makes them: paid before they are made, and made once.
+    """Return the moments of ``private_moments``: paid before they are made, and made once.
 
-    A second call with the same folder hands out the first one's, at no cost. A client without records, whose number is
-    public, sends zeros and pays nothing. Raises RunError where its policy does not allow the release, UserError or
-    RunError where the ledger cannot be charged.
+    A second call with the same folder returns the first moments, at no cost. A client without records, whose number is
+    public, sends zeros and pays nothing. Raises RunError if its policy does not allow the release, UserError or
+    RunError if the ledger cannot be charged.
     """
     shape = (num_classes, num_moments(features.shape[1]))
     begun = begin_release(len(labels), shape, protection, release)
@@ -106,20 +99,12 @@ def released_moments(
     return finish_release(release, begun, private_moments(features, labels, num_classes, protection, begun.noise))
 
 
-@dataclass(frozen=True)
-class PaidNoise:
-    """The noise of a release that is paid for and not made yet."""
-
-    noise: Noise
-    receipt: Receipt
-
-
 def begin_release(
-    num_records: int, shape: tuple[int, int], protection: Protection, release: Release
+    num_records: int, shape: tuple[int, int], protection: Protection, release: MomentsRelease
 ) -> Array | PaidNoise:
-    """Pay for a release of moments of that ``shape``; or return it, where there is one already, or nothing to pay for.
+    """Pay for a release of moments of that ``shape``; or return it, if it exists already or costs nothing.
 
-    Looks at no record. Raises as ``released_moments`` does.
+    Reads no record. Raises as ``released_moments`` does.
     """
     if release.policy:
         release.policy.check_noise(protection.noise, "calibrate.noise")
@@ -128,15 +113,13 @@ def begin_release(
     path = release.folder / _RELEASE
     if path.exists():
         return _read(path, shape, release)
-    for folder in (release.folder.parent, release.folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    seeded = protection.noise == "seeded"
-    noise = seeded_noise(f"{release.seed}/{release.charged_as}") if seeded else kept_noise(release.folder)
-    return PaidNoise(noise, pay(release.policy, release.ledger, {release.charged_as: protection.event}, noise))
+    name = charge_name(release.name)
+    seeded = f"{release.seed}/{name}" if protection.noise == "seeded" else ""
+    return pay({name: protection.event}, release.folder, release.ledger, release.policy, seeded=seeded)
 
 
-def finish_release(release: Release, paid: PaidNoise, moments: Array) -> Array:
-    """Keep what was made, which is the release, and let the key go."""
+def finish_release(release: MomentsRelease, paid: PaidNoise, moments: Array) -> Array:
+    """Store the moments, which are the release, and delete the noise key."""
     said = {"receipt": json.dumps(paid.receipt.to_json())}
     write_private(release.folder / _RELEASE, save({"moments": torch.from_numpy(moments)}, said))
     (release.folder / KEY).unlink(missing_ok=True)
@@ -149,7 +132,7 @@ def private_moments(
     """Return the moments of ``features`` (n, d), in units of the clipping norm, with noise of ``protection.std``.
 
     A record adds v = (1, u, uu') to its class and nothing to others, u being its feature in units of the clipping norm,
-    clipped to length 1. As triangles keep lengths (``clients.symmetric``), |v|^2 = 1 + |u|^2 + |u|^4 <= 3: without one
+    clipped to length 1. As triangles keep lengths (``clients.moments``), |v|^2 = 1 + |u|^2 + |u|^4 <= 3: without one
     record the moments differ by at most sqrt 3, the sensitivity. v is clipped once more, as a whole, to the little less
     that leaves room for rounding to the noise's grid (``clipping_norm_on_grid``; a product of three numbers that are
     rounded once each is within what it allows). A feature that is not finite counts as no record.
@@ -163,7 +146,7 @@ def private_moments(
     rows = rows / np.maximum(norms, 1.0)[:, None]
     squares = (rows**2).sum(axis=1)
     weights = np.array([clip_factor(math.sqrt(1 + square + square**2), limit) for square in squares])
-    total = weighted_moments(rows, weights, labels, num_classes)
+    total = moments_of(rows, labels, num_classes, weights)
     drawn = noise.gaussian(total.size, protection.std, purpose="class moments", server_round=1)
     return add_noise(total, protection.std, drawn.reshape(total.shape))
 
@@ -173,20 +156,18 @@ def _least_noise(epsilon: float, delta: float) -> float:
     return noise_multiplier(lambda event: event, 1, epsilon, delta)
 
 
-def _read(path: Path, shape: tuple[int, int], release: Release) -> Array:
-    """Read the release that was made before. Raises RunError where it is damaged, or the ledger does not honour it."""
+def _read(path: Path, shape: tuple[int, int], release: MomentsRelease) -> Array:
+    """Return the release that was made before. Raises RunError if it is damaged, or not in the ledger."""
     try:
         with safe_open(path, "pt") as file:
             receipt = Receipt.from_json(json.loads(file.metadata()["receipt"]))
             moments: Array = file.get_tensor("moments").numpy()
+        if moments.shape != shape or moments.dtype != np.float64 or not np.isfinite(moments).all():
+            raise ValueError(moments.shape)  # noqa: TRY301
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError, RunError) as error:
-        raise _damaged(path) from error
-    if moments.shape != shape or moments.dtype != np.float64 or not np.isfinite(moments).all():
-        raise _damaged(path)
+        raise RunError(
+            f"{path} is damaged: delete it, and the release is made again, which is another one and pays again"
+        ) from error
     ledger = release.policy.ledger if release.policy else release.ledger
     open_ledger(ledger, receipt, f"the release in {release.folder}")
     return moments
-
-
-def _damaged(path: Path) -> RunError:
-    return RunError(f"{path} is damaged: delete it, and the release is made again, which is another one and pays again")

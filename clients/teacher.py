@@ -1,7 +1,7 @@
 """PATE's teachers: each client trains on its own shard and votes on every record of the public pool.
 
 Papernot et al. 2017, "Semi-supervised knowledge transfer for deep learning from private training data", section 2.1.
-A teacher never leaves its client; what leaves is one class per public record, for the aggregator alone.
+A teacher never leaves its client; a client sends one class per public record, for the aggregator alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from clients.forest import RandomForest, as_table
 from fl_sim.errors import RunError
 from fl_sim.importing import torch
 from fl_sim.local_plan import LocalPlan
@@ -23,17 +23,47 @@ from fl_sim.settings import Settings
 from fl_sim.types import LocalSettings, LocalTask
 
 if TYPE_CHECKING:
+    from sklearn.ensemble import RandomForestClassifier
+
     from fl_sim.training.records import Records
     from fl_sim.training.trainer import Trainer
 
 
-class Network(Settings):
+class NetworkTeacher(Settings):
     """The experiment's ``model``, trained by its ``local`` settings from initial weights of the teacher's own."""
 
     kind: Literal["network"] = "network"
 
 
-AnyTeacher: TypeAlias = Network | RandomForest
+class RandomForest(Settings):
+    """A random forest (Breiman 2001, scikit-learn's) for tables of numbers: a teacher of PATE, or its student.
+
+    ``trees`` of any depth down to leaves of ``min_leaf`` records, each on a bootstrap sample. ``balanced``: every class
+    weighs the same, however few records it has. Where one is rare, a forest otherwise hardly ever decides for it, and
+    the noisy majority of many never does; it takes leaves of several records to have an effect.
+    """
+
+    kind: Literal["random-forest"] = "random-forest"
+    trees: int = Field(100, ge=1)
+    min_leaf: int = Field(1, ge=1)
+    balanced: bool = False
+
+    def fit(
+        self, inputs: NDArray[np.float32], labels: NDArray[np.int64], generator: np.random.Generator
+    ) -> RandomForestClassifier:
+        """Return a forest grown on ``inputs`` (n, features) and ``labels`` (n,), n at least 1."""
+        from sklearn.ensemble import RandomForestClassifier  # noqa: PLC0415 (a second to import)
+
+        seed = int(generator.integers(2**31))
+        weights = "balanced" if self.balanced else None
+        forest = RandomForestClassifier(
+            self.trees, min_samples_leaf=self.min_leaf, class_weight=weights, random_state=seed, n_jobs=1
+        )
+        forest.fit(inputs, labels)
+        return forest
+
+
+AnyTeacher: TypeAlias = NetworkTeacher | RandomForest
 
 
 def network_votes(
@@ -47,10 +77,10 @@ def network_votes(
     seed: int,
     model_seed: int,
 ) -> NDArray[np.int64]:
-    """Return the votes, shape (pool,), of a network that is trained on ``records`` and then forgotten.
+    """Return the votes, shape (pool,), of a network that is trained on ``records`` and then discarded.
 
     ``build(number)`` returns a network with the initial weights that ``number`` determines. May be called from several
-    threads. Raises RunError where the network's outputs are not finite.
+    threads. Raises RunError if the network's outputs are not finite.
     """
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
 
@@ -63,7 +93,7 @@ def network_votes(
 
 
 def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
-    """Return the class of the largest logit in each row. Raises RunError where one is not finite.
+    """Return the class of the largest logit in each row. Raises RunError if one is not finite.
 
     The message holds none of them: a teacher's outputs are as private as its records.
     """
@@ -78,8 +108,13 @@ def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
 def forest_votes(
     settings: RandomForest, records: Records, pool: torch.Tensor, *, client: int, seed: int
 ) -> NDArray[np.int64]:
-    """Return the votes, shape (pool,), of a random forest that is grown on ``records`` and then forgotten."""
+    """Return the votes, shape (pool,), of a random forest that is grown on ``records`` and then discarded."""
     inputs, labels = records.tensors()
     forest = settings.fit(as_table(inputs.numpy(force=True)), labels.numpy(force=True), rng(seed, "teacher", client))
     votes: NDArray[np.int64] = forest.predict(as_table(pool.numpy(force=True))).astype(np.int64)
     return votes
+
+
+def as_table(inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return records as rows of numbers, shape (n, features)."""
+    return inputs.reshape(len(inputs), -1)

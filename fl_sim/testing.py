@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from clients.client_task import OnClient, Starting
+from clients.client_task import CustomStart, OnClient
 from fl_sim import models
 from fl_sim.data import load
 from fl_sim.errors import RunError
@@ -197,7 +197,7 @@ def _local(
     inputs, labels = to_tensors(dataset.train.take(torch.arange(records).numpy()), dataset)
     write_guard = _handed_out(task)
     used = trainer or Trainer(_model(algorithm), None)
-    if isinstance(algorithm, Starting):
+    if isinstance(algorithm, CustomStart):
         task = algorithm.start(task, OnClient(Records.of(inputs, labels), used))
         write_guard.check(algorithm.start)
     job = LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))

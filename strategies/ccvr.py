@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from clients.class_moments import num_moments
+from clients.moments import num_moments
 from fl_sim.errors import Diverged, UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, kind_of, replaces_records

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.symmetric import Array, shrunk, symmetric
+from clients.moments import Array, shrunk, symmetric
 
 _TELLABLE: Final = 4.0  # standard deviations of the noise on a count; below, a class may have no record at all
 
@@ -41,7 +41,7 @@ class ClassGaussian:
 def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list[ClassGaussian]:
     """Return the distribution of each class that has two records or more.
 
-    ``moments``: those of all clients added up (``clients.class_moments.moments_of``). With
+    ``moments``: those of all clients added up (``clients.moments.moments_of``). With
     n_c = sum_i n_ic this is the paper's mean sum_i n_ic mu_ic / n_c and covariance
     [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] / (n_c - 1), as
     (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.

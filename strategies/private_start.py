@@ -22,11 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.clamped import before_clamping
-from clients.frequencies import clamped, images_of, lowest_frequencies
 from clients.frequency_sums import COMMON, COUNT, SQUARES, STEPS, Frame, Step, black_frame, shapes_of
-from clients.symmetric import Array, shrunk, symmetric
-from clients.warping import warped
+from clients.images import before_clamping, clamped, images_of, lowest_frequencies, warped
+from clients.moments import Array, shrunk, symmetric
 from fl_sim.data.dataset import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of

@@ -34,7 +34,7 @@ class PrivateRecords:
 
 
 @dataclass(frozen=True)
-class Bill:
+class GeneratorBill:
     """What a generator will cost: ``event`` released ``steps`` times. Known before a record is looked at.
 
     ``noise_multiplier`` is noise on a sum / clipping norm of one record, 0 where nothing is protected (epsilon inf).
@@ -49,12 +49,12 @@ class Bill:
 
 
 @dataclass(frozen=True)
-class Request:
+class GeneratorRequest:
     """What one client's generator is to make, and of what: the arguments of ``Generator.generate``."""
 
     records: PrivateRecords
     counts: NDArray[np.int64]
-    bill: Bill
+    bill: GeneratorBill
     noise: Noise
     generator: np.random.Generator
 
@@ -70,7 +70,7 @@ def nothing() -> None:
 class Generator(Protocol):
     """A kind of private generator: frozen settings with a bill and a release. Unit: one record, add or remove."""
 
-    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Say what ``generate`` will cost on a client of ``num_records`` (public), within (epsilon, delta).
 
         epsilon inf: no noise and no clipping.
@@ -81,7 +81,7 @@ class Generator(Protocol):
         self,
         records: PrivateRecords,
         counts: NDArray[np.int64],
-        bill: Bill,
+        bill: GeneratorBill,
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Generator(Protocol):
 class Stacking(Protocol):
     """A generator that many clients' releases share work in; of any other, one client's is made after another's."""
 
-    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+    def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
         """Do what ``generate`` does for each of many clients, with the same bits, in less time where that can be.
 
         ``check`` is called every now and then, and what it raises ends all. May be called from several threads.
@@ -134,7 +134,9 @@ class Shortening(Protocol):
         ...
 
 
-def generate_all(generator: Generator, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+def generate_all(
+    generator: Generator, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing
+) -> list[Made]:
     """Return what ``generator`` makes of each request. ``check`` is called now and then; what it raises ends all."""
     if isinstance(generator, Stacking):
         return generator.generate_stacked(requests, check)

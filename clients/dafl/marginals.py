@@ -3,37 +3,45 @@
 Every column of a table becomes a few cells, by public knowledge alone. A client releases once, in three parts: the
 counts of every column's cells, in each class; which pairs of columns belong together, by the exponential mechanism; and
 the counts of these pairs' cells, in each class. The label is one more column of every count, so of m columns the
-counts are marginals of two and of three. All else is post-processing: a model whose graph is a forest is fitted
-(``clients.dafl.forest_model``), and records are drawn from it.
+counts are marginals of two and of three. All else is post-processing: a model whose graph is a forest is fitted, and
+records are drawn from it.
 
 What a record can move, when it is added or removed: it is in exactly one cell of each of k tables, so their counts,
 taken together, move by sqrt(k) in Euclidean length, no more and no less. The score of a pair is the sum of absolute
 differences between its counts and what they would be if its columns were independent, which is computed from the
 released counts and stands still: one cell moves by 1, and so the score by at most 1.
+
+The estimate is that of McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
+differential privacy", the package mbi): of all marginals that some table has, those nearest to the noisy ones in
+squares, weighted by the noise, found by mirror descent; and of all tables with these, the one of largest entropy. On a
+forest the marginals of a model follow from one pass to the roots and one back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.forest_model import Edge, fitted
-from clients.dafl.forest_model import Marginals as Counted
-from clients.dafl.generator import Bill, PrivateRecords
-from clients.dafl.table import Table, cells_of, records_of, unnamed
-from clients.symmetric import Array
+from clients.dafl.generator import GeneratorBill, PrivateRecords
+from clients.moments import Array
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise, add_noise
 from fl_sim.settings import Settings
+from fl_sim.types import Column
 
-_UP: Final = 1 + 2.0**-50  # rounding must not make noise less than what was billed
+Edge: TypeAlias = tuple[int, int]
+
+_UP: Final = 1 + 2.0**-50  # rounding must not make the noise less than what was billed
+_STEPS: Final = 1000  # of mirror descent
+_GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lowers the loss, and after one that does not
 
 
 class Marginals(Settings):
@@ -54,33 +62,35 @@ class Marginals(Settings):
         if len(shape) != 1:
             raise UserError(f"preprocess.generator marginals is for tables; these records are images of shape {shape}")
 
-    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:  # noqa: ARG002 (slot's)
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Price all three parts together as one zCDP release of rho = 1 / (2 z^2).
 
         A Gaussian release of noise z costs that much, an exponential mechanism of epsilon costs epsilon^2 / 8 (Cesar,
         Rogers 2021), and they add up, each chosen after what precedes it is seen (Bun, Steinke 2016, lemma 2.3).
         Refused where the noise on the count of a single cell is larger than all records together.
         """
-        from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
+        # dp_accounting loads slowly, and most runs need no generator.
+        from dp_accounting import dp_event  # noqa: PLC0415
 
-        from fl_sim.privacy.accounting import noise_multiplier  # noqa: PLC0415 (loads dp_accounting)
+        from fl_sim.privacy.accounting import noise_multiplier  # noqa: PLC0415
 
+        del num_classes
         if self.columns_share + self.pairs_share >= 1:
             raise UserError(
                 f"columns_share {self.columns_share:g} and pairs_share {self.pairs_share:g} leave nothing for the "
                 "counts of pairs: give less than 1 together"
             )
         if math.isinf(epsilon):
-            return Bill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
+            return GeneratorBill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
         z = noise_multiplier(lambda event: dp_event.ZCDpEvent(_rho(event.noise_multiplier)), 1, epsilon, delta)
         refused = f"{num_records} records are too few for epsilon {epsilon:g}: each count would be noise below {z:.0f}"
-        return Bill(dp_event.ZCDpEvent(_rho(z)), 1, z, 1.0, refused if num_records < z else "")
+        return GeneratorBill(dp_event.ZCDpEvent(_rho(z)), 1, z, 1.0, refused if num_records < z else "")
 
     def generate(
         self,
         records: PrivateRecords,
         counts: NDArray[np.int64],
-        bill: Bill,
+        bill: GeneratorBill,
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
@@ -94,12 +104,14 @@ class Marginals(Settings):
         own = np.isin(records.labels.numpy(), present)
         cells = cells_of((records.inputs.numpy()[own] + 1) / 2, columns)
         labels = np.searchsorted(present, records.labels.numpy()[own])
-        table = Table(cells, labels, len(present), tuple(column.cells for column in columns))
+        table = CellTable(cells, labels, len(present), tuple(column.cells for column in columns))
         counted, stds = self._counted(table, bill.noise_multiplier, noise)
         made = fitted(counted, *stds).sample(counts[present], generator)
         return torch.from_numpy(records_of(made, columns) * 2 - 1)
 
-    def _counted(self, table: Table, noise_multiplier: float, noise: Noise) -> tuple[Counted, tuple[float, float]]:
+    def _counted(
+        self, table: CellTable, noise_multiplier: float, noise: Noise
+    ) -> tuple[ForestMarginals, tuple[float, float]]:
         """Make the three parts of the release: return the noisy counts, and the noise's standard deviation on each."""
         z_of_ones = noise_multiplier / math.sqrt(self.columns_share)
         z_of_twos = noise_multiplier / math.sqrt(1 - self.columns_share - self.pairs_share)
@@ -107,8 +119,8 @@ class Marginals(Settings):
         ones, std_of_ones = released(table.ones(), z_of_ones, noise, "columns")
         epsilon = math.sqrt(8 * self.pairs_share * _rho(noise_multiplier) / most)
         edges = chosen_pairs(table, ones, z_of_twos * math.sqrt(most), epsilon, noise)
-        twos, std_of_twos = released([table.two(*edge) for edge in edges], z_of_twos, noise, "pairs")
-        return Counted(ones, dict(zip(edges, twos, strict=True))), (std_of_ones, std_of_twos)
+        twos, std_of_twos = released([table.counts(*edge) for edge in edges], z_of_twos, noise, "pairs")
+        return ForestMarginals(ones, dict(zip(edges, twos, strict=True))), (std_of_ones, std_of_twos)
 
 
 def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, purpose: str) -> tuple[list[Array], float]:
@@ -127,7 +139,7 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
     return [part.reshape(table.shape) for part, table in zip(parts, tables, strict=True)], std
 
 
-def chosen_pairs(table: Table, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
+def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
     """Return the edges of a forest, each parent before its children, chosen one by one by the exponential mechanism.
 
     ``epsilon``: of each choice, inf for the best pair at every turn. A pair's score is what it tells beyond its columns
@@ -137,7 +149,8 @@ def chosen_pairs(table: Table, ones: Sequence[Array], std: float, epsilon: float
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
     expected = math.sqrt(2 / math.pi) * std * table.num_classes
-    scores = np.array([score(table, ones, pair) - expected * table.cells(*pair) for pair in pairs] + [0.0])
+    found = [score(table, ones, pair) - expected * (table.sizes[pair[0]] * table.sizes[pair[1]]) for pair in pairs]
+    scores = np.array([*found, 0.0])
     tree = np.arange(columns)  # which tree a column is in
     chosen: list[Edge] = []
     for turn in range(columns - 1):
@@ -152,7 +165,7 @@ def chosen_pairs(table: Table, ones: Sequence[Array], std: float, epsilon: float
     return _from_the_roots(chosen)
 
 
-def score(table: Table, ones: Sequence[Array], pair: Edge) -> float:
+def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
     """Return the sum, over classes and cells, of |count of the pair - what it would be of independent columns|.
 
     ``ones``: released counts of the columns. One record more or less changes this by at most 1.
@@ -160,7 +173,7 @@ def score(table: Table, ones: Sequence[Array], pair: Edge) -> float:
     left, right = (np.maximum(ones[column], 0.0) for column in pair)
     number = np.maximum(right.sum(axis=1), 1.0)
     independent = left[:, :, None] * right[:, None, :] / number[:, None, None]
-    return float(np.abs(table.two(*pair) - independent).sum())
+    return float(np.abs(table.counts(*pair) - independent).sum())
 
 
 def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, turn: int) -> int:
@@ -174,6 +187,125 @@ def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, turn: int
     first, second = noise.uniform(2 * len(scores), purpose="marginals: which pair", server_round=turn).reshape(2, -1)
     coins = first + second * 2.0**-53 + 2.0**-107
     return int((np.log(-np.log1p(-np.minimum(coins, 1 - 2.0**-53))) - epsilon * scores / 2).argmin())
+
+
+def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
+    """Return columns for features of which nothing is known: each a number in the middle of ``cells`` equal parts."""
+    middles = tuple((2 * cell + 1) / (2 * cells) for cell in range(cells))
+    return tuple(Column(f"feature {place}", values=middles) for place in range(num_features))
+
+
+def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -> NDArray[np.int64]:
+    """Return the cell of each record in each column, (records, columns). Every record has one, whatever it holds.
+
+    A number is in the cell of the nearest of its column's values, at the ends, too; a category in its own, and in the
+    last one if it is none of those listed.
+    """
+    found = np.zeros((len(features), len(columns)), dtype=np.int64)
+    start = 0
+    for place, column in enumerate(columns):
+        part = features[:, start : start + column.width]
+        start += column.width
+        if column.values:
+            between = np.convolve(column.values, [0.5, 0.5], "valid")
+            found[:, place] = np.searchsorted(between, part[:, 0])
+        else:
+            listed = part > 0.5
+            found[:, place] = np.where(listed.any(axis=1), listed.argmax(axis=1), column.width)
+    return found
+
+
+def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[np.float32]:
+    """Return a record for each row of ``cells``: (records, features), a column's value or a one for its category."""
+    parts = []
+    for place, column in enumerate(columns):
+        shown = np.array(column.values)[:, None] if column.values else np.eye(column.cells, column.width)
+        parts.append(shown[cells[:, place]])
+    return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class CellTable:
+    """Records as cells: ``rows`` (records, columns), each below its column's ``sizes``; ``labels``: (records,)."""
+
+    rows: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    num_classes: int
+    sizes: tuple[int, ...]
+
+    def ones(self) -> list[Array]:
+        """Return the number of records of each class in each cell, of every column: (classes, cells)."""
+        return [self.counts(column) for column in range(len(self.sizes))]
+
+    def counts(self, *columns: int) -> Array:
+        """Return the number of records of each class in each combination of cells, (classes, cells, ...)."""
+        shape = (self.num_classes, *(self.sizes[column] for column in columns))
+        place = np.ravel_multi_index((self.labels, *(self.rows[:, column] for column in columns)), shape)
+        return np.bincount(place, minlength=math.prod(shape)).reshape(shape).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class ForestMarginals:
+    """Of each class: ``ones`` by column, (classes, cells); ``twos`` by (parent, child), (classes, cells, cells).
+
+    Counts of records. Edges are in an order in which a parent comes before its children, and make a forest.
+    """
+
+    ones: Sequence[Array]
+    twos: Mapping[Edge, Array]
+
+    def sample(self, counts: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the cells of ``counts[c]`` records of each class c, (records, columns), sorted by class.
+
+        Drawn systematically: of n records with probability p there are n p, rounded up or down, so that drawing adds
+        next to nothing to the noise of the release.
+        """
+        made = np.zeros((int(counts.sum()), len(self.ones)), dtype=np.int64)
+        parents = {child: parent for parent, child in self.twos}
+        roots = [column for column in range(len(self.ones)) if column not in parents]
+        ends = np.cumsum(counts)
+        for label, (start, end) in enumerate(zip(ends - counts, ends, strict=True)):
+            rows = made[start:end]
+            for column in roots:
+                rows[:, column] = _dealt(self.ones[column][label], len(rows), generator)
+            for (parent, child), tables in self.twos.items():
+                for cell in np.unique(rows[:, parent]):
+                    at = np.flatnonzero(rows[:, parent] == cell)
+                    rows[at, child] = _dealt(tables[label, cell], len(at), generator)
+        return made
+
+
+def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
+    """Return the marginals of the model nearest to ``noisy`` ones; the same where there is no noise, both std 0."""
+    if not std_of_ones:
+        return noisy
+    # Sums of squares, each by its noise: in units of the less noisy ones, whose weight is 1.
+    if not noisy.twos:
+        std_of_twos = std_of_ones
+    least = min(std_of_ones, std_of_twos)
+    of_ones, of_twos = (least / std_of_ones) ** 2, (least / std_of_twos) ** 2
+    # The number of records of each class, at least 1: the mean of all tables' sums, by their precision.
+    sums = [(table.sum(axis=1), of_ones / table[0].size) for table in noisy.ones]
+    sums += [(table.sum(axis=(1, 2)), of_twos / table[0].size) for table in noisy.twos.values()]
+    mean = np.sum([weight * value for value, weight in sums], axis=0) / sum(weight for _, weight in sums)
+    totals: Array = np.maximum(mean, 1.0)
+    potentials = ForestMarginals(
+        [np.zeros_like(table) for table in noisy.ones],
+        {edge: np.zeros_like(table) for edge, table in noisy.twos.items()},
+    )
+    found = _marginals_of(potentials, totals)
+    gaps, loss = _gaps(found, noisy, of_ones, of_twos)
+    rate = 1 / totals
+    for _ in range(_STEPS):
+        tried = _combined(lambda rate, here, gap: here - rate * gap, rate, potentials, gaps)
+        near = _marginals_of(tried, totals)
+        near_gaps, near_loss = _gaps(near, noisy, of_ones, of_twos)
+        better = near_loss <= loss
+        rate = np.where(better, rate * _GROWTH, rate * _CUT)
+        potentials = _combined(np.where, better, tried, potentials)
+        found = _combined(np.where, better, near, found)
+        gaps, loss = _combined(np.where, better, near_gaps, gaps), np.where(better, near_loss, loss)
+    return found
 
 
 def _from_the_roots(edges: Sequence[Edge]) -> list[Edge]:
@@ -199,3 +331,54 @@ def _from_the_roots(edges: Sequence[Edge]) -> list[Edge]:
 
 def _rho(noise_multiplier: float) -> float:
     return 0.5 / noise_multiplier**2 if noise_multiplier else math.inf
+
+
+def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals:
+    """Return the marginals of the distribution proportional to exp(sum of potentials), times ``totals`` by class."""
+    inward = [table.copy() for table in potentials.ones]
+    given: dict[Edge, Array] = {}
+    for (parent, child), table in reversed(list(potentials.twos.items())):
+        joint = table + inward[child][:, None, :]
+        peak = joint.max(axis=2, keepdims=True)
+        np.exp(joint - peak, out=joint)
+        mass = joint.sum(axis=2, keepdims=True)
+        inward[parent] += (peak + np.log(mass))[:, :, 0]
+        given[parent, child] = joint / mass
+    shares = [np.exp(table - table.max(axis=1, keepdims=True)) for table in inward]
+    # True of the roots; all others are replaced below.
+    ones: list[Array] = [share / share.sum(axis=1, keepdims=True) * totals[:, None] for share in shares]
+    twos: dict[Edge, Array] = {}
+    for parent, child in potentials.twos:
+        twos[parent, child] = ones[parent][:, :, None] * given[parent, child]
+        ones[child] = twos[parent, child].sum(axis=1)
+    return ForestMarginals(ones, twos)
+
+
+def _gaps(
+    found: ForestMarginals, noisy: ForestMarginals, of_ones: float, of_twos: float
+) -> tuple[ForestMarginals, Array]:
+    """Return the gradient of the weighted half squares by ``found``, and their sum for each class."""
+    ones = [of_ones * (here - there) for here, there in zip(found.ones, noisy.ones, strict=True)]
+    twos = {edge: of_twos * (here - noisy.twos[edge]) for edge, here in found.twos.items()}
+    loss = sum((table**2).sum(axis=1) for table in ones) / of_ones
+    loss = loss + sum((table**2).sum(axis=(1, 2)) for table in twos.values()) / of_twos
+    return ForestMarginals(ones, twos), loss
+
+
+def _combined(
+    combine: Callable[..., Any], by_class: NDArray[Any], first: ForestMarginals, second: ForestMarginals
+) -> ForestMarginals:
+    """Return ``combine(value of the class, table of first, table of second)`` for all tables."""
+    ones = [combine(by_class[:, None], *tables) for tables in zip(first.ones, second.ones, strict=True)]
+    twos = {edge: combine(by_class[:, None, None], table, second.twos[edge]) for edge, table in first.twos.items()}
+    return ForestMarginals(ones, twos)
+
+
+def _dealt(weights: Array, number: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Return ``number`` cells in random order, each as often as its share says, rounded up or down at random."""
+    total = weights.sum()
+    ends = np.cumsum(weights) / total if total > 0 else np.arange(1, len(weights) + 1) / len(weights)
+    ends[-1] = 1.0
+    reached = np.floor(ends * number + generator.uniform())
+    dealt: NDArray[np.int64] = np.repeat(np.arange(len(weights)), np.diff(reached, prepend=0).astype(np.int64))
+    return generator.permutation(dealt)

@@ -11,11 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.gaussian import Gaussian
 from clients.dafl.generator import Choosy, Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.marginals import Marginals
-from clients.dafl.mean_embedding import MeanEmbedding
+from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from fl_sim.data.dataset import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of

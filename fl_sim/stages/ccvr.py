@@ -16,8 +16,8 @@ import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from clients.class_moments import moments_of, num_moments
 from clients.client_task import Begun, Client
+from clients.moments import moments_of, num_moments
 from fl_sim.engines import arrays, remote, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
@@ -33,7 +33,7 @@ from strategies.ccvr import CCVR, with_trained_head
 from strategies.class_gaussians import ClassGaussian, class_gaussians, draw_features
 
 if TYPE_CHECKING:
-    from clients.private_moments import Protection, Release
+    from clients.private_moments import MomentsRelease, Protection
     from fl_sim.privacy.bill import Payment
     from fl_sim.simulation.client_ledgers import Together
 
@@ -93,7 +93,8 @@ class Summarise:
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
         """Pay for private moments where the client's ledger is: see ``PaidAtHome``."""
-        from clients.private_moments import PaidNoise, begin_release  # noqa: PLC0415 (the accountants load slowly)
+        from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
+        from clients.private_moments import begin_release  # noqa: PLC0415
 
         if (protection := settings_of(self.job).protection) is None:
             return None
@@ -112,15 +113,15 @@ class Summarise:
         return answer
 
 
-def moments_release(job: Job, client: Client) -> "Release":
+def moments_release(job: Job, client: Client) -> "MomentsRelease":
     """Return the release of a client's moments: what it is called, and where it is kept and paid."""
-    from clients.private_moments import Release  # noqa: PLC0415 (the accountants load slowly)
+    from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
     name, policy = release_name(job.experiment, client.number, client.params), client.policy
     # What is private stays where the client wants it, not where the server says.
     place = (policy.home if policy else client.folder("moments")) / f"moments-{name}"
-    return Release(name, place, ledger_path(job, client.number), policy, job.experiment.seed)
+    return MomentsRelease(name, place, ledger_path(job, client.number), policy, job.experiment.seed)
 
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:

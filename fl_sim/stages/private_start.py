@@ -16,8 +16,16 @@ from flwr.app import Message, RecordDict
 from safetensors import SafetensorError
 
 from clients.client_task import Client
-from clients.frequencies import lowest_frequencies
-from clients.frequency_sums import STEPS, Question, answer, black_frame, question_tensors, read_question, shapes_of
+from clients.frequency_sums import (
+    STEPS,
+    FrequencyQuestion,
+    answer,
+    black_frame,
+    question_tensors,
+    read_question,
+    shapes_of,
+)
+from clients.images import lowest_frequencies
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.experiment.job import Job
@@ -105,7 +113,7 @@ class Start(Stage):
         frame, each = black_frame(shape, lowest_frequencies(shape, number)[0]), Traffic(0, 0)
         for step in STEPS:
             means = np.zeros((num_classes, number)) if step == max(STEPS) else None
-            question = wire.task_content(wire.BLANK, question_tensors(Question(step, 1.0, frame, means)), {})
+            question = wire.task_content(wire.BLANK, question_tensors(FrequencyQuestion(step, 1.0, frame, means)), {})
             sums = {name: torch.zeros(like) for name, like in shapes_of(step, num_classes, number).items()}
             sizes = (arrays.num_bytes(content) for content in (question, wire.sums_content(sums)))
             each += Traffic(*sizes)
@@ -183,7 +191,7 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     shape, num_classes = job.dataset.input_shape, job.dataset.num_classes
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
 
-    def answered(question: Question) -> tuple[Params, float]:
+    def answered(question: FrequencyQuestion) -> tuple[Params, float]:
         """Return the mean answer of clients, and the standard deviation of the noise on each of its numbers."""
         template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
         sums = released(run, question.step, question_tensors(question), template)
@@ -192,9 +200,9 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         return sums, release.noise_multiplier * release.clipping_norm / expected
 
     order, _ = lowest_frequencies(shape, number)
-    frame = frame_of(*answered(Question(1, records, black_frame(shape, order))), shape, number)
-    classes = classes_of(*answered(Question(2, records, frame)))
-    covariances = covariances_of(*answered(Question(3, records, frame, classes.means)), classes)
+    frame = frame_of(*answered(FrequencyQuestion(1, records, black_frame(shape, order))), shape, number)
+    classes = classes_of(*answered(FrequencyQuestion(2, records, frame)))
+    covariances = covariances_of(*answered(FrequencyQuestion(3, records, frame, classes.means)), classes)
     generator = rng(job.experiment.seed, "private start")
     images, labels = drawn_images(settings, shape, frame, classes, covariances, generator)
     return torch.from_numpy(images), torch.from_numpy(labels)

@@ -43,7 +43,7 @@ class Share:
 
     def run(self, client: Client) -> RecordDict:
         """Return what the client shares."""
-        inputs, labels = client.runtime.records(client.number, client.order.synthetic).tensors()
+        inputs, labels = client.runtime.records(client.number, client.config.synthetic).tensors()
         seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
         with seeded_alone(seed, "share", client.number):
             generator = rng(seed, "share", client.number)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from clients.teacher import AnyTeacher, Network
+from clients.teacher import AnyTeacher, NetworkTeacher
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, is_own_kind, kind_of
 from fl_sim.settings import OneOf, Settings, kinds_of
@@ -60,7 +60,7 @@ class Pate(Settings):
     asking: Literal["representative", "in-order"] = "representative"
     labelling: Labelling = Labelling()
     student: Annotated[AnyStudent, OneOf("student", Student)] = FixMatch()
-    teachers: Annotated[AnyTeacher, OneOf("teachers")] = Network()
+    teachers: Annotated[AnyTeacher, OneOf("teachers")] = NetworkTeacher()
     public: Literal["test", "train"] = "test"
     public_records: int | None = Field(None, ge=1)
     overlap: Literal["refuse", "drop-private"] = "refuse"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clients.forest import RandomForest, as_table
+from clients.teacher import RandomForest, as_table
 from fl_sim.importing import torch
 from fl_sim.seeding import rng
 from strategies.pate.student import StudentData, Watch, nobody

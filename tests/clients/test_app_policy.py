@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from clients.dafl.mean_embedding import MeanEmbedding
+from clients.dafl.noisy_moments import MeanEmbedding
 from fl_sim.data import load
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.frequencies import frequencies_of, lowest_frequencies
 from clients.frequency_sums import (
     COMMON,
     COUNT,
@@ -16,7 +15,7 @@ from clients.frequency_sums import (
     SQUARES,
     STEPS,
     Frame,
-    Question,
+    FrequencyQuestion,
     Step,
     answer,
     black_frame,
@@ -24,7 +23,8 @@ from clients.frequency_sums import (
     read_question,
     shapes_of,
 )
-from clients.symmetric import symmetric
+from clients.images import frequencies_of, lowest_frequencies
+from clients.moments import symmetric
 from fl_sim.types import Params
 
 SHAPE, CLASSES, SIZE = (1, 6, 6), 3, 7
@@ -36,10 +36,10 @@ def _records(seed: int, number: int) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(draw.uniform(-1, 1, (number, *SHAPE))).float(), draw.integers(0, CLASSES, number)
 
 
-def _question(step: Step, records: float = 1.0) -> Question:
+def _question(step: Step, records: float = 1.0) -> FrequencyQuestion:
     frame = black_frame(SHAPE, ORDER)
     means = np.random.default_rng(0).normal(size=(CLASSES, SIZE)) if step == 3 else None
-    return Question(step, records, frame, means)
+    return FrequencyQuestion(step, records, frame, means)
 
 
 def _vector(sums: Params) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_without_records_and_with_records_that_are_not_finite_everything_is_zero
 def test_no_record_counts_for_more_than_it_may(step: Step, most: float, seed: int, size: float) -> None:
     inputs, labels = _records(seed, 1)
     frame = Frame(np.zeros(SIZE), np.full(SIZE, 1 / size))
-    sums = answer(Question(step, 1.0, frame, _question(step).means), inputs, labels, CLASSES)
+    sums = answer(FrequencyQuestion(step, 1.0, frame, _question(step).means), inputs, labels, CLASSES)
     assert float(_vector(sums).norm()) <= most * (1 + 1e-6)
 
 
@@ -86,8 +86,8 @@ def test_sums_by_hand() -> None:
     np.testing.assert_allclose(first["means"], rows.sum(axis=0) / 2.5, rtol=1e-5)
     np.testing.assert_allclose(first["squares"], [SQUARES * (rows**2).sum() / 2.5], rtol=1e-5)
     wide = Frame(np.zeros(SIZE), np.full(SIZE, 100.0))  # so that nothing is shortened
-    second = answer(Question(2, 1.0, wide), inputs, labels, CLASSES)
-    third = answer(Question(3, 1.0, wide, np.zeros((CLASSES, SIZE))), inputs, labels, CLASSES)
+    second = answer(FrequencyQuestion(2, 1.0, wide), inputs, labels, CLASSES)
+    third = answer(FrequencyQuestion(3, 1.0, wide, np.zeros((CLASSES, SIZE))), inputs, labels, CLASSES)
     for label in range(CLASSES):
         own = points[labels == label] / 100
         assert float(second["counts"][label]) == COUNT * len(own)
@@ -114,9 +114,9 @@ def test_products_are_as_long_as_their_record_squared_and_no_longer_than_the_lon
     inputs, labels = _records(4, 1)
     points = frequencies_of(inputs, ORDER)
     frame = Frame(np.zeros(SIZE), np.full(SIZE, np.linalg.norm(points) / length))
-    sums = answer(Question(3, 1.0, frame, np.zeros((CLASSES, SIZE))), inputs, labels, CLASSES)
+    sums = answer(FrequencyQuestion(3, 1.0, frame, np.zeros((CLASSES, SIZE))), inputs, labels, CLASSES)
     assert float(sums["own"].norm()) == pytest.approx(min(length, LONGEST) ** 2, rel=1e-5)
     # Measured from its class's mean, on the other side, a record is longer than LONGEST: its products are cut.
     far = np.tile(-2 * points / np.linalg.norm(points), (CLASSES, 1))
-    moved = answer(Question(3, 1.0, frame, far), inputs, labels, CLASSES)
+    moved = answer(FrequencyQuestion(3, 1.0, frame, far), inputs, labels, CLASSES)
     assert float(moved["own"].norm()) == pytest.approx(LONGEST**2, rel=1e-5)

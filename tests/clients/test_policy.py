@@ -99,7 +99,7 @@ def test_smaller_orders_fit_until_the_sum_is_reached(tmp_path: Path) -> None:
     for number in range(fitting):
         policy.pay({f"release {number}": GAUSSIAN}, "key")
     policy.pay({"release 0": GAUSSIAN}, "key")  # the same release once more
-    with pytest.raises(RunError, match="the order would exceed it"):
+    with pytest.raises(RunError, match="the request would exceed it"):
         policy.pay({"another": GAUSSIAN}, "key")
     assert [charge.event for charge in policy.open_ledger().charges] == [GAUSSIAN] * fitting
 
@@ -127,7 +127,7 @@ def test_noise_that_the_server_could_draw_again_is_refused(tmp_path: Path) -> No
     policy = _policy(tmp_path)
     with pytest.raises(RunError, match="allows secret noise only"):
         _share(policy, _order("preprocess.noise=seeded"), 3, tmp_path / "a")
-    with pytest.raises(RunError, match="the order would exceed it"):
+    with pytest.raises(RunError, match="the request would exceed it"):
         _share(policy, _order("preprocess.epsilon=inf"), 3, tmp_path / "a")
     assert not policy.ledger.exists() or not policy.open_ledger().charges
 
@@ -226,7 +226,7 @@ def test_releases_that_are_chosen_in_turn_add_up_at_one_order_that_the_first_one
             policy.pay({f"release {number}": event}, f"key {number}")
             events.append(event)
         else:
-            with pytest.raises(RunError, match="the order would exceed it"):
+            with pytest.raises(RunError, match="the request would exceed it"):
                 policy.pay({f"release {number}": event}, f"key {number}")
         policy = read_policy(policy.path)  # the order is the same in every process
     assert [charge.event for charge in policy.open_ledger().charges] == events
@@ -260,5 +260,5 @@ def test_a_first_release_fits_wherever_some_order_has_room_for_it(tmp_path: Path
         if fits:
             policy.pay({"all": dp_event.SelfComposedDpEvent(event, 3)}, "key")
         else:
-            with pytest.raises(RunError, match="the order would exceed it"):
+            with pytest.raises(RunError, match="the request would exceed it"):
                 policy.pay({"all": dp_event.SelfComposedDpEvent(event, 3)}, "key")

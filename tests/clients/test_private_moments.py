@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from clients import private_moments
-from clients.class_moments import moments_of, num_moments
+from clients.moments import moments_of, num_moments
 from clients.policy import read_policy
-from clients.private_moments import LONGEST, Protection, Release, released_moments
+from clients.private_moments import LONGEST, MomentsRelease, Protection, released_moments
 from clients.private_moments import private_moments as noisy_moments
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -89,8 +89,8 @@ def test_the_noise_is_what_the_accountant_was_told_on_every_number() -> None:
     assert len({residual.tobytes() for residual in residuals}) == len(residuals)
 
 
-def _release(folder: Path, name: str = "a") -> Release:
-    return Release(name, folder / f"moments-{name}", folder / "ledgers" / "0.jsonl", None, 0)
+def _release(folder: Path, name: str = "a") -> MomentsRelease:
+    return MomentsRelease(name, folder / f"moments-{name}", folder / "ledgers" / "0.jsonl", None, 0)
 
 
 def _charges(folder: Path) -> list[str]:
@@ -164,5 +164,5 @@ def test_a_policy_pays_from_its_own_ledger_and_takes_no_seeded_noise(tmp_path: P
         released_moments(*records, replace(PROTECTION, noise="seeded"), release)
     released_moments(*records, PROTECTION, release)
     assert not (tmp_path / "ledgers").exists()
-    with pytest.raises(RunError, match="the order would exceed it"):
+    with pytest.raises(RunError, match="the request would exceed it"):
         released_moments(*records, PROTECTION, replace(release, name="b", folder=tmp_path / "moments-b"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients.dafl.table import cells_of, records_of
+from clients.dafl.marginals import cells_of, records_of
 from fl_sim.data import load, verify
 from fl_sim.data.naming import KNOWN
 from fl_sim.data.public_sets import _DIABETES, _DIABETES_NUMBERS, _ICD9, _diagnosis

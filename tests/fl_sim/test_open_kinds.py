@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from torch import nn
 
-from clients.dafl.mean_embedding import MeanEmbedding
+from clients.dafl.noisy_moments import MeanEmbedding
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from clients.class_moments import moments_of
+from clients.moments import moments_of
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.params import detached

@@ -9,9 +9,9 @@ import torch
 from dp_accounting import dp_event
 from scipy.fft import idctn
 
-from clients.frequencies import frequencies_of, lowest_frequencies
-from clients.frequency_sums import COMMON, STEPS, Frame, Question, answer, black_frame, shapes_of
-from clients.symmetric import triangle_of
+from clients.frequency_sums import COMMON, STEPS, Frame, FrequencyQuestion, answer, black_frame, shapes_of
+from clients.images import frequencies_of, lowest_frequencies
+from clients.moments import triangle_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.privacy.accounting import epsilon
@@ -42,12 +42,16 @@ def _images(number: int) -> tuple[torch.Tensor, np.ndarray]:
 def _answers(inputs: torch.Tensor, labels: np.ndarray) -> tuple[Frame, Classes, np.ndarray]:
     """Return what the server makes of the answers of one client, without noise."""
     records = float(len(inputs))
-    frame = frame_of(answer(Question(1, records, black_frame(SHAPE, ORDER)), inputs, labels, CLASSES), 0.0, SHAPE, SIZE)
-    classes = classes_of(answer(Question(2, records, frame), inputs, labels, CLASSES), 0.0)
+    frame = frame_of(
+        answer(FrequencyQuestion(1, records, black_frame(SHAPE, ORDER)), inputs, labels, CLASSES), 0.0, SHAPE, SIZE
+    )
+    classes = classes_of(answer(FrequencyQuestion(2, records, frame), inputs, labels, CLASSES), 0.0)
     return (
         frame,
         classes,
-        covariances_of(answer(Question(3, records, frame, classes.means), inputs, labels, CLASSES), 0.0, classes),
+        covariances_of(
+            answer(FrequencyQuestion(3, records, frame, classes.means), inputs, labels, CLASSES), 0.0, classes
+        ),
     )
 
 

@@ -33,7 +33,7 @@ _SLACK: Final = 2.0**-32
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ClientPairs:
     """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and what to clip each pair to.
 
     D scores each row by itself and consists of Linear, Conv2d, InstanceNorm2d without running statistics, and layers
@@ -50,10 +50,10 @@ def clipped_sum(
     discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
 ) -> torch.Tensor:
     """Return the sum of one client alone: see ``clipped_sums``."""
-    return clipped_sums([Pairs(discriminator, real, fake, clipping_norm)])[0]
+    return clipped_sums([ClientPairs(discriminator, real, fake, clipping_norm)])[0]
 
 
-def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+def clipped_sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     """Return every client's sum, over its pairs, of the gradients of loss(D(real), 1) + loss(D(fake), 0), clipped.
 
     Each pair's gradient is clipped as one vector. The sums are flat and float64, in the order of ``D.parameters()``. A
@@ -64,11 +64,11 @@ def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
     return [next(found) if len(one.real) else _zero(one) for one in clients]
 
 
-def _zero(one: Pairs) -> torch.Tensor:
+def _zero(one: ClientPairs) -> torch.Tensor:
     return torch.zeros(sum(weight.numel() for weight in one.discriminator.parameters()), dtype=torch.float64)
 
 
-def _sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     if not clients:
         return []
     bounds, sizes = [], []
@@ -107,7 +107,7 @@ class _Layers(Protocol):
         ...
 
 
-def _backward(clients: Sequence[Pairs], sizes: Sequence[int]) -> list[_Layers]:
+def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> list[_Layers]:
     """Return D's layers with parameters, with what entered each and the loss's derivative by what left it."""
     passed: list[Layers] = []
     rows = [_side_by_side(one.real, one.fake, size) for one, size in zip(clients, sizes, strict=True)]

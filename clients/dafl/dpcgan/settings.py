@@ -23,14 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from clients.dafl.generator import GeneratorBill, GeneratorRequest, Made, PrivateRecords, nothing
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
 
 if TYPE_CHECKING:
-    from clients.dafl.dpcgan.client import Client
+    from clients.dafl.dpcgan.training import GanClient
 
 
 class DpCgan(Settings):
@@ -75,7 +75,7 @@ class DpCgan(Settings):
                 f'preprocess.generator.networks "paper" need images, these records have shape {shape}: choose "small"'
             )
 
-    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:  # noqa: ARG002 (the protocol's)
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
         """Return the cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
         Refused where that noise, in every single parameter, is longer than all gradients of an expected batch together
@@ -88,10 +88,10 @@ class DpCgan(Settings):
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415
 
         if num_records == 0:
-            return Bill(dp_event.NoOpDpEvent(), 0, 0.0, 0.0, refused="the client holds no records")
+            return GeneratorBill(dp_event.NoOpDpEvent(), 0, 0.0, 0.0, refused="the client holds no records")
         rate = min(1.0, self.batch_size / num_records)
         if epsilon == math.inf:
-            return Bill(dp_event.NonPrivateDpEvent(), self.discriminator_steps, 0.0, rate)
+            return GeneratorBill(dp_event.NonPrivateDpEvent(), self.discriminator_steps, 0.0, rate)
         noise = poisson_noise_multiplier(rate, self.discriminator_steps, epsilon, delta)
         refused = ""
         if noise > rate * num_records:
@@ -100,33 +100,33 @@ class DpCgan(Settings):
                 f"norms in every parameter, exceeds the sum of {rate * num_records:.3g} expected gradients"
             )
         event = amplify_poisson(dp_event.GaussianDpEvent(noise), sampling_rate=rate)
-        return Bill(event, self.discriminator_steps, noise, rate, refused)
+        return GeneratorBill(event, self.discriminator_steps, noise, rate, refused)
 
     def generate(
         self,
         records: PrivateRecords,
         counts: NDArray[np.int64],
-        bill: Bill,
+        bill: GeneratorBill,
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
         """Train within ``bill`` and return (sum of counts, *input shape): see ``Generator``."""
-        [made] = self.generate_stacked([Request(records, counts, bill, noise, generator)])
+        [made] = self.generate_stacked([GeneratorRequest(records, counts, bill, noise, generator)])
         if isinstance(made, Exception):
             raise made
         return made
 
-    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+    def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
         """Train all clients, as one stack where sharing operations saves time: see ``Generator``."""
-        from clients.dafl.dpcgan.client import Client  # noqa: PLC0415 (needs torch as it is imported)
+        from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (needs torch as it is imported)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
-        clients: dict[int, Client] = {}
+        clients: dict[int, GanClient] = {}
         for place, request in enumerate(requests):
             assert not request.bill.refused
             try:
                 if request.counts.sum():
-                    clients[place] = Client(self, request)
+                    clients[place] = GanClient(self, request)
             except UserError as error:
                 made[place] = error
         for num_steps, step in self._trainings(list(clients.values())):
@@ -160,19 +160,18 @@ class DpCgan(Settings):
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
-    def _trainings(self, clients: Sequence[Client]) -> Iterator[tuple[int, Callable[[int], None]]]:
+    def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
         """Give (number of steps, what takes a step) of all who train together: where their steps are as many.
 
         Each by itself where steps are long (the paper's networks), or compiled: its weights then stay in the cache.
         """
-        from clients.dafl.dpcgan.compiled import CompiledTraining  # noqa: PLC0415 (as above)
-        from clients.dafl.dpcgan.training import Training  # noqa: PLC0415 (as above)
+        from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 
         for client in clients:
             if client.kernel:
                 yield client.bill.steps, CompiledTraining(self, client, client.kernel).step
             elif self.networks == "paper":
-                yield client.bill.steps, Training(self, [client]).step
+                yield client.bill.steps, StackTraining(self, [client]).step
         others = [client for client in clients if not client.kernel and self.networks != "paper"]
         for steps in sorted({client.bill.steps for client in others}):
-            yield steps, Training(self, [client for client in others if client.bill.steps == steps]).step
+            yield steps, StackTraining(self, [client for client in others if client.bill.steps == steps]).step

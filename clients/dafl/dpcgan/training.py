@@ -1,33 +1,161 @@
-"""The training of the DP conditional GAN by PyTorch: the steps that a stack of clients takes together."""
+"""The training of the DP conditional GAN: by PyTorch for a stack of clients, or by compiled code for one client.
 
-from collections.abc import Sequence
+A client's random numbers, records and released counts are in ``GanClient``; both trainings take them from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 
-from clients.dafl.dpcgan.client import Client, Drawn, kept_of_average
-from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
-from clients.dafl.dpcgan.nets import generated, scored
-from clients.dafl.dpcgan.weights import Adam, Weights
-from fl_sim.privacy.mechanisms import add_noise
+from clients.dafl.dpcgan.clipping import MARGIN, ClientPairs, clipped_sums
+from clients.dafl.dpcgan.nets import Networks, SmallGenerator, generated, kernel_for, paper, scored, small
+from clients.dafl.generator import GeneratorRequest
+from fl_sim.errors import RunError
+from fl_sim.native.kernel import CompiledNormals, Kernel
+from fl_sim.native.perceptrons import Adversaries, CompiledAdam, Pairs, Perceptron, Release, Shown, TwoWays
+from fl_sim.privacy.grid import grid_spacing
+from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid
+from fl_sim.seeding import torch_alone
 
 if TYPE_CHECKING:
     from clients.dafl.dpcgan.settings import DpCgan
     from clients.dafl.dpcgan.with_opacus import OpacusGradients
 
+Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
+"""The inputs of fakes: latent vectors, and each fake's class by its place among the released classes of the client."""
 
-class Training:
-    """A stack of clients whose training takes equally many steps."""
+BETAS: Final = (0.5, 0.999)
+_ALIGNMENT: Final = 64  # numbers
+_WARM_UP: Final = 0.2  # share of the training before the first sample is drawn
+_ROUNDING: Final = 1e-9
+_GENERATOR_STEPS_AHEAD: Final = 50
+_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # so few that what Python needs for the draws stays in the processor's cache
 
-    def __init__(self, settings: "DpCgan", clients: Sequence[Client]) -> None:
+
+class GanClient:
+    """One client's networks, records and random numbers. All but ``views``, ``places`` and ``known`` is released.
+
+    ``views``: the records as D sees them; ``places``: the place of each record's class among the released classes;
+    ``known``: False where the record's class is not released.
+    """
+
+    def __init__(self, settings: DpCgan, request: GeneratorRequest) -> None:
+        records, self.bill, self.noise = request.records, request.bill, request.noise
+        self.settings = settings
+        present = np.flatnonzero(request.counts)
+        self.counts = request.counts[present]
+        self.num_planes = len(present) if len(present) > 1 else 0
+        shape = tuple(records.inputs.shape[1:])
+        with torch_alone():
+            torch.manual_seed(int(request.generator.integers(2**63)))
+            if settings.networks == "paper":
+                self.nets = paper(shape, self.num_planes, settings.latent_dim)
+            else:
+                widths = settings.discriminator_width, settings.generator_width
+                self.nets = small(shape, self.num_planes, settings.latent_dim, settings.resolution, widths)
+        self.kernel = kernel_for(self.nets) if settings.is_compilable else None
+        if self.kernel:
+            self.noise = replace(self.noise, normals=CompiledNormals(self.kernel))
+        self.random = torch.Generator().manual_seed(int(request.generator.integers(2**63)))
+        self.shares = torch.from_numpy(self.counts / self.counts.sum())
+        self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
+        self.dimension = sum(weight.numel() for weight in self.nets.discriminator.parameters())
+        self.std = self.bill.noise_multiplier * settings.clipping_norm
+        norm, held = settings.clipping_norm, len(records.labels)
+        self.batch = self.bill.sampling_rate * held
+        self.bound = clipping_norm_on_grid(norm, self.std, self.dimension, summands=held) if self.std else math.inf
+        # A random order: each class has its share of early and of late samples.
+        self.classes = np.repeat(np.arange(len(present)), self.counts)
+        order = torch.randperm(len(self.classes), generator=self.random)
+        self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
+        self.made: list[torch.Tensor] = []
+        self.ahead: list[Drawn] = []
+        # A record of a class that is not released is sampled like any other, and its gradient counts as zero.
+        places = np.full(records.num_classes, -1)
+        places[present] = np.arange(len(present))
+        labels = places[records.labels.numpy()]
+        self.known = labels >= 0
+        self.places = np.maximum(labels, 0)
+        self.views = self.nets.view(records.inputs)
+
+    def joined(self, values: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
+        """Return the input of the networks: ``values`` joined to the one-hot classes in ``places``."""
+        classes = (
+            torch.eye(self.num_planes)[torch.from_numpy(places)] if self.num_planes else torch.empty(len(places), 0)
+        )
+        return self.nets.join(values, classes)
+
+    def chosen(self, step: int) -> NDArray[np.int64]:
+        """Return the Poisson-sampled records of a step. SENSITIVE."""
+        rate = self.bill.sampling_rate
+        chosen = np.flatnonzero(
+            self.noise.taking_part(len(self.known), rate, purpose="records of a step", server_round=step)
+        )
+        known: NDArray[np.int64] = chosen[self.known[chosen]]
+        return known
+
+    def for_fakes_of_records(self, count: int, step: int) -> Drawn:
+        """Return the inputs of ``count`` fakes of a D step, drawn from secret noise and the released counts alone."""
+        latent_dim = self.settings.latent_dim
+        latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
+        classes = np.zeros(count, np.int64)
+        if self.num_planes:
+            coins = self.noise.uniform(count, purpose="classes of fakes", server_round=step)
+            classes = np.searchsorted((np.cumsum(self.counts) / self.counts.sum())[:-1], coins, side="right")
+        return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
+
+    def noise_of(self, step: int) -> NDArray[np.float64]:
+        """Return the noise on the sum of a step's clipped gradients, in steps of the grid. Requires ``std`` > 0."""
+        return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
+
+    def for_fakes(self) -> Drawn:
+        """Return the inputs of the fakes of a G step. Many steps are drawn at once, which is faster."""
+        if not self.ahead:
+            size = _GENERATOR_STEPS_AHEAD, self.settings.generator_batch_size
+            latents = torch.randn(*size, self.settings.latent_dim, generator=self.random)
+            classes = torch.multinomial(self.shares, math.prod(size), replacement=True, generator=self.random)
+            self.ahead = list(zip(latents, classes.view(size).numpy(), strict=True))
+        return self.ahead.pop()
+
+    def draw_samples(self, done: float, generate: Callable[[Drawn], torch.Tensor]) -> None:
+        """Draw the samples that are due at a share ``done`` of the training: equal parts, evenly spaced.
+
+        ``generate``: maps latent vectors and classes to views by the average of G.
+        """
+        while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
+            classes = self.classes[self.due[len(self.made)].numpy()]
+            latent = torch.randn(len(classes), self.settings.latent_dim, generator=self.random)
+            self.made.append(generate((latent, classes)))
+
+    def samples(self) -> torch.Tensor:
+        """Return the synthetic records, sorted by class, as many of each as its count says."""
+        views = torch.cat(self.made)[torch.cat(self.due).argsort()]
+        for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
+            if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
+                raise RunError(f"the {name} of the DP conditional GAN is not finite: use a lower learning rate")
+        return self.nets.render(views)
+
+
+class StackTraining:
+    """The training by PyTorch of a stack of clients with equally many steps."""
+
+    def __init__(self, settings: DpCgan, clients: Sequence[GanClient]) -> None:
         self.settings, self.clients = settings, clients
         self.discriminators = [client.nets.discriminator for client in clients]
-        self.generators = [client.nets.generator for client in clients]
-        self.generator_weights = [list(generator.parameters()) for generator in self.generators]
-        self.weights = Weights(self.generators)
+        generators = [client.nets.generator for client in clients]
+        self.generator_weights = [list(generator.parameters()) for generator in generators]
+        self.weights = Weights(generators)
         self.average = Weights([client.average for client in clients])
         self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate)
         self.generator_adam = Adam(self.weights, settings.generator_learning_rate)
@@ -45,52 +173,161 @@ class Training:
                 one.check()
 
     def discriminator_step(self, step: int) -> None:
-        """Release each client's noised sum of clipped gradients, and let Adam take it from there."""
-        real = [batch_of(client, step) for client in self.clients]
-        fake = self._fakes_of_records(real, step)
-        released = self._by_opacus(real, fake, step) if self.by_opacus else self._by_own_code(real, fake, step)
-        self.discriminator_adam.step([[gradient] for gradient in released])
-
-    def _by_own_code(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        pairs = [
-            Pairs(client.nets.discriminator, records, made, client.bound)
-            for client, records, made in zip(self.clients, real, fake, strict=True)
+        """Release each client's noised sum of clipped gradients, and take a step of Adam with it."""
+        chosen = [client.chosen(step) for client in self.clients]
+        real = [
+            client.joined(client.views.index_select(0, torch.from_numpy(rows)), client.places[rows])
+            for client, rows in zip(self.clients, chosen, strict=True)
         ]
-        return [released(client, total, step) for client, total in zip(self.clients, clipped_sums(pairs), strict=True)]
-
-    def _by_opacus(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        batches = zip(self.by_opacus, real, fake, strict=True)
-        return [one.released(records, made, step) for one, records, made in batches]
+        fake = self._fakes_of_records(real, step)
+        if self.by_opacus:
+            batches = zip(self.by_opacus, real, fake, strict=True)
+            gradients = [one.released(records, made, step) for one, records, made in batches]
+        else:
+            pairs = [
+                ClientPairs(client.nets.discriminator, records, made, client.bound)
+                for client, records, made in zip(self.clients, real, fake, strict=True)
+            ]
+            sums = zip(self.clients, clipped_sums(pairs), strict=True)
+            gradients = [_released(client, total, step) for client, total in sums]
+        self.discriminator_adam.step([[gradient] for gradient in gradients])
 
     @torch.no_grad()
     def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
         """Return as many fakes as each client has records in this step, as D's input."""
-        fakes = list(real)  # of no records no fakes
-        some = [place for place, rows in enumerate(real) if len(rows)]
-        if some:
-            drawn = [self.clients[place].for_fakes_of_records(len(real[place]), step) for place in some]
-            for place, fake in zip(some, _joined_fakes([self.clients[place] for place in some], drawn), strict=True):
-                fakes[place] = fake
-        return fakes
+        sizes = [(client, len(rows)) for client, rows in zip(self.clients, real, strict=True) if len(rows)]
+        drawn = [client.for_fakes_of_records(size, step) for client, size in sizes]
+        made = iter(_joined_fakes([client for client, _ in sizes], drawn) if sizes else ())
+        return [next(made) if len(rows) else rows for rows in real]
 
     def generator_step(self) -> None:
-        """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
+        """Train G against D by the non-saturating loss. Reads nothing private."""
         drawn = [client.for_fakes() for client in self.clients]
         scores = scored(self.discriminators, _joined_fakes(self.clients, drawn))
         losses = [functional.softplus(-of_fakes).mean() for of_fakes in scores]
         found = iter(torch.autograd.grad(losses, [weight for one in self.generator_weights for weight in one]))
         self.generator_adam.step([[next(found) for _ in one] for one in self.generator_weights])
-        self.average.vector.lerp_(self.weights.vector, 1 - kept_of_average(self.settings, self.generator_adam.steps))
+        self.average.vector.lerp_(self.weights.vector, 1 - _decay(self.settings, self.generator_adam.steps))
 
 
-def batch_of(client: Client, step: int) -> torch.Tensor:
-    """Return D's input for the records of a step. SENSITIVE."""
-    chosen = client.chosen(step)
-    return client.joined(client.views.index_select(0, torch.from_numpy(chosen)), client.places[chosen])
+class CompiledTraining:
+    """The training of one client's small networks by compiled code: a step is a handful of long calls.
+
+    While one of them works, other clients' threads run. Between the calls little needs Python's lock, since the wait
+    for the lock costs more than the work.
+    """
+
+    def __init__(self, settings: DpCgan, client: GanClient, kernel: Kernel) -> None:
+        self.settings, self.client = settings, client
+        rates = settings.discriminator_learning_rate, settings.generator_learning_rate
+        self.adversaries = adversaries_of(client.nets, client.average, client.num_planes, rates, kernel)
+        self.average = _compiled(client.average, client.num_planes, kernel)
+        self.records = Shown(client.views.numpy(), client.places)
+        self.ahead: dict[int, tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]] = {}
+        self.spacing = grid_spacing(client.std) if client.std else 1.0
+
+    def step(self, step: int) -> None:
+        """Take step number ``step``."""
+        self.discriminator_step(step)
+        if (step + 1) % self.settings.ratio == 0:
+            self.generator_step()
+        self.client.draw_samples((step + 1) / self.client.bill.steps, self.views_of_average)
+
+    def discriminator_step(self, step: int) -> None:
+        """Release the noised sum of clipped gradients, and take a step of Adam with it."""
+        client = self.client
+        if step not in self.ahead:
+            steps = range(step, min(step + _DISCRIMINATOR_STEPS_AHEAD, client.bill.steps))
+            self.ahead = {number: self._drawn(number) for number in steps}
+        chosen, latents, noise = self.ahead.pop(step)
+        pairs = Pairs(self.records, chosen, latents, client.bound * (1 - MARGIN))
+        self.adversaries.discriminator_step(pairs, Release(noise, self.spacing, client.batch))
+
+    def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
+        """Return the records of a D step, the latent vectors of their fakes, and the noise. SENSITIVE."""
+        chosen = self.client.chosen(step)
+        latents = _shown(self.client.for_fakes_of_records(len(chosen), step))
+        return chosen, latents, self.client.noise_of(step) if self.client.std else None
+
+    def generator_step(self) -> None:
+        """Train G against D by the non-saturating loss. Reads nothing private."""
+        decay = _decay(self.settings, self.adversaries.generator_adam.steps + 1)
+        self.adversaries.generator_step(_shown(self.client.for_fakes()), decay)
+
+    def views_of_average(self, drawn: Drawn) -> torch.Tensor:
+        """Return the views that the average of G makes of latent vectors and classes."""
+        return torch.from_numpy(self.average.generate(_shown(drawn)))
 
 
-def released(client: Client, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the noised gradient that the sum of a step stands for, flat."""
+@torch.no_grad()
+def views_of_average(client: GanClient, drawn: Drawn) -> torch.Tensor:
+    """Return the views that the average of a client's G makes of latent vectors and classes."""
+    [views] = generated([client.average], [client.joined(*drawn)])
+    return views
+
+
+def adversaries_of(
+    nets: Networks, average: nn.Module, num_classes: int, learning_rates: tuple[float, float], kernel: Kernel
+) -> Adversaries:
+    """Return D and G for compiled training; moves their weights, and those of ``average``, into one vector each."""
+    rows = [Weights([net]).parts[0] for net in (nets.discriminator, nets.generator, average)]
+    adams = [CompiledAdam(row, BETAS, rate) for row, rate in zip(rows[:2], learning_rates, strict=True)]
+    networks = Perceptron(kernel, nets.discriminator, num_classes), _compiled(nets.generator, num_classes, kernel)
+    return Adversaries(networks, adams[0], adams[1], rows[2])
+
+
+class Weights:
+    """``vector`` holds the parameters of all ``nets``, which become views of it, with zeros between the networks.
+
+    Every network's part begins at a multiple of 64 numbers: vectorised kernels compute the rest at the end of a vector
+    in another way, which rounds otherwise. So a client gets the same bits whoever else is in the stack.
+    """
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        sizes = [sum(weight.numel() for weight in net.parameters()) for net in nets]
+        self.gaps = [torch.zeros(-size % _ALIGNMENT) for size in sizes]
+        self.vector = torch.zeros(sum(sizes) + sum(map(len, self.gaps)))
+        self.parts: list[torch.Tensor] = []
+        start = 0
+        for net, size, gap in zip(nets, sizes, self.gaps, strict=True):
+            self.parts.append(self.vector[start : start + size])
+            for weight in net.parameters():
+                place = self.vector[start : start + weight.numel()].view_as(weight)
+                weight.data = place.copy_(weight.data)
+                start += weight.numel()
+            start += len(gap)
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015) on the weights of a whole stack. torch.optim's takes over a second to import."""
+
+    def __init__(self, weights: Weights, learning_rate: float) -> None:
+        self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
+        self.mean = torch.zeros_like(weights.vector)
+        self.square = torch.zeros_like(weights.vector)
+
+    @torch.no_grad()
+    def step(self, gradients: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Move the weights by each network's gradient, given as tensors in the order of its parameters."""
+        self.steps += 1
+        first, second = (1 - beta**self.steps for beta in BETAS)
+        parts = zip(gradients, self.weights.gaps, strict=True)
+        gradient = torch.cat([one.reshape(-1) for part, gap in parts for one in (*part, gap)])
+        self.mean.lerp_(gradient, 1 - BETAS[0])
+        self.square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        spread = (self.square / second).sqrt_().add_(1e-8)
+        self.weights.vector.addcdiv_(self.mean, spread, value=-self.learning_rate / first)
+
+
+def _opacus(client: GanClient) -> OpacusGradients:
+    from clients.dafl.dpcgan.with_opacus import OpacusGradients, OpacusTerms  # noqa: PLC0415 (loads slowly, rarely used)
+
+    terms = OpacusTerms(client.bill, client.batch, client.std, client.bound, client.noise)
+    return OpacusGradients(client.nets.discriminator, terms)
+
+
+def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
+    """Return the noised gradient: the sum of a step plus noise, divided by the expected batch; flat."""
     total = clipped_sum.numpy()
     if client.std:
         total = add_noise(total, client.std, client.noise_of(step))
@@ -99,25 +336,23 @@ def released(client: Client, clipped_sum: torch.Tensor, step: int) -> torch.Tens
     return torch.from_numpy(divided)
 
 
-@torch.no_grad()
-def views_of_average(client: Client, drawn: Drawn) -> torch.Tensor:
-    """Return the views that the average of a client's G makes of what was drawn."""
-    [views] = generated([client.average], [client.joined(*drawn)])
-    return views
+def _joined_fakes(clients: Sequence[GanClient], drawn: Sequence[Drawn]) -> list[torch.Tensor]:
+    """Return the views that each client's G makes of latent vectors and classes, as D's input."""
+    latents = [client.joined(*parts) for client, parts in zip(clients, drawn, strict=True)]
+    made = zip(clients, generated([client.nets.generator for client in clients], latents), drawn, strict=True)
+    return [client.joined(views, places) for client, views, (_, places) in made]
 
 
-def _joined_fakes(clients: Sequence[Client], drawn: Sequence[Drawn]) -> list[torch.Tensor]:
-    """Return what each client's G makes of what was drawn, as D's input."""
-    made = generated([client.nets.generator for client in clients], _joined(clients, drawn))
-    return _joined(clients, [(views, places) for views, (_, places) in zip(made, drawn, strict=True)])
+def _decay(settings: DpCgan, generator_steps: int) -> float:
+    """Return the decay of the average of G's weights: short early on, so that the first weights do not linger."""
+    return min(settings.averaging, generator_steps / (generator_steps + 10))
 
 
-def _joined(clients: Sequence[Client], drawn: Sequence[Drawn]) -> list[torch.Tensor]:
-    return [client.joined(*parts) for client, parts in zip(clients, drawn, strict=True)]
+def _compiled(generator: nn.Module, num_classes: int, kernel: Kernel) -> TwoWays:
+    assert isinstance(generator, SmallGenerator)
+    return TwoWays(kernel, generator.curved, generator.straight, num_classes)
 
 
-def _opacus(client: Client) -> "OpacusGradients":
-    from clients.dafl.dpcgan.with_opacus import OpacusGradients, Terms  # noqa: PLC0415 (loads slowly, few runs need it)
-
-    terms = Terms(client.bill, client.batch, client.std, client.bound, client.noise)
-    return OpacusGradients(client.nets.discriminator, terms)
+def _shown(drawn: Drawn) -> Shown:
+    latents, places = drawn
+    return Shown(latents.numpy(), places)

@@ -22,18 +22,18 @@ from torch import nn
 from torch.nn import functional
 
 from clients.dafl.dpcgan.clipping import MARGIN
-from clients.dafl.generator import Bill
+from clients.dafl.generator import GeneratorBill
 from fl_sim.privacy.mechanisms import Noise, add_noise
 
 
 @dataclass(frozen=True)
-class Terms:
+class OpacusTerms:
     """What a client's discriminator is trained under.
 
     ``batch``: the expected number of pairs; ``std``: of the noise on their sum; ``bound``: what each is clipped to.
     """
 
-    bill: Bill
+    bill: GeneratorBill
     batch: float
     std: float
     bound: float
@@ -46,7 +46,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
     The second half, Adam, is this project's own, on the weights of all clients at once.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], terms: Terms) -> None:
+    def __init__(self, parameters: list[nn.Parameter], terms: OpacusTerms) -> None:
         super().__init__(
             torch.optim.SGD(parameters, lr=1.0),
             noise_multiplier=terms.bill.noise_multiplier,
@@ -77,7 +77,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
 class OpacusGradients:
     """One client's discriminator as Opacus sees it: a float64 copy with hooks, and what it counts."""
 
-    def __init__(self, discriminator: nn.Sequential, terms: Terms) -> None:
+    def __init__(self, discriminator: nn.Sequential, terms: OpacusTerms) -> None:
         self.discriminator, self.bill = discriminator, terms.bill
         self.copy = deepcopy(discriminator).double()
         self.hooked = GradSampleModule(self.copy, loss_reduction="sum")

@@ -35,8 +35,7 @@ from fl_sim.types import Params, Traffic
 
 if TYPE_CHECKING:
     from clients.dafl.generator import PrivateRecords
-    from clients.dafl.share import Client as Releasing
-    from clients.dafl.share import Share
+    from clients.dafl.share import ReleasingClient, SyntheticShare
     from fl_sim.privacy.bill import Payment
     from fl_sim.stages.dafl.pool import Pool
 
@@ -80,11 +79,11 @@ class Synthesize:
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
         """Pay for a share where the client's ledger is: see ``PaidAtHome``."""
-        from clients.dafl.share import Paid, begin_share  # noqa: PLC0415 (the accountants load slowly)
+        from clients.dafl.share import PaidRequest, begin_share  # noqa: PLC0415 (the accountants load slowly)
 
         job, releasing = self.job, releasing_client(self.job, client)
         begun = begin_share(settings_of(job.experiment), releasing, job.experiment.seed, len(job.dataset.train))
-        if not isinstance(begun, Paid):
+        if not isinstance(begun, PaidRequest):
             return content_of(begun)
         noise, counts = begun.request.noise, begun.request.counts
         return Begun(remote.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
@@ -257,16 +256,16 @@ def settings_of(experiment: Experiment) -> DaFl:
     return experiment.preprocess
 
 
-def content_of(share: "Share") -> RecordDict:
+def content_of(share: "SyntheticShare") -> RecordDict:
     """Return a share as it is sent: its records, and as JSON what is said of them."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return wire.synthetic_content(share.inputs, json.dumps(said))
 
 
-def releasing_client(job: Job, client: Client) -> "Releasing":
+def releasing_client(job: Job, client: Client) -> "ReleasingClient":
     """Return a client that is to release synthetic records: what it holds, and where its key and its ledger lie."""
-    from clients.dafl.share import Client as Releasing  # noqa: PLC0415 (the accountants load slowly)
+    from clients.dafl.share import ReleasingClient  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 
     ledger, folder, policy = ledger_path(job, client.number), client.folder(), client.policy
@@ -276,7 +275,7 @@ def releasing_client(job: Job, client: Client) -> "Releasing":
         now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))
         folder = earlier if earlier.exists() else now
     records = _private_records(job, client.runtime.own_records, client.number)
-    return Releasing(client.number, records, folder, ledger, policy)
+    return ReleasingClient(client.number, records, folder, ledger, policy)
 
 
 def _private_records(job: Job, own: Callable[[int], Records], client: int) -> "PrivateRecords":

@@ -14,8 +14,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from clients.client_task import Client, ClientRuntime
-from clients.forest import RandomForest
-from clients.teacher import forest_votes, network_votes
+from clients.teacher import RandomForest, forest_votes, network_votes
 from fl_sim import models
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import Malformed, RunError

@@ -9,8 +9,8 @@ import pytest
 import torch
 from dp_accounting import dp_event
 
-from clients.dafl.gaussian import LONGEST, Gaussian, Release, drawn_as_one, without_noise
 from clients.dafl.generator import PrivateRecords
+from clients.dafl.noisy_moments import LONGEST, Gaussian, GaussianRelease, drawn_as_one, without_noise
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.mechanisms import Noise
@@ -41,11 +41,11 @@ def made(
 @pytest.fixture
 def without_any_noise() -> Iterator[None]:
     """Let sums out as they are: clipped and summed as under noise, for what they can move."""
-    with patch.object(Release, "_noisy", lambda _self, sums, _std, _purpose: sums):
+    with patch.object(GaussianRelease, "_noisy", lambda _self, sums, _std, _purpose: sums):
         yield
 
 
-RELEASE = Release(3.0, Noise.seeded(0), 100)
+RELEASE = GaussianRelease(3.0, Noise.seeded(0), 100)
 
 
 @pytest.mark.usefixtures("without_any_noise")
@@ -87,8 +87,8 @@ def test_moments_are_sums_and_sums_of_products() -> None:
 
 def test_noise_has_the_standard_deviation_that_is_billed() -> None:
     rows, z = ball(30, size=30), 2.5
-    release = Release(z, Noise.seeded(3), 100)
-    with patch.object(Release, "_noisy", lambda _self, sums, _std, _purpose: sums):
+    release = GaussianRelease(z, Noise.seeded(3), 100)
+    with patch.object(GaussianRelease, "_noisy", lambda _self, sums, _std, _purpose: sums):
         exact = release.sum_of(rows, 1, 0), release.moments_of(rows, 1, 0)[0]
     noisy = release.sum_of(rows, 1, 0), release.moments_of(rows, 1, 0)[0]
     for std, plain, found in zip((z, z * math.sqrt(2)), exact, noisy, strict=True):
@@ -135,10 +135,10 @@ def test_nothing_but_the_releases_tells_records_apart() -> None:
     generator = np.random.default_rng(9)
     fixed = {}
 
-    def same(_self: Release, sums: np.ndarray, _std: float, purpose: str) -> np.ndarray:
+    def same(_self: GaussianRelease, sums: np.ndarray, _std: float, purpose: str) -> np.ndarray:
         return fixed.setdefault(purpose, generator.standard_normal(sums.shape))
 
-    with patch.object(Release, "_noisy", same):
+    with patch.object(GaussianRelease, "_noisy", same):
         first = made(records_of(ball(60), labels), [7, 5])
         second = made(records_of(ball(60, seed=1, longest=50.0), np.where(labels, 0, labels)), [7, 5])
     assert torch.equal(first, second)
@@ -156,7 +156,7 @@ def test_a_record_that_is_not_finite_counts_as_none() -> None:
     broken = rows.copy()
     broken[3, 2] = math.nan
     labels = np.zeros(50, np.int64)
-    with patch.object(Release, "_noisy", lambda _self, sums, _std, _purpose: sums):
+    with patch.object(GaussianRelease, "_noisy", lambda _self, sums, _std, _purpose: sums):
         sums = RELEASE.sum_of(broken, 2, 0)
     assert np.allclose(sums, np.delete(rows, 3, axis=0).sum(axis=0))
     assert made(records_of(broken, labels), [9, 0]).isfinite().all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from clients.dafl.generator import Bill, PrivateRecords, Request, generate_all
+from clients.dafl.generator import GeneratorBill, GeneratorRequest, PrivateRecords, generate_all
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.mechanisms import Noise
@@ -20,16 +20,16 @@ class Grey(Settings):
 
     level: float = 0.5
 
-    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         from dp_accounting import NonPrivateDpEvent  # noqa: PLC0415 (loads slowly)
 
-        return Bill(NonPrivateDpEvent(), steps=1, noise_multiplier=0.0, sampling_rate=1.0)
+        return GeneratorBill(NonPrivateDpEvent(), steps=1, noise_multiplier=0.0, sampling_rate=1.0)
 
     def generate(
         self,
         records: PrivateRecords,
         counts: NDArray[np.int64],
-        bill: Bill,
+        bill: GeneratorBill,
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
@@ -38,10 +38,10 @@ class Grey(Settings):
         return torch.full((int(counts.sum()), *records.inputs.shape[1:]), self.level)
 
 
-def request(num_records: int, count: int) -> Request:
+def request(num_records: int, count: int) -> GeneratorRequest:
     records = PrivateRecords(torch.zeros(num_records, 1, 2, 2), torch.zeros(num_records, dtype=torch.int64), 1)
     bill = Grey().bill(num_records, 1, math.inf, 1e-5)
-    return Request(records, np.array([count]), bill, Noise.seeded(0), np.random.default_rng(0))
+    return GeneratorRequest(records, np.array([count]), bill, Noise.seeded(0), np.random.default_rng(0))
 
 
 def test_of_a_generator_that_shares_nothing_each_client_is_made_alone_and_a_failure_is_one_clients() -> None:

@@ -8,11 +8,24 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import dp_event, rdp
+from scipy.optimize import minimize
 
 import clients.dafl.marginals as module
-from clients.dafl.generator import Bill, PrivateRecords
-from clients.dafl.marginals import Marginals, chosen_pairs, exponential_mechanism, released, score
-from clients.dafl.table import Table, cells_of, records_of, unnamed
+from clients.dafl.generator import GeneratorBill, PrivateRecords
+from clients.dafl.marginals import (
+    CellTable,
+    ForestMarginals,
+    Marginals,
+    _dealt,
+    cells_of,
+    chosen_pairs,
+    exponential_mechanism,
+    fitted,
+    records_of,
+    released,
+    score,
+    unnamed,
+)
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.mechanisms import Noise
@@ -33,13 +46,13 @@ def people(number: int = 600, seed: int = 0) -> PrivateRecords:
     return PrivateRecords(torch.from_numpy(2 * rows - 1), torch.from_numpy(labels), 2, COLUMNS)
 
 
-def table_of(records: PrivateRecords) -> Table:
-    return Table(cells_of((records.inputs.numpy() + 1) / 2, COLUMNS), records.labels.numpy(), 2, SIZES)
+def table_of(records: PrivateRecords) -> CellTable:
+    return CellTable(cells_of((records.inputs.numpy() + 1) / 2, COLUMNS), records.labels.numpy(), 2, SIZES)
 
 
-def without(table: Table, record: int) -> Table:
+def without(table: CellTable, record: int) -> CellTable:
     kept = np.arange(len(table.labels)) != record
-    return Table(table.rows[kept], table.labels[kept], table.num_classes, table.sizes)
+    return CellTable(table.rows[kept], table.labels[kept], table.num_classes, table.sizes)
 
 
 def made(records: PrivateRecords, counts: list[int], target: float, seed: int = 0) -> torch.Tensor:
@@ -66,7 +79,7 @@ def test_a_record_is_in_one_cell_of_every_table_so_the_counts_move_by_the_root_o
         less = without(table, record)
         for tables, fewer in (
             (table.ones(), less.ones()),
-            ([table.two(0, 1), table.two(0, 2)], [less.two(0, 1), less.two(0, 2)]),
+            ([table.counts(0, 1), table.counts(0, 2)], [less.counts(0, 1), less.counts(0, 2)]),
         ):
             moved = [there - here for here, there in zip(fewer, tables, strict=True)]
             assert math.sqrt(sum((one**2).sum() for one in moved)) == math.sqrt(len(tables))
@@ -120,7 +133,7 @@ def test_what_is_released_is_what_was_billed() -> None:
         choices.append(price)
         return exponential_mechanism(scores, price, noise, turn)
 
-    def pairs(table: Table, ones: list[np.ndarray], *rest: object) -> list[tuple[int, int]]:
+    def pairs(table: CellTable, ones: list[np.ndarray], *rest: object) -> list[tuple[int, int]]:
         assert not np.array_equal(ones[0], table.ones()[0]), "scores are computed from what is released"
         return chosen_pairs(table, ones, *rest)  # type: ignore[arg-type]
 
@@ -170,7 +183,7 @@ def test_without_noise_records_have_the_marginals_of_the_data() -> None:
     records = people()
     cells = table_of(PrivateRecords(made(records, [3000, 3000], math.inf), torch.arange(6000) // 3000, 2))
     table = table_of(records)
-    np.testing.assert_allclose(cells.two(0, 1) / 10, table.two(0, 1), atol=1)
+    np.testing.assert_allclose(cells.counts(0, 1) / 10, table.counts(0, 1), atol=1)
     np.testing.assert_allclose(cells.ones()[2] / 10, table.ones()[2], atol=0.2)
 
 
@@ -178,7 +191,7 @@ def test_at_a_loose_budget_classes_keep_their_own_marginals() -> None:
     records = people(4000)
     cells = table_of(PrivateRecords(made(records, [2000, 2000], 5.0), torch.arange(4000) // 2000, 2))
     table = table_of(records)
-    assert np.abs(cells.two(0, 1) - table.two(0, 1)).sum() / 4000 < 0.1
+    assert np.abs(cells.counts(0, 1) - table.counts(0, 1)).sum() / 4000 < 0.1
     assert np.abs(cells.ones()[2] - table.ones()[2]).max() < 60
 
 
@@ -207,8 +220,96 @@ def test_a_table_of_unnamed_numbers() -> None:
     assert unnamed(2, 2) == (Column("feature 0", (0.25, 0.75)), Column("feature 1", (0.25, 0.75)))
     inputs = torch.rand(300, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
     settings = Marginals(cells=4)
-    bill = Bill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0)
+    bill = GeneratorBill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0)
     records = PrivateRecords(inputs, torch.zeros(300, dtype=torch.int64), 1)
     found = settings.generate(records, np.array([300]), bill, Noise.seeded(0), np.random.default_rng(0))
     assert set(found.unique().tolist()) == {-0.75, -0.25, 0.25, 0.75}
     assert found.mean(0).tolist() == pytest.approx(inputs.mean(0).tolist(), abs=0.05)
+
+
+SIZES = (2, 3, 2)
+EDGES = ((0, 1), (1, 2))
+
+
+def noisy(seed: int, std_of_ones: float, std_of_twos: float, classes: int = 2) -> ForestMarginals:
+    generator = np.random.default_rng(seed)
+    joint = generator.dirichlet(np.full(12, 0.4), classes).reshape(classes, *SIZES) * 100
+    ones = [joint.sum(axis=tuple({1, 2, 3} - {column + 1})) for column in range(3)]
+    twos = {(0, 1): joint.sum(axis=3), (1, 2): joint.sum(axis=1)}
+    return ForestMarginals(
+        [table + std_of_ones * generator.standard_normal(table.shape) for table in ones],
+        {edge: table + std_of_twos * generator.standard_normal(table.shape) for edge, table in twos.items()},
+    )
+
+
+def _distance(joint: np.ndarray, given: ForestMarginals, label: int, std_of_ones: float, std_of_twos: float) -> float:
+    joint = joint.reshape(SIZES)
+    ones = [joint.sum(axis=tuple({0, 1, 2} - {column})) for column in range(3)]
+    twos = {(0, 1): joint.sum(axis=2), (1, 2): joint.sum(axis=0)}
+    of_ones = sum(((one - given.ones[column][label]) ** 2).sum() for column, one in enumerate(ones))
+    of_twos = sum(((two - given.twos[edge][label]) ** 2).sum() for edge, two in twos.items())
+    return float(of_ones / std_of_ones**2 + of_twos / std_of_twos**2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_fit_is_the_nearest_table_s_marginals(seed: int) -> None:
+    """A general solver over all tables of the same total finds nothing nearer, and the same marginals."""
+    std_of_ones, std_of_twos = 4.0, 7.0
+    given = noisy(seed, std_of_ones, std_of_twos)
+    found = fitted(given, std_of_ones, std_of_twos)
+    for label in range(2):
+        total = found.ones[0][label].sum()
+        theirs = minimize(
+            lambda joint, label=label: _distance(joint, given, label, std_of_ones, std_of_twos),
+            np.full(12, total / 12),
+            bounds=[(0, None)] * 12,
+            constraints={"type": "eq", "fun": lambda joint, total=total: joint.sum() - total},
+            method="SLSQP",
+            options={"maxiter": 500, "ftol": 1e-12},
+        )
+        joint = theirs.x.reshape(SIZES)
+        np.testing.assert_allclose(found.twos[0, 1][label], joint.sum(axis=2), atol=0.15)
+        np.testing.assert_allclose(found.twos[1, 2][label], joint.sum(axis=0), atol=0.15)
+
+
+def test_the_marginals_of_a_fit_agree_with_each_other() -> None:
+    found = fitted(noisy(0, 10.0, 10.0), 10.0, 10.0)
+    for (parent, child), table in found.twos.items():
+        assert (table >= 0).all()
+        np.testing.assert_allclose(table.sum(axis=2), found.ones[parent], rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(table.sum(axis=1), found.ones[child], rtol=1e-6, atol=1e-9)
+
+
+def test_columns_without_edges_are_fitted_by_themselves() -> None:
+    given = ForestMarginals([np.array([[30.0, -5.0, 10.0]]), np.array([[20.0, 15.0]])], {})
+    found = fitted(given, 3.0, 0.0)
+    # The total is the mean of both sums by precision, 35; the nearest such counts, none below 0.
+    np.testing.assert_allclose(found.ones[0], [[27.5, 0.0, 7.5]], atol=0.1)
+    np.testing.assert_allclose(found.ones[1], [[20.0, 15.0]], atol=0.1)
+
+
+def test_what_has_no_noise_is_left_as_it_is() -> None:
+    given = noisy(0, 0.0, 0.0)
+    assert fitted(given, 0.0, 0.0) is given
+
+
+def test_samples_have_the_model_s_shares_to_one_record_a_group() -> None:
+    model = noisy(3, 0.0, 0.0)
+    cells = model.sample(np.array([1000, 0]), np.random.default_rng(0))
+    assert cells.shape == (1000, 3)
+    drawn = np.zeros((2, 3))
+    np.add.at(drawn, (cells[:, 0], cells[:, 1]), 1)
+    assert np.abs(drawn / 10 - model.twos[0, 1][0]).max() < 0.4
+    drawn = np.zeros((3, 2))
+    np.add.at(drawn, (cells[:, 1], cells[:, 2]), 1)
+    assert np.abs(drawn / 10 - model.twos[1, 2][0]).max() < 0.6
+
+
+def test_cells_are_dealt_as_often_as_their_shares_say() -> None:
+    generator = np.random.default_rng(0)
+    shares = np.array([0.5, 0.25, 0.25])
+    counts = np.array([np.bincount(_dealt(shares, 10, generator), minlength=3) for _ in range(400)])
+    assert set(counts[:, 0]) == {5}
+    assert counts.sum(axis=1).tolist() == [10] * 400
+    assert counts.mean(axis=0).tolist() == pytest.approx([5, 2.5, 2.5], abs=0.1)
+    assert len(_dealt(np.zeros(4), 8, generator)) == 8

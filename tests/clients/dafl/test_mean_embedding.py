@@ -10,9 +10,8 @@ import torch
 from dp_accounting import dp_event
 
 from clients.dafl.generator import PrivateRecords
-from clients.dafl.mean_embedding import MeanEmbedding, Release
-from clients.frequencies import frequencies_of, lowest_frequencies
-from clients.warping import warped
+from clients.dafl.noisy_moments import ClassSums, MeanEmbedding
+from clients.images import frequencies_of, lowest_frequencies, warped
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.mechanisms import Noise
 
@@ -46,12 +45,12 @@ class Wiretap:
     """Both releases as they were: what was asked for, and the sums before and after the noise."""
 
     def __init__(self) -> None:
-        self.releases: list[Release] = []
+        self.releases: list[ClassSums] = []
         self.norms: list[float] = []
         self.exact: list[np.ndarray] = []
         self.noisy: list[np.ndarray] = []
 
-    def sums(self, release: Release, features, clipping_norm, labels, num_classes):  # type: ignore[no-untyped-def]
+    def sums(self, release: ClassSums, features, clipping_norm, labels, num_classes):  # type: ignore[no-untyped-def]
         self.exact.append(np.zeros((num_classes, features.shape[1])))
         clipped = release.clipped(features, clipping_norm, self.exact[-1].size)
         np.add.at(self.exact[-1], labels, clipped)
@@ -61,7 +60,7 @@ class Wiretap:
         self.noisy.append(noisy)
         return noisy, std
 
-    original = staticmethod(Release.sums)
+    original = staticmethod(ClassSums.sums)
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def wiretap() -> Iterator[Wiretap]:
     def sums(release, *arguments):  # type: ignore[no-untyped-def]
         return tap.sums(release, *arguments)
 
-    with patch.object(Release, "sums", sums):
+    with patch.object(ClassSums, "sums", sums):
         yield tap
 
 
@@ -130,7 +129,7 @@ def test_no_record_moves_a_release_by_more_than_its_norm(value: float) -> None:
     assert torch.isfinite(made(records, [2, 2, 2], 5.0)).all()
 
 
-def _features(records: PrivateRecords, order: np.ndarray) -> list[tuple[Release, np.ndarray, float]]:
+def _features(records: PrivateRecords, order: np.ndarray) -> list[tuple[ClassSums, np.ndarray, float]]:
     """Return what ``generate`` hands to its two releases."""
     caught = []
 
@@ -138,7 +137,7 @@ def _features(records: PrivateRecords, order: np.ndarray) -> list[tuple[Release,
         caught.append((release, features, clipping_norm))
         return Wiretap.original(release, features, clipping_norm, labels, num_classes)
 
-    with patch.object(Release, "sums", catch):
+    with patch.object(ClassSums, "sums", catch):
         made(records, [1, 1, 1], 5.0)
     return caught
 
@@ -171,12 +170,12 @@ def test_images_depend_on_the_records_through_the_releases_alone(settings: MeanE
         outcomes.append(Wiretap.original(*arguments))
         return outcomes[-1]
 
-    with patch.object(Release, "sums", record):
+    with patch.object(ClassSums, "sums", record):
         expected = made(blobs(), [2, 0, 3], 3.0, settings=settings)
     other = blobs(300, seed=5)
     assert not torch.equal(made(other, [2, 0, 3], 3.0, settings=settings), expected)
     replayed = iter(outcomes)
-    with patch.object(Release, "sums", lambda *_: next(replayed)):
+    with patch.object(ClassSums, "sums", lambda *_: next(replayed)):
         assert torch.equal(made(other, [2, 0, 3], 3.0, settings=settings), expected)
 
 

@@ -13,9 +13,9 @@ from dp_accounting import dp_event
 from clients.dafl.dpcgan import client as dpcgan
 from clients.dafl.generator import PrivateRecords
 from clients.dafl.labels import ExponentialMechanism
-from clients.dafl.mean_embedding import MeanEmbedding
+from clients.dafl.noisy_moments import MeanEmbedding
 from clients.dafl.settings import DaFl
-from clients.dafl.share import Client, Share, make_share, make_shares
+from clients.dafl.share import ReleasingClient, SyntheticShare, make_share, make_shares
 from fl_sim.data import load
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -35,8 +35,8 @@ def _settings(**changes: object) -> DaFl:
     return DaFl.model_validate({"generator": generator, "labels": "exponential:2", **changes})
 
 
-def _client(records: PrivateRecords, folder: Path, number: int = 0) -> Client:
-    return Client(number, records, folder, _ledger(folder))
+def _client(records: PrivateRecords, folder: Path, number: int = 0) -> ReleasingClient:
+    return ReleasingClient(number, records, folder, _ledger(folder))
 
 
 def _ledger(folder: Path) -> Path:
@@ -51,7 +51,7 @@ def _released(folder: Path) -> list[str]:
     return [str(charge["release"]).split()[0] for charge in _charges(folder)]
 
 
-def _same(one: Share, other: Share) -> bool:
+def _same(one: SyntheticShare, other: SyntheticShare) -> bool:
     return (
         torch.equal(one.inputs, other.inputs)
         and one.counts.tolist() == other.counts.tolist()
@@ -164,10 +164,10 @@ def test_clients_whose_generators_train_together_release_what_each_would_alone(t
     clients = [_client(_records(3), tmp_path / "0"), _client(few, tmp_path / "1", 1)]
     clients += [_client(_records(8), tmp_path / "7", 7)]
     together = make_shares(settings, clients, seed=0, public_records=1437)
-    assert [bool(share.refused) for share in together if isinstance(share, Share)] == [False, True, False]
+    assert [bool(share.refused) for share in together if isinstance(share, SyntheticShare)] == [False, True, False]
     assert _released(tmp_path / "7") == ["labels", "generator"]
     for client, found in zip(clients, together, strict=True):
-        assert isinstance(found, Share)
+        assert isinstance(found, SyntheticShare)
         folder = tmp_path / "alone" / str(client.number)
         assert _same(
             found, make_share(settings, _client(client.records, folder, client.number), seed=0, public_records=1437)
@@ -190,7 +190,7 @@ def test_clients_that_were_killed_together_make_the_same_releases_again_whoever_
         (client.folder / "share.safetensors").unlink(missing_ok=True)
         (client.folder / "key").write_bytes(key)
     again, _ = make_shares(settings, clients, seed=0, public_records=1437)
-    assert isinstance(again, Share)
+    assert isinstance(again, SyntheticShare)
     assert _same(first, again)
     assert [_charges(client.folder) for client in clients] == paid
 
@@ -201,7 +201,7 @@ def test_what_one_client_raises_is_not_the_others(tmp_path: Path) -> None:
     clients = [_client(_records(number), tmp_path / str(number), number) for number in (0, 1)]
     broken, whole = make_shares(_settings(), clients, seed=0, public_records=1437)
     assert isinstance(broken, Exception)
-    assert isinstance(whole, Share)
+    assert isinstance(whole, SyntheticShare)
 
 
 def test_labels_are_picked_after_they_were_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_the_range_of_the_label_picker_is_that_of_the_whole_data_set(
 
 def test_a_new_share_about_the_same_records_is_paid_on_the_same_ledger(tmp_path: Path) -> None:
     def make(**changes: object) -> None:
-        client = Client(0, _records(), tmp_path / f"{len(list(tmp_path.iterdir()))}", _ledger(tmp_path / "0"))
+        client = ReleasingClient(0, _records(), tmp_path / f"{len(list(tmp_path.iterdir()))}", _ledger(tmp_path / "0"))
         make_share(_settings(**changes), client, seed=0, public_records=1437)
 
     make()
@@ -259,7 +259,7 @@ def test_a_new_share_about_the_same_records_is_paid_on_the_same_ledger(tmp_path:
 
 
 def test_a_share_whose_ledger_does_not_hold_what_it_was_paid_with_is_not_handed_out(tmp_path: Path) -> None:
-    def make() -> Share:
+    def make() -> SyntheticShare:
         return make_share(_settings(), _client(_records(), tmp_path / "0"), seed=0, public_records=1437)
 
     make()

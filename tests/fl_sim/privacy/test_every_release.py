@@ -22,13 +22,12 @@ from dp_accounting import dp_event
 
 from clients.dafl.dpcgan import nets, training, with_opacus
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.gaussian import Gaussian
 from clients.dafl.generator import PrivateRecords
 from clients.dafl.labels import ExponentialMechanism, Geometric
-from clients.dafl.marginals import Marginals, Table, score
-from clients.dafl.mean_embedding import MeanEmbedding
-from clients.frequencies import lowest_frequencies
-from clients.frequency_sums import STEPS, Question, answer, black_frame
+from clients.dafl.marginals import CellTable, Marginals, score
+from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
+from clients.frequency_sums import STEPS, FrequencyQuestion, answer, black_frame
+from clients.images import lowest_frequencies
 from clients.private_moments import Protection, private_moments
 from fl_sim.errors import UserError
 from fl_sim.privacy import mechanisms
@@ -49,12 +48,12 @@ HELD = {
     ("strategies/global_dp.py", "global-dp update"): "global_dp",
     ("strategies/global_dp.py", "global-dp count"): "global_dp",
     ("clients/private_moments.py", "class moments"): "moments",
-    ("clients/dafl/mean_embedding.py", "mean embedding: "): "generators",
-    ("clients/dafl/gaussian.py", ""): "generators",
+    ("clients/dafl/noisy_moments.py", "mean embedding: "): "generators",
+    ("clients/dafl/noisy_moments.py", ""): "generators",
     ("clients/dafl/marginals.py", "marginals: "): "generators",
     ("clients/dafl/marginals.py", "marginals: which pair"): "pairs",
     ("clients/dafl/labels.py", "label selection"): "labels",
-    ("clients/dafl/dpcgan/client.py", "discriminator gradient"): "dp_cgan",
+    ("clients/dafl/dpcgan/training.py", "discriminator gradient"): "dp_cgan",
     ("clients/dafl/dpcgan/with_opacus.py", "discriminator gradient"): "dp_cgan",
     ("strategies/pate/mechanisms.py", "pate votes"): "votes",
     ("strategies/pate/mechanisms.py", "pate threshold"): "votes",
@@ -64,9 +63,9 @@ HELD = {
 
 COINS = {
     ("strategies/private.py", "cohort "): "who takes part: held against the rate that is charged in test_mechanisms",
-    ("clients/dafl/dpcgan/client.py", "records of a step"): "who takes part, as above",
-    ("clients/dafl/dpcgan/client.py", "latent vectors"): "looks at no record",
-    ("clients/dafl/dpcgan/client.py", "classes of fakes"): "looks at counts that were released",
+    ("clients/dafl/dpcgan/training.py", "records of a step"): "who takes part, as above",
+    ("clients/dafl/dpcgan/training.py", "latent vectors"): "looks at no record",
+    ("clients/dafl/dpcgan/training.py", "classes of fakes"): "looks at counts that were released",
 }
 """The same for secret coins that no sum is hidden by."""
 
@@ -214,7 +213,7 @@ def test_global_dp_of_a_private_start(worlds: Both, noise_multiplier: float, bri
     labels = draw.integers(0, 3, 4000)
     for step in STEPS:
         means = draw.normal(size=(3, size)) if step == 3 else None
-        sent = answer(Question(step, 1.0, black_frame(shape, order), means), images, labels, 3)
+        sent = answer(FrequencyQuestion(step, 1.0, black_frame(shape, order), means), images, labels, 3)
         template = {"sums": {name: torch.zeros_like(value) for name, value in sent.items()}}
         mechanism = settings.release(step, GlobalDP())
 
@@ -291,7 +290,7 @@ def test_generators(worlds: Both, generator: Any, epsilon: float) -> None:
 def test_pairs_of_columns_are_scored_by_what_a_record_moves_by_one(seed: int) -> None:
     draw = np.random.default_rng(seed)
     cells, labels = draw.integers(0, 3, (40, 3)), draw.integers(0, 2, 40)
-    whole, without = (Table(cells[rows], labels[rows], 2, (3, 3, 3)) for rows in (slice(None), slice(1, None)))
+    whole, without = (CellTable(cells[rows], labels[rows], 2, (3, 3, 3)) for rows in (slice(None), slice(1, None)))
     ones = [one + draw.normal(size=one.shape) for one in whole.ones()]
     for pair in ((0, 1), (0, 2), (1, 2)):
         assert abs(score(whole, ones, pair) - score(without, ones, pair)) <= 1 + 1e-9

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from clients.client_task import Client
-from clients.dafl import mean_embedding
+from clients.dafl import noisy_moments
 from fl_sim.data import load
 from fl_sim.engines import wire
 from fl_sim.errors import UserError
@@ -311,7 +311,7 @@ def test_generators_compute_in_one_thread_each_in_a_run_and_where_they_are_timed
         seen.append(blas_threads())
         return mean, root
 
-    monkeypatch.setattr(mean_embedding, "before_clamping", noted)
+    monkeypatch.setattr(noisy_moments, "before_clamping", noted)
     with threadpool_limits(2, user_api="blas"):
         at_work(experiment_from(DA_FL), tmp_path / "run")
     assert seen

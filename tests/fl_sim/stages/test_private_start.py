@@ -12,7 +12,7 @@ import torch
 from dp_accounting import dp_event
 from safetensors.torch import load_file
 
-from clients.frequency_sums import Question, black_frame, question_tensors, shapes_of
+from clients.frequency_sums import FrequencyQuestion, black_frame, question_tensors, shapes_of
 from fl_sim.engines import wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -229,7 +229,7 @@ def _released(
     strategy.aggregator = GlobalDP(noise="seeded")
     beforehand = releases_beforehand(PrivateStart(noise_multiplier=1.0), strategy.aggregator)
     strategy.wrap(open_private_rounds(strategy.aggregator, sampler, CLIENTS, seed, out, None, beforehand=beforehand))
-    question = question_tensors(Question(2, 10.0, black_frame(SHAPE, np.arange(SIZE))))
+    question = question_tensors(FrequencyQuestion(2, 10.0, black_frame(SHAPE, np.arange(SIZE))))
     grid, job = _answering(answers), SimpleNamespace(experiment=SimpleNamespace(round_timeout=60.0))
     found = private_start.released(Run(job, strategy, grid, out, None), 2, question, TEMPLATE)
     assert charges(out) == ["before round 1: 2 of 3"]

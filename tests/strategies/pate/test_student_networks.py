@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from clients.forest import RandomForest
+from clients.teacher import RandomForest
 from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng

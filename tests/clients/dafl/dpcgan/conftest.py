@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from clients.dafl.dpcgan import nets, training
-from clients.dafl.dpcgan.clipping import MARGIN, Pairs
-from clients.dafl.dpcgan.weights import Adam
+from clients.dafl.dpcgan.clipping import MARGIN, ClientPairs
+from clients.dafl.dpcgan.training import Adam
 from fl_sim.native import perceptrons as adversarial
 from fl_sim.native.kernel import load_kernel
 from fl_sim.native.perceptrons import Adversaries, Perceptron, Shown
@@ -50,7 +50,7 @@ def steps(computed_by: str, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 def _watch_pytorch(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     clipped_sums, adam_step = training.clipped_sums, Adam.step
 
-    def summed(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+    def summed(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
         totals = clipped_sums(clients)
         for one, total in zip(clients, totals, strict=True):
             taken.append(Step(one.real.clone(), one.fake.clone(), one.clipping_norm, total.clone()))

@@ -10,11 +10,11 @@ import torch
 from dp_accounting import dp_event
 
 from clients.dafl.dpcgan import nets
-from clients.dafl.dpcgan.client import Client
-from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
+from clients.dafl.dpcgan.clipping import ClientPairs, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, paper, small
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.generator import Bill, PrivateRecords, Request
+from clients.dafl.dpcgan.training import GanClient
+from clients.dafl.generator import GeneratorBill, GeneratorRequest, PrivateRecords
 from fl_sim.errors import RunError
 from fl_sim.privacy.audit import noise_calibration
 from fl_sim.privacy.mechanisms import Noise
@@ -24,18 +24,20 @@ CLIENTS = {0: (60, [0]), 1: (7, [2, 1]), 2: (200, [0, 1, 2]), 3: (33, [1]), 4: (
 """Client: (records, classes), as unequal as can be."""
 
 
-def request(client: int, *, steps: int = 9, noise: float = 1.0, shape: tuple[int, ...] = (1, 8, 8)) -> Request:
+def request(client: int, *, steps: int = 9, noise: float = 1.0, shape: tuple[int, ...] = (1, 8, 8)) -> GeneratorRequest:
     number, classes = CLIENTS[client]
     inputs = torch.rand(number, *shape, generator=torch.Generator().manual_seed(client)) * 2 - 1
     labels = torch.tensor(classes)[torch.arange(number) % len(classes)]
     rate = min(1.0, 20 / number)
-    bill = Bill(dp_event.GaussianDpEvent(1.0), steps, noise, rate)
+    bill = GeneratorBill(dp_event.GaussianDpEvent(1.0), steps, noise, rate)
     counts = np.zeros(3, dtype=np.int64)
     counts[classes] = 1 + client
-    return Request(PrivateRecords(inputs, labels, 3), counts, bill, Noise.seeded(client), np.random.default_rng(client))
+    return GeneratorRequest(
+        PrivateRecords(inputs, labels, 3), counts, bill, Noise.seeded(client), np.random.default_rng(client)
+    )
 
 
-def alone(one: Request, settings: DpCgan = SETTINGS) -> torch.Tensor:
+def alone(one: GeneratorRequest, settings: DpCgan = SETTINGS) -> torch.Tensor:
     return settings.generate(one.records, one.counts, one.bill, one.noise, one.generator)
 
 
@@ -69,14 +71,14 @@ def test_the_papers_networks_train_one_by_one_and_so_with_the_same_bits() -> Non
 def test_what_one_client_raises_is_its_own_and_one_without_labels_makes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    samples = Client.samples
+    samples = GanClient.samples
 
-    def failing(client: Client) -> torch.Tensor:
+    def failing(client: GanClient) -> torch.Tensor:
         if len(client.views) == 33:
             raise RunError("not finite")
         return samples(client)
 
-    monkeypatch.setattr(Client, "samples", failing)
+    monkeypatch.setattr(GanClient, "samples", failing)
     nothing_picked = replace(request(0), counts=np.zeros(3, dtype=np.int64))
     first, second, third = SETTINGS.generate_stacked([request(2), request(3), nothing_picked])
     assert isinstance(first, torch.Tensor)
@@ -105,7 +107,7 @@ def nets_of(kind: str, classes: int) -> Networks:
     return small((1, 28, 28), classes, 4, resolution=8, widths=(12, 12))
 
 
-def stack(kind: str, norm: float = 0.5) -> list[Pairs]:
+def stack(kind: str, norm: float = 0.5) -> list[ClientPairs]:
     """Return the step of clients with 6, 40 and 17 pairs, of one class, three and two."""
     torch.manual_seed(0)
     pairs = []
@@ -113,7 +115,7 @@ def stack(kind: str, norm: float = 0.5) -> list[Pairs]:
         nets = nets_of(kind, classes)
         one_hot = torch.eye(3)[torch.randint(max(classes, 1), (2, number))][..., :classes]
         real, fake = (nets.join(nets.view(torch.rand(number, 1, 28, 28) * 2 - 1), half) for half in one_hot)
-        pairs.append(Pairs(nets.discriminator, real, fake, norm))
+        pairs.append(ClientPairs(nets.discriminator, real, fake, norm))
     return pairs
 
 

@@ -12,11 +12,9 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
 
-from clients.dafl.dpcgan.client import Client, Drawn
-from clients.dafl.dpcgan.compiled import CompiledTraining
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.dpcgan.training import Training, views_of_average
-from clients.dafl.generator import Bill, PrivateRecords, Request
+from clients.dafl.dpcgan.training import CompiledTraining, Drawn, GanClient, StackTraining, views_of_average
+from clients.dafl.generator import GeneratorBill, GeneratorRequest, PrivateRecords
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import delta_profile
 from fl_sim.privacy.audit import EPSILONS, audit_profile, noise_calibration, run_mechanism
@@ -41,11 +39,11 @@ RECORDS = records_of(*[0, 1, 2] * 20)
 COUNTS = counts_of(4, 0, 5)
 
 
-def priced(settings: DpCgan, num_records: int) -> Bill:
+def priced(settings: DpCgan, num_records: int) -> GeneratorBill:
     """Return a bill like that of epsilon 10, which takes seconds to find."""
     rate = min(1.0, settings.batch_size / num_records)
     event = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(0.8))
-    return Bill(event, settings.discriminator_steps, 0.8, rate)
+    return GeneratorBill(event, settings.discriminator_steps, 0.8, rate)
 
 
 BILL = priced(TINY, 60)
@@ -55,7 +53,7 @@ def release(
     settings: DpCgan = TINY,
     records: PrivateRecords = RECORDS,
     counts: NDArray[np.int64] = COUNTS,
-    bill: Bill | None = None,
+    bill: GeneratorBill | None = None,
     noise: Noise | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
@@ -86,16 +84,18 @@ def begun(
     settings: DpCgan = TINY,
     records: PrivateRecords = RECORDS,
     counts: NDArray[np.int64] = COUNTS,
-    bill: Bill = BILL,
+    bill: GeneratorBill = BILL,
     noise: Noise | None = None,
-) -> tuple[Client, CompiledTraining | Training]:
+) -> tuple[GanClient, CompiledTraining | StackTraining]:
     """Return a client, and its training before the first step."""
-    client = Client(settings, Request(records, counts, bill, noise or Noise.seeded(0), np.random.default_rng(0)))
+    client = GanClient(
+        settings, GeneratorRequest(records, counts, bill, noise or Noise.seeded(0), np.random.default_rng(0))
+    )
     kernel = client.kernel
-    return client, CompiledTraining(settings, client, kernel) if kernel else Training(settings, [client])
+    return client, CompiledTraining(settings, client, kernel) if kernel else StackTraining(settings, [client])
 
 
-def views_of(training: CompiledTraining | Training) -> Callable[[Drawn], torch.Tensor]:
+def views_of(training: CompiledTraining | StackTraining) -> Callable[[Drawn], torch.Tensor]:
     if isinstance(training, CompiledTraining):
         return training.views_of_average
     return partial(views_of_average, training.clients[0])
@@ -183,7 +183,7 @@ def test_records_join_a_step_by_independent_coins(steps: list[Any]) -> None:
 
 @pytest.mark.parametrize("networks", ["small", "paper"])
 def test_an_empty_batch_is_zero_plus_noise(steps: list[Any], networks: str) -> None:
-    bill = Bill(BILL.event, 6, 1.0, 1e-9)
+    bill = GeneratorBill(BILL.event, 6, 1.0, 1e-9)
     made = release(TINY.model_copy(update={"networks": networks}), bill=bill)
     assert made.isfinite().all()
     for step in steps:
@@ -194,7 +194,7 @@ def test_an_empty_batch_is_zero_plus_noise(steps: list[Any], networks: str) -> N
 
 
 def test_the_fakes_do_not_depend_on_the_private_labels(steps: list[Any]) -> None:
-    everyone = Bill(BILL.event, 1, 1.0, 1.0)
+    everyone = GeneratorBill(BILL.event, 1, 1.0, 1.0)
     counts = counts_of(4, 4, 5)
     release(counts=counts, bill=everyone)
     swapped = PrivateRecords(RECORDS.inputs, RECORDS.labels.roll(1), 3)
@@ -209,7 +209,7 @@ def test_the_fakes_do_not_depend_on_the_private_labels(steps: list[Any]) -> None
 
 def test_fake_classes_follow_the_released_counts(steps: list[Any]) -> None:
     records = records_of(*[0] * 4000)
-    release(records=records, counts=counts_of(100, 0, 300), bill=Bill(BILL.event, 1, 1.0, 1.0))
+    release(records=records, counts=counts_of(100, 0, 300), bill=GeneratorBill(BILL.event, 1, 1.0, 1.0))
     shares = steps[0].fake.view(-1, 2, 65)[:, :, -1].mean(0)
     assert shares.tolist() == pytest.approx([0.25, 0.75], abs=0.03)
 
@@ -248,7 +248,7 @@ def test_a_generator_step_leaves_the_discriminator_alone() -> None:
 
 def test_without_privacy_there_is_no_noise_and_no_clipping(steps: list[Any]) -> None:
     bill = TINY.bill(60, 3, math.inf, 1e-5)
-    assert bill == Bill(dp_event.NonPrivateDpEvent(), 6, 0.0, 1 / 3)
+    assert bill == GeneratorBill(dp_event.NonPrivateDpEvent(), 6, 0.0, 1 / 3)
     noise = watched()
     release(bill=bill, noise=noise)
     assert "discriminator gradient" not in noise.draws
@@ -266,7 +266,7 @@ def test_one_class_alone_needs_no_label(steps: list[Any]) -> None:
 
 
 def test_records_of_a_class_that_was_not_released_count_for_nothing(steps: list[Any]) -> None:
-    everyone = Bill(BILL.event, 2, 1.0, 1.0)
+    everyone = GeneratorBill(BILL.event, 2, 1.0, 1.0)
     release(counts=counts_of(3, 0, 3), bill=everyone)
     assert [len(step.real) for step in steps] == [40, 40]
 
@@ -345,7 +345,7 @@ def audited_step(world: int, run: int, *, noise_share: float) -> NDArray[np.floa
     """Return a D step's noised sum, in clipping norms: without a record (it counts as zero), and with it."""
     settings = DpCgan(discriminator_width=2, generator_width=2, latent_dim=2)
     record = PrivateRecords(torch.full((1, 3), OUTLIER if world else math.nan), torch.zeros(1, dtype=torch.int64), 1)
-    bill = Bill(AUDITED, 1, noise_share, 1.0)
+    bill = GeneratorBill(AUDITED, 1, noise_share, 1.0)
     _, training = begun(settings, record, counts_of(1), bill, Noise.seeded(run))
     if isinstance(training, CompiledTraining):
         training.discriminator_step(0)

@@ -11,8 +11,8 @@ from clients.dafl.dpcgan import training
 from clients.dafl.dpcgan.clipping import clipped_sum
 from clients.dafl.dpcgan.nets import paper, small
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.dpcgan.with_opacus import OpacusGradients, Terms
-from clients.dafl.generator import Bill, PrivateRecords
+from clients.dafl.dpcgan.with_opacus import OpacusGradients, OpacusTerms
+from clients.dafl.generator import GeneratorBill, PrivateRecords
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.renyi import ORDERS
@@ -33,7 +33,7 @@ def gradients_of(
     net: nn.Sequential, bound: float, *, std: float = 0.0, batch: float = 1.0, seed: int = 0
 ) -> OpacusGradients:
     z = std / bound if std else 0.0
-    return OpacusGradients(net, Terms(Bill(None, 1, z, 1.0), batch, std, bound, Noise.seeded(seed)))
+    return OpacusGradients(net, OpacusTerms(GeneratorBill(None, 1, z, 1.0), batch, std, bound, Noise.seeded(seed)))
 
 
 @pytest.mark.parametrize("kind", ["small", "paper"])
@@ -88,7 +88,7 @@ def test_opacus_own_noise_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> Non
 def release(settings: DpCgan, noise_multiplier: float = 0.8) -> torch.Tensor:
     inputs = torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     records = PrivateRecords(inputs, torch.arange(60) % 2, 2)
-    bill = Bill(None, settings.discriminator_steps, noise_multiplier, 20 / 60)
+    bill = GeneratorBill(None, settings.discriminator_steps, noise_multiplier, 20 / 60)
     return settings.generate(records, np.array([5, 4]), bill, Noise.seeded(1), np.random.default_rng(0))
 
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.class_moments import moments_of, num_moments
-from clients.symmetric import products, symmetric, triangle_of
+from clients.moments import moments_of, num_moments, products, symmetric, triangle_of
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 12), st.integers(1, 5))
