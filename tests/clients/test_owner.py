@@ -105,7 +105,10 @@ def test_records_that_do_not_fit_are_refused(
     if settings.get("data") == "mnist":
         digits = load("digits", None)
         wide = replace(digits.train, inputs=np.zeros((len(digits.train), 1, 9, 9), np.uint8))
-        monkeypatch.setattr("fl_sim.experiment.job.load", lambda *_: replace(digits, train=wide, test=wide))
+        servers = replace(digits, train=wide, test=wide)
+        monkeypatch.setattr(
+            "fl_sim.experiment.job.load", lambda name, *rest: servers if name == "digits" else load(name, *rest)
+        )
     task = VOTE if "algorithm" in settings else wire.TRAIN
     answer = wire.error_of(ask({"data": f"npz:{own}"}, task, **({} if "data" in settings else settings)))
     assert answer is not None

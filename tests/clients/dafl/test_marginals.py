@@ -227,13 +227,13 @@ def test_a_table_of_unnamed_numbers() -> None:
     assert found.mean(0).tolist() == pytest.approx(inputs.mean(0).tolist(), abs=0.05)
 
 
-SIZES = (2, 3, 2)
+FOREST_SIZES = (2, 3, 2)
 EDGES = ((0, 1), (1, 2))
 
 
 def noisy(seed: int, std_of_ones: float, std_of_twos: float, classes: int = 2) -> ForestMarginals:
     generator = np.random.default_rng(seed)
-    joint = generator.dirichlet(np.full(12, 0.4), classes).reshape(classes, *SIZES) * 100
+    joint = generator.dirichlet(np.full(12, 0.4), classes).reshape(classes, *FOREST_SIZES) * 100
     ones = [joint.sum(axis=tuple({1, 2, 3} - {column + 1})) for column in range(3)]
     twos = {(0, 1): joint.sum(axis=3), (1, 2): joint.sum(axis=1)}
     return ForestMarginals(
@@ -243,7 +243,7 @@ def noisy(seed: int, std_of_ones: float, std_of_twos: float, classes: int = 2) -
 
 
 def _distance(joint: np.ndarray, given: ForestMarginals, label: int, std_of_ones: float, std_of_twos: float) -> float:
-    joint = joint.reshape(SIZES)
+    joint = joint.reshape(FOREST_SIZES)
     ones = [joint.sum(axis=tuple({0, 1, 2} - {column})) for column in range(3)]
     twos = {(0, 1): joint.sum(axis=2), (1, 2): joint.sum(axis=0)}
     of_ones = sum(((one - given.ones[column][label]) ** 2).sum() for column, one in enumerate(ones))
@@ -267,7 +267,7 @@ def test_the_fit_is_the_nearest_table_s_marginals(seed: int) -> None:
             method="SLSQP",
             options={"maxiter": 500, "ftol": 1e-12},
         )
-        joint = theirs.x.reshape(SIZES)
+        joint = theirs.x.reshape(FOREST_SIZES)
         np.testing.assert_allclose(found.twos[0, 1][label], joint.sum(axis=2), atol=0.15)
         np.testing.assert_allclose(found.twos[1, 2][label], joint.sum(axis=0), atol=0.15)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dp_accounting import dp_event
 
-from clients.dafl.dpcgan import client as dpcgan
+from clients.dafl.dpcgan.training import GanClient
 from clients.dafl.generator import PrivateRecords
 from clients.dafl.labels import ExponentialMechanism
 from clients.dafl.noisy_moments import MeanEmbedding
@@ -298,8 +298,8 @@ def test_the_words_of_an_unforeseen_error_stay_with_the_client(tmp_path: Path, m
     def failing(*_: object) -> None:
         raise ValueError("record 17 is [0.3, 0.7]")
 
-    for place, name in (ExponentialMechanism, "select"), (MeanEmbedding, "generate"), (dpcgan.Client, "chosen"):
-        kind = "dp-cgan" if place is dpcgan.Client else "mean-embedding"
+    for place, name in (ExponentialMechanism, "select"), (MeanEmbedding, "generate"), (GanClient, "chosen"):
+        kind = "dp-cgan" if place is GanClient else "mean-embedding"
         with monkeypatch.context() as patched:
             patched.setattr(place, name, failing)
             with pytest.raises(RunError) as caught:
