@@ -24,8 +24,8 @@ from fl_sim.report.release import Release
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.resuming import on_trust, set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.tables import file_or_preset
 from fl_sim.tables.earlier_runs import begin_with_shorter
-from fl_sim.tables.files import file_or_preset
 from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import deadline_after, plan_table, read_settings, table_settings
 from fl_sim.tracking.following import following_of
@@ -161,7 +161,7 @@ def table(
     ``track``: who is told of each run, as ``run`` has it. ``again``: runs of other records or code than there are now
     are moved aside and run again. Raises UserError for a plan that cannot be run, and for such runs without ``again``.
     """
-    from fl_sim.tables.filling import Board, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
+    from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 
     deadline = deadline_after(budget)
 
@@ -177,7 +177,7 @@ def table(
             print(which, file=sys.stderr)
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), _path(out) or RESULTS / name
-    board = Board(settings, plan_table(settings, root))
+    board = TableState(settings, plan_table(settings, root))
     with suppress(TimeIsUp):  # the table says what it has
         fill(board, directory, jobs, root, deadline=deadline, progress=progress, following=following, again=again)
     return TableResult(directory, conclude(board, directory)[0])

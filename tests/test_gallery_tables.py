@@ -6,16 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.gallery import PAGE, read_gallery
 from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.tables.labels import data_label, label
-from fl_sim.tables.plan import experiments, read_settings
+from fl_sim.tables.plan import TableSettings, as_run, experiment_at, points, read_settings
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS, GALLERY = ROOT / "benchmarks", ROOT / "docs" / "results"
 NIID = {
     "mnist": 20, "mnist_labels": 45, "mnist_mu": 21, "fashion_mnist": 35, "cifar10": 20, "adult": 25, "partial": 15,
 }  # fmt: skip
+
+
+def experiments(settings: TableSettings) -> list[Experiment]:
+    """Return the experiment of every cell, without a look at data or splits."""
+    given = [one for grid in settings.grids for one in points(settings.base, grid, centralized=settings.centralized)]
+    return [experiment_at(settings.base, as_run(one)) for one in given]
 
 
 @pytest.mark.parametrize(("name", "num_cells"), NIID.items())

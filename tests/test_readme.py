@@ -10,7 +10,7 @@ from fl_sim.cli.run import run_experiment
 from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.interface import RESULTS
 from fl_sim.store.run_directory import read_rounds
-from fl_sim.tables.files import file_or_preset
+from fl_sim.tables import file_or_preset
 from fl_sim.tables.plan import plan_table, read_settings
 
 TOP = Path(__file__).parents[1]

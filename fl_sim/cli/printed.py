@@ -17,7 +17,7 @@ from fl_sim.privacy.bill import Bill
 from fl_sim.report.table import MEASURES, Table, differences, notes, targets, texts
 from fl_sim.report.table_files import as_json, markdown
 from fl_sim.simulation.timing import Stopwatch, Timing
-from fl_sim.tables.filling import Board, conclude
+from fl_sim.tables.filling import TableState, conclude
 from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words
 
 _WIDTH: Final = 140
@@ -131,7 +131,7 @@ def short(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def print_table(board: Board, out: Path, *, json_output: bool) -> None:
+def print_table(board: TableState, out: Path, *, json_output: bool) -> None:
     """Write and print the table as far as it is filled, and warn of its files that cannot be read."""
     table, problems = conclude(board, out)
     console = Console()

@@ -97,11 +97,11 @@ def fill_table(
     with importing():
         from fl_sim.cli.printed import print_table  # noqa: PLC0415
         from fl_sim.interface import RESULTS  # noqa: PLC0415
-        from fl_sim.tables.filling import Board, TimeIsUp, fill  # noqa: PLC0415
+        from fl_sim.tables.filling import TableState, TimeIsUp, fill  # noqa: PLC0415
         from fl_sim.tracking.following import following_of  # noqa: PLC0415
     following = following_of(trackers)
     out = out or RESULTS / given.path.stem
-    board = Board(settings, plan)
+    board = TableState(settings, plan)
     try:
         fill(board, out, jobs, data_root, deadline=deadline, following=following, again=again)
     except TimeIsUp:

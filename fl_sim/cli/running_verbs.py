@@ -271,7 +271,7 @@ def read_arguments(arguments: list[str] | None, default: str | None = None) -> R
     """
     with importing():
         from fl_sim.settings import read_table  # noqa: PLC0415 (see verbs.py)
-        from fl_sim.tables.files import file_or_preset  # noqa: PLC0415
+        from fl_sim.tables import file_or_preset  # noqa: PLC0415
 
     files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:

@@ -50,7 +50,7 @@ def init(
 
       fl-sim init skew.toml
     """
-    from fl_sim.tables.files import write_table_file  # noqa: PLC0415 (see the top)
+    from fl_sim.tables import write_table_file  # noqa: PLC0415 (see the top)
 
     write_table_file(file)
     say(f"{file} is a table's file with comments: change it, and 'fl-sim table {file}' runs it")

@@ -1,4 +1,4 @@
-"""A table is filled: its runs are run, and what is known is written after each of them."""
+"""The runs of a table, and its files, which are written after each of them."""
 
 import io
 import json
@@ -46,8 +46,8 @@ CELLS = "cells"
 
 
 @dataclass
-class Board:
-    """What is known of each run."""
+class TableState:
+    """A table with the outcomes of its runs so far."""
 
     settings: TableSettings
     plan: Plan
@@ -55,32 +55,32 @@ class Board:
     outcomes: dict[str, Finished | Failed] = field(default_factory=dict)
 
     def num_finished(self) -> int:
-        """Return how many runs are done."""
+        """Return the number of finished runs."""
         return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
 
     def failures(self) -> list[str]:
-        """Return which runs failed, and of what."""
+        """Return the failed runs with their errors."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
-        """Note what a search came to, and the plan that follows from it."""
+        """Take the results of the searches, and the plan with the chosen values."""
         self.choices, self.plan = choices, plan
-        vars(self).pop("_flat_settings", None)  # the runs are others now
+        vars(self).pop("_flat_settings", None)  # of the runs before
 
     @cached_property
     def _flat_settings(self) -> dict[str, dict[str, Value]]:
         return {name: flat_settings(run.model_dump(mode="json")) for name, run in self.plan.runs.items()}
 
     def table(self) -> Table:
-        """Return the table as far as it is filled."""
+        """Return the table with the results so far."""
         plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
-        settings = json.loads(self.settings.model_dump_json())  # unlike model_dump it leaves no inf, which is no JSON
+        settings = json.loads(self.settings.model_dump_json())  # unlike model_dump without inf, which is no JSON
         table = Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
         if (search := self.settings.tune) is None:
             return table
-        words = (*plan.caption, *search_caption(self.choices, search))
-        return replace(table, caption=words, tuning=tuple(search_json(self.choices, search)))
+        lines = (*plan.caption, *search_caption(self.choices, search))
+        return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _result(self, cell: Cell) -> SeedResult:
         place = (cell.row, cell.column, cell.seed)
@@ -101,15 +101,15 @@ class Board:
 
 
 WRITE_SECONDS = 1.0
-"""How long a table that was written waits for more runs before it is written again: all of it each time."""
+"""The least time between two writes of a table, each of which is of the whole table."""
 
 
-class TimeIsUp(Exception):  # noqa: N818 (what happened, not what went wrong)
-    """The time that was given is used up before all is done."""
+class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
+    """The time budget ended before all runs."""
 
 
 def fill(
-    board: Board,
+    board: TableState,
     out: Path,
     jobs: int | None,
     data_root: Path | None,
@@ -119,30 +119,30 @@ def fill(
     following: Following = NOBODY,
     again: bool = False,
 ) -> None:
-    """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
+    """Run all unfinished runs of ``board``, ``jobs`` at once (None: one a core), and record the outcomes.
 
-    Where its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
-    whether it is shown on standard error, and beforehand about how long all of it takes. ``deadline``: when all of
-    it must have ended, by ``time.monotonic``. ``following``: who else is told of the runs of the table itself.
-    ``again``: whether runs of other records or code are moved aside and run again. Raises TimeIsUp where the time is
-    too short, what is finished stays; and what ``put_aside``, ``run_all`` and ``tune`` raise. A failed run is noted.
+    If its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
+    show it, and an estimate of the time, on standard error. ``deadline``: the end of all runs, by ``time.monotonic``.
+    ``following``: the trackers of the table's own runs. ``again``: set runs of other records or code aside and repeat
+    them. A failed run is recorded. Raises TimeIsUp if the time is too short, and the errors of ``put_aside``,
+    ``run_all`` and ``tune``; finished runs stay.
     """
     runner = _Runner(out, jobs, data_root, deadline, progress=progress, again=again)
     if board.settings.tune is not None:
-        runner.tell_of_search(board.settings, board.plan)
+        runner.announce_search(board.settings, board.plan)
         choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
         board.tuned(choices, tuned(board.settings, board.plan, values_of(choices), data_root))
-    labels = {
-        cell.name: f"{cell.row}, {_place(cell, board.plan)}, {board.plan.over.replace('_', ' ')} {cell.seed}"
-        for cell in reversed(board.plan.cells)
-    }
+    labels = {}
+    for cell in reversed(board.plan.cells):
+        column = data_label(cell.experiment.data) if cell.row in board.plan.upper_bounds else cell.column
+        labels[cell.name] = f"{cell.row}, {column}, {board.plan.over.replace('_', ' ')} {cell.seed}"
     written, is_behind = -math.inf, False
     try:
         with closing(runner.run_all_of(CELLS, board.plan.runs, labels, following)) as events:
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
                     board.outcomes[event.name] = event
-                elif number:  # the first event is written, so that whoever looks on sees what is to come
+                elif number:  # the first event is written: the file shows the plan
                     continue
                 is_behind = time.monotonic() - written < WRITE_SECONDS
                 if not is_behind:
@@ -155,7 +155,7 @@ def fill(
 
 @dataclass
 class _Runner:
-    """Runs what it is given, ``jobs`` at once (None: one a core), until ``deadline``, by ``time.monotonic``."""
+    """Runs experiments, ``jobs`` at once (None: one a core), until ``deadline``, by ``time.monotonic``."""
 
     out: Path
     jobs: int | None
@@ -172,25 +172,25 @@ class _Runner:
         labels: Mapping[str, str],
         following: Following = NOBODY,
     ) -> Generator[Event, None, None]:
-        """Run ``runs`` in ``folder`` and tell what happens. Raises TimeIsUp at the end where some of them are left."""
+        """Run ``runs`` in ``folder`` and yield their events. Raises TimeIsUp at the end if some of them are left."""
         jobs = self.jobs or min(cores(), len(runs))
-        said = put_aside(runs, self.out / folder, self.data_root, again=self.again)
+        messages = put_aside(runs, self.out / folder, self.data_root, again=self.again)
         rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
         with TableProgress(rounds, None if self.progress else io.StringIO()) as shown:
-            for line in said:
+            for line in messages:
                 shown.say(line)
-            budget = self._looked_ahead(self.out / folder, runs, jobs, shown)
+            budget = self._budget(self.out / folder, runs, jobs, shown)
             left = 0
             with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget, following)) as events:
                 for event in events:
                     left += isinstance(event, Stopped | Postponed)
-                    _tell(shown, labels[event.name], event)
+                    _show_event(shown, labels[event.name], event)
                     yield event
         if left:
             raise TimeIsUp
 
-    def tell_of_search(self, settings: TableSettings, plan: Plan) -> None:
-        """Say how long a search takes, and the table's own runs after it; nothing where it is done."""
+    def announce_search(self, settings: TableSettings, plan: Plan) -> None:
+        """Show an estimate of the time of unfinished searches and of the runs after them."""
         searches = searches_of(settings, plan, self.data_root)
         if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
             return
@@ -204,10 +204,8 @@ class _Runner:
         shared = {name: with_share_of_cores(experiment, jobs) for name, experiment in runs.items()}
         return forecast(shared, folder, self.data_root, self.watch, timed_own_models=False)
 
-    def _looked_ahead(
-        self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress
-    ) -> Budget | None:
-        """Say how long what is missing takes, and return which of it there is time for; None: for all."""
+    def _budget(self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress) -> Budget | None:
+        """Show an estimate of the time of unfinished runs, and return their time budget; None: no limit."""
         missing = [name for name, run in runs.items() if finished_result(folder / name, run, self.data_root) is None]
         is_limited = math.isfinite(self.deadline)
         if not missing:
@@ -277,10 +275,10 @@ def search_caption(choices: Sequence[SearchResult], tune: Tune) -> tuple[str, ..
     return first, *rows, *([wider] if ends else [])
 
 
-def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
-    """Write the table with what all runs in its directory cost together, also those that it does not show.
+def conclude(board: TableState, out: Path) -> tuple[Table, list[Problem]]:
+    """Write the table with the privacy bill of all runs in its directory, also of those outside of the table.
 
-    Return it with the runs whose cost could not be read.
+    Return the table and the runs whose cost could not be read.
     """
     found = read_all([out / CELLS])
     bills = bills_of(found)
@@ -288,10 +286,6 @@ def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
     write_table(out, table)
     write_rounds(out, table, {f"{CELLS}/{run.path.name}": run.rounds for run in found.read})
     return table, list(bills.problems)
-
-
-def _place(cell: Cell, plan: Plan) -> str:
-    return data_label(cell.experiment.data) if cell.row in plan.upper_bounds else cell.column
 
 
 def _reached(result: Mapping[str, Any]) -> str:
@@ -307,7 +301,7 @@ def _reached(result: Mapping[str, Any]) -> str:
     return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"
 
 
-def _tell(progress: TableProgress, label: str, event: Event) -> None:
+def _show_event(progress: TableProgress, label: str, event: Event) -> None:
     match event:
         case Started(first_round=first_round):
             progress.started(label, first_round)

@@ -1,4 +1,4 @@
-"""How a table writes methods, splits, seeds and settings: names of rows, columns and directories, and the caption."""
+"""The texts of a table: names of rows, columns and run directories, and the caption."""
 
 import hashlib
 import json
@@ -27,18 +27,24 @@ _DATA = {
     "diabetes": "Diabetes",
 }
 
+_RARE = {
+    "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
+    "batch_norm": "BatchNorm",
+}  # fmt: skip
+"""Local settings that a caption names only if a cell differs from the default."""
+
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 def data_label(name: str) -> str:
-    """Return how a data set is written in a table's head."""
+    """Return the name of a data set in a table's head."""
     return _DATA.get(name) or short_label(name)
 
 
 def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
-    """Return how a method is written in the table: what clients do beforehand, the algorithm, and how the server waits.
+    """Return the label of a method: preprocessing, algorithm, and a server that does not wait for all clients.
 
-    ``varied``: parameters of the first that are named even where they have their default value.
+    ``varied``: parameters of the preprocessing that are named even with their default values.
     """
     name = label(experiment.algorithm)
     if experiment.server != default_of(Experiment, "server"):
@@ -49,25 +55,25 @@ def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
 
 
 def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
-    """Return the parameters in which the preprocessing of ``experiments`` differs: each row must say its own."""
+    """Return the parameters in which the preprocessing of ``experiments`` differs: each row must name its own."""
     chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, Captioned)]
     fields = {name for one in chosen for name in field_defaults(type(one))}
     return frozenset(name for name in fields if len({str(getattr(one, name, "")) for one in chosen}) > 1)
 
 
 def label(settings: Any, also: Collection[str] = ()) -> str:
-    """Return how an algorithm, a preprocessing or a split is written, with the parameters that are not the default.
+    """Return the label of an algorithm, a preprocessing or a split, with all parameters that are not the default.
 
-    ``also``: parameters to name in any case.
+    ``also``: parameters that are always named.
     """
     changed = _changed(settings, also)
-    if not isinstance(vars(type(settings)).get("title", ""), str):  # worked out from the first parameter
+    if not isinstance(vars(type(settings)).get("title", ""), str):  # computed from the first parameter
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     return title_of(settings) + _in_brackets(changed)
 
 
 def text(value: Any) -> str:
-    """Return a grid's value as it is written in a row's name.
+    """Return a grid's value as text for a row's name.
 
     >>> text({"kind": "rand-k", "share": 0.1})
     'rand-k (share=0.1)'
@@ -82,10 +88,11 @@ def text(value: Any) -> str:
 def caption(
     experiments: Sequence[Experiment], notes: Mapping[str, str], shares: Mapping[str, float], *, has_bound: bool
 ) -> tuple[str, ...]:
-    """Return what a reader must know of the federated ``experiments`` of a table, a sentence a line.
+    """Return the caption of a table of federated ``experiments``, one statement a line.
 
-    ``notes``: what is to be said of each data set. ``shares``: what part of its test records is of the largest class.
+    ``notes``: a note on each data set. ``shares``: the share of the largest class in its test records.
     """
+    baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
     noted = {data_label(e.data): notes.get(e.data) for e in experiments}
     measures = f"last: after the last round; best: {_best(experiments)}"
     bound = (
@@ -96,7 +103,7 @@ def caption(
     return (
         f"Test accuracy in percent, {spread(experiments)}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
-        *_largest_class(shares),
+        *([f"Majority-class baseline (test accuracy): {baselines}."] if baselines else []),
         *_captions([e.preprocess for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *_captions([e.calibrate for e in experiments]),
@@ -107,7 +114,7 @@ def caption(
 
 
 def took(result: Mapping[str, Any]) -> str:
-    """Return how long a run took; of a private one it is known only roughly."""
+    """Return the duration of a run; of a private run an upper bound."""
     seconds = result["seconds"]["total"]
     return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
 
@@ -115,10 +122,10 @@ def took(result: Mapping[str, Any]) -> str:
 def run_name(experiment: Experiment, dataset: Dataset) -> str:
     """Return the name of a resolved experiment's directory, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
 
-    The engine has no part in it: another one goes on with the same run.
+    The engine is no part of it: another engine can resume the run.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
-    if experiment.evaluate == Evaluate():  # which came later: runs without it keep their names
+    if experiment.evaluate == Evaluate():  # a later setting: older runs keep their names
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
@@ -129,9 +136,9 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
 
 
 def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
-    """Return over which of SEEDS a table has means: ``seed``, unless another one alone has several ``values``.
+    """Return the kind of seed that a table averages over: ``seed``, unless only another one has several ``values``.
 
-    Several values of one that is not averaged make rows.
+    Several values of any other kind make rows.
 
     >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
     ('model_seed', 'seed')
@@ -141,7 +148,7 @@ def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
 
 
 def spread(experiments: Sequence[Experiment]) -> str:
-    """Return over which seeds the table of ``experiments`` has means, and which seeds are fixed."""
+    """Return the seeds that the table of ``experiments`` averages over, and its fixed seeds."""
     found = {name: list(dict.fromkeys(getattr(one, name) for one in experiments)) for name in SEEDS}
     over = seed_of_means(found)
     values, what = found.pop(over), over.replace("_", " ")
@@ -152,7 +159,7 @@ def spread(experiments: Sequence[Experiment]) -> str:
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return the parameters that are not the default, and those in ``also``."""
+    """Return the parameters that differ from their defaults, and those in ``also``."""
     changed: dict[str, Any] = {}
     for name, default in field_defaults(type(settings)).items():
         value = getattr(settings, name)
@@ -164,7 +171,7 @@ def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _is_group(value: Any, default: Any) -> bool:
-    """Say whether there is no choice but of what is in a parameter: its class, which has no kind, is the default's."""
+    """Return True if ``value`` is a group of settings without a choice of kinds, of the class of its default."""
     return is_settings(type(value)) and type(value) is type(default) and not hasattr(value, "kind")
 
 
@@ -173,7 +180,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
+    """Return a parameter's value as text; inner settings by their kind and the values that are not the default."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
@@ -182,7 +189,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Say on which records the best round is picked."""
+    """Return the records that choose the best round."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, as nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
@@ -198,12 +205,6 @@ def _best(experiments: Sequence[Experiment]) -> str:
     return chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and so optimistic"
 
 
-def _largest_class(shares: Mapping[str, float]) -> list[str]:
-    """Say how good a model is that has learnt nothing but which class is the largest."""
-    told = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
-    return [f"Who always answers the largest class of the test records has an accuracy of: {told}."] if told else []
-
-
 def _advice(experiment: Experiment) -> str:
     algorithm: object = experiment.algorithm
     told = algorithm.advice(experiment.local.momentum) if isinstance(algorithm, Advising) else ""
@@ -211,57 +212,50 @@ def _advice(experiment: Experiment) -> str:
 
 
 def _federation(experiments: Sequence[Experiment]) -> str:
-    clients, model = _values(e.clients for e in experiments), _values(e.model for e in experiments)
-    sampler = _values(short_form(e.sampler) for e in experiments)
-    aggregator = _values(short_form(e.aggregator) for e in experiments)
-    attacks = _values(_attack(e.attack) for e in experiments)
-    attack = "" if attacks == "none" else f", attack {attacks}"
-    packed = _values(short_form(e.compress) for e in experiments)
-    attack += "" if packed == "none" else f", compress {packed}"
-    scaled = _values(e.normalise for e in experiments)
-    inputs = "" if scaled == "published" else f", normalise {scaled}"
-    features = _values(e.features for e in experiments)
-    inputs += "" if features == "none" else f", features {features}"
-    devices = _values(_short(e.devices) for e in experiments)
-    inputs += "" if devices == "none" else f", devices {devices}"
-    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}{attack}, model {model}{inputs}"
+    def further(name: str, values: Iterable[str], default: str = "none") -> str:
+        listed = _values(values)
+        return "" if listed == default else f", {name} {listed}"
 
-
-def _attack(attack: Any) -> str:
-    return f"{_short(attack)} by {attack.clients} of them" if attack.clients else "none"
+    attacks = [f"{_short(e.attack)} by {e.attack.clients} of them" if e.attack.clients else "none" for e in experiments]
+    return (
+        f"{_values(e.clients for e in experiments)} clients, "
+        f"sampler {_values(short_form(e.sampler) for e in experiments)}, "
+        f"aggregator {_values(short_form(e.aggregator) for e in experiments)}"
+        f"{further('attack', attacks)}"
+        f"{further('compress', (short_form(e.compress) for e in experiments))}, "
+        f"model {_values(e.model for e in experiments)}"
+        f"{further('normalise', (e.normalise for e in experiments), 'published')}"
+        f"{further('features', (e.features for e in experiments))}"
+        f"{further('devices', (_short(e.devices) for e in experiments))}"
+    )
 
 
 def _training(experiments: Sequence[Experiment]) -> str:
     local = [e.local for e in experiments]
+    further = ""
+    for name, words in _RARE.items():
+        values = [getattr(one, name) for one in local]
+        if {*values} - {0, "none"}:
+            further += f", {words} {_values(values)}"
     optimizers = _values(_OPTIMIZER[one.optimizer] for one in local)
     return (
         f"{_values(e.rounds for e in experiments)} rounds of {_lengths(local)}, "
         f"batch size {_values(one.batch_size for one in local)}, {optimizers} with learning rate "
         f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
         f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
-        f"{_beyond_defaults(local)}"
+        f"{further}"
     )
 
 
 def _lengths(local: Sequence[Local]) -> str:
-    """Return how long clients train in a round: in epochs, or in steps."""
+    """Return the length of local training in a round, in epochs or steps."""
     epochs, steps = _values(one.epochs for one in local if one.epochs), _values(one.steps for one in local if one.steps)
     units = [(epochs, "epoch"), (steps, "step")]
     return ", ".join(f"{found} local {unit}{'' if found == '1' else 's'}" for found, unit in units if found)
 
 
-def _beyond_defaults(local: Sequence[Local]) -> str:
-    """Return what is said of local training only where some of the cells differ from the default."""
-    said = {
-        "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
-        "batch_norm": "BatchNorm",
-    }  # fmt: skip
-    values = {words: [getattr(one, name) for one in local] for name, words in said.items()}
-    return "".join(f", {words} {_values(found)}" for words, found in values.items() if {*found} - {0, "none"})
-
-
 def _captions(chosen: Sequence[Any]) -> list[str]:
-    """Return what is to be said of settings of one place, kind by kind."""
+    """Return the captions of the ``chosen`` settings, kind by kind."""
     kinds = dict.fromkeys(type(one) for one in chosen if isinstance(one, Captioned))
     return [
         said

@@ -1,4 +1,4 @@
-"""A grid of experiments: methods in rows, data sets and splits in columns; every cell is checked before one runs."""
+"""The plan of a table: methods in rows, data sets and splits in columns; every cell is checked before the first run."""
 
 import itertools
 import math
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from fl_sim.experiment.job import Job
 
 MOST_CELLS = 10_000
-"""A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""
+"""A larger table would be checked for minutes before its first run, and would be unreadable."""
 
 T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
 
 Point: TypeAlias = Mapping[str, Any]
-"""Settings by key, dots and all, that a cell of the table lays over the base."""
+"""The settings of a cell that differ from the base, by their dotted keys."""
 
 AXES = ("algorithm", "data", "partition", "seed")
 """Keys that span a table even where [grid] does not name them."""
@@ -43,7 +43,7 @@ CENTRALIZED: Point = {
     "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
     "partition_seed": None, "sampling_seed": None,
 }  # fmt: skip
-"""What makes an experiment the upper bound, whatever the split and the clients of its column are."""
+"""The settings of the upper bound, whatever the split and the clients of its column."""
 
 _FEDAVG: Point = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 
@@ -59,7 +59,7 @@ class TableSettings(Settings):
     """``base``: settings of every cell; ``grid``: lists of values by key; ``centralized`` adds the upper-bound row.
 
     ``grid`` may be several such grids, ``[[grid]]`` in a file: the table has the cells of all of them.
-    ``tune``: how settings are searched for before the cells run; None: they are as given.
+    ``tune``: the search for settings before the cells run; None: no search.
     An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``.
     """
 
@@ -72,28 +72,27 @@ class TableSettings(Settings):
 
     @property
     def grids(self) -> list[dict[str, Any]]:
-        """Return every grid with the keys of its values, dots and all."""
+        """Return every grid with dotted keys."""
         return [dict(flat(grid)) for grid in (self.grid if isinstance(self.grid, tuple) else (self.grid,))]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment's place in the table. Upper bounds stand in several columns with the same experiment."""
+    """One experiment in the table. An upper bound has the same experiment in several columns."""
 
     row: str
     column: str
     seed: int
-    """The one over which the table has means."""
+    """The seed that the table averages over."""
     experiment: Experiment
     name: str
-    """Name of the run's directory: readable, and different for different settings or records."""
+    """Name of the run directory: readable, and different for different settings or records."""
     point: Point = field(compare=False)
-    """What the cell lays over the base."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A table before it is filled."""
+    """A table before its runs."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -101,7 +100,7 @@ class Plan:
     upper_bounds: frozenset[str]
     caption: tuple[str, ...]
     over: str = "seed"
-    """Which of the seeds the cells of a row and column differ in."""
+    """The kind of seed in which the cells of a row and column differ."""
 
     @property
     def runs(self) -> dict[str, Experiment]:
@@ -110,7 +109,7 @@ class Plan:
 
 
 def deadline_after(hours: float | None) -> float:
-    """Return when ``hours`` from now are over, by ``time.monotonic``; None: never. Raises UserError for no time."""
+    """Return the time ``hours`` from now, by ``time.monotonic``; None: never. Raises UserError for invalid hours."""
     if hours is None:
         return math.inf
     if not 0 < hours < math.inf:
@@ -126,28 +125,38 @@ def read_settings(path: Path, overrides: list[str]) -> TableSettings:
 def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -> TableSettings:
     """Return the settings of a ``table`` from ``where`` with ``key=value`` settings over it.
 
-    Keys that the grid spans take lists (``seed=0,1,2``), in every grid that they span; all others go to [base]. Raises
-    UserError for invalid ones.
+    Keys that a grid spans take lists (``seed=0,1,2``), in every such grid; ``tune.trials=4`` and the like go to [tune],
+    all others to [base]. Raises UserError for invalid ones.
     """
-    centralized = [text.partition("=")[2] for text in overrides if text.startswith("centralized=")]
-    table = {**table, **({"centralized": centralized[-1]} if centralized else {})}
-    table, overrides = _with_tune(table, overrides)
+    changed: dict[str, Any] = {}
+    tune = dict(table.get("tune", {}))
+    others = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "centralized":
+            changed["centralized"] = value
+        elif key.startswith("tune."):
+            if key.split(".")[1] in {"space", "spaces"}:
+                raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
+            tune[key.removeprefix("tune.")] = value
+            changed["tune"] = tune
+        else:
+            others.append(override)
     try:
-        settings = TableSettings.model_validate(table)
+        settings = TableSettings.model_validate({**table, **changed})
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, TableSettings, '')}") from error
     grids = settings.grids
-    # Cells side by side already fill the cores.
-    start = {"engine": "inprocess", **settings.base}
     base = []
-    for override in overrides:
+    for override in others:
         key, _, value = override.partition("=")
         is_everywhere = key in AXES or (key in SEEDS and "," in value)
         if spanned := [grid for grid in grids if is_everywhere or key in grid]:
             for grid in spanned:
                 grid[key] = value.split(",")
-        elif key != "centralized":
+        else:
             base.append(override)
+    start = {"engine": "inprocess", **settings.base}  # cells side by side already fill the cores
     given = tuple(grids) if isinstance(settings.grid, tuple) else grids[0]
     return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
 
@@ -155,9 +164,9 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
 def plan_table(
     settings: TableSettings, data_root: Path | None = None, say: Callable[[str], object] = lambda _: None
 ) -> Plan:
-    """Expand the grid and check every cell: its settings, its data, its split and its model; ``say`` hears how far.
+    """Expand the grid and check the settings, data, split and model of every cell; ``say`` gets progress messages.
 
-    Raises UserError that names the first cell that could not run.
+    Raises UserError that names the first invalid cell.
     """
     grids = settings.grids
     for key, values in (item for grid in grids for item in grid.items()):
@@ -166,14 +175,18 @@ def plan_table(
     if (num_cells := sum(math.prod(map(len, grid.values())) for grid in grids)) > MOST_CELLS:
         raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
     placed = _all_placed(settings, data_root, say)
-    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(_values_of_all(grids))
+    values_of: dict[str, list[Any]] = {}
+    for key, values in (item for grid in grids for item in grid.items()):
+        known = values_of.setdefault(key, [])
+        known += [value for value in values if value not in known]
+    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(values_of)
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
     for point, one in placed:
         row = ", ".join([method(one.experiment, varied), *_further(point, over)])
         if is_bound(point):
             bounds[row] = None
-        seed = getattr(one.experiment, over)  # an upper bound has no split and no cohorts: None
+        seed = getattr(one.experiment, over)  # None: an upper bound has no split and no cohorts
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
         if cells.setdefault(place, cell) != cell:
@@ -192,9 +205,9 @@ def plan_table(
 def tuned(
     settings: TableSettings, plan: Plan, chosen: Mapping[tuple[str, str], Mapping[str, Any]], data_root: Path | None
 ) -> Plan:
-    """Return ``plan`` with the values that a search has ``chosen`` for {(row, column)}, to be tested once at the end.
+    """Return ``plan`` with the values ``chosen`` for {(row, column)}, each tested once, after its last round.
 
-    The rows keep their names.
+    The names of the rows stay.
     """
     points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), "evaluate.test": "last"} for cell in plan.cells]
     placed = [_placed(settings, point, data_root) for point in points]
@@ -205,24 +218,14 @@ def tuned(
     return replace(plan, cells=cells, caption=_caption(cells, plan.upper_bounds, placed))
 
 
-def experiments(settings: TableSettings) -> list[Experiment]:
-    """Return the experiment of every cell as its settings say: neither data nor split are looked at.
-
-    Raises UserError that names the first cell whose settings do not go together.
-    """
-    return [experiment_at(settings.base, as_run(point)) for point in _points(settings)]
-
-
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
-    """Return (place, one) of all that is ``given``, those on the same records together.
+    """Return (place, item) of all ``given`` items, those on the same records next to each other.
 
     >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
     [(0, 'b1'), (2, 'b2'), (1, 'a1')]
     """
-    groups: dict[str, list[tuple[int, T]]] = {}
-    for place, one in enumerate(given):
-        groups.setdefault(str(records_of(one)), []).append((place, one))
-    return [each for group in groups.values() for each in group]
+    order: dict[str, int] = {}
+    return sorted(enumerate(given), key=lambda pair: order.setdefault(str(records_of(pair[1])), len(order)))
 
 
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
@@ -241,18 +244,18 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
 
 
 def is_bound(point: Point) -> bool:
-    """Say whether a point is an upper bound."""
+    """Return True if a point is an upper bound."""
     algorithm = point["algorithm"]
     return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of a point's run: an upper bound has no place for what federations have alone."""
+    """Return the settings of a point's run: an upper bound has none of the settings of federations."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings by which a point's column is named: FedAvg's stand in for an upper bound's."""
+    """Return the settings that name a point's column: FedAvg's in place of an upper bound's."""
     return _outside(point, _FEDAVG) if is_bound(point) else point
 
 
@@ -264,29 +267,17 @@ def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
 
 
 def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":
-    """Return a point's job, checked as far as that is possible without running it. Raises UserError that names it."""
+    """Return a point's job, checked as far as possible without a run. Raises UserError that names the point."""
     experiment = experiment_at(base, point)
     with _naming(point):
         look_for(experiment.data, data_root)
-        with importing():  # now: a mistake in the settings is told without waiting for torch
+        with importing():  # after the settings are checked: an error is reported without torch
             from fl_sim.experiment.job import job_of  # noqa: PLC0415
             from fl_sim.simulation.engine_choice import check_trainer  # noqa: PLC0415
         job = job_of(experiment, data_root)
         job.model()
         check_trainer(job)
     return job
-
-
-def _with_tune(table: Mapping[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Lay ``tune.trials=4`` and the like over the table, and return it with the other settings."""
-    ours = [override for override in overrides if override.startswith("tune.")]
-    tune = dict(table.get("tune", {}))
-    for override in ours:
-        key, _, value = override.removeprefix("tune.").partition("=")
-        if key.partition(".")[0] in {"space", "spaces"}:
-            raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
-        tune[key] = value
-    return {**table, **({"tune": tune} if ours else {})}, [one for one in overrides if one not in ours]
 
 
 def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
@@ -300,21 +291,8 @@ def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_
     return caption(federated or [cell.experiment for cell in cells], notes, shares, has_bound=bool(bounds))
 
 
-def _points(settings: TableSettings) -> Iterable[Point]:
-    for grid in settings.grids:
-        yield from points(settings.base, grid, centralized=settings.centralized)
-
-
-def _values_of_all(grids: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values that any of ``grids`` has, each once."""
-    values: dict[str, list[Any]] = {}
-    for key, own in (item for grid in grids for item in grid.items()):
-        values.setdefault(key, []).extend(value for value in own if value not in values[key])
-    return values
-
-
 class _Placed(NamedTuple):
-    """What a point of the grid stands for. Its job is forgotten: thousands of splits would fill the memory."""
+    """The checked experiment of a point. Its job is dropped: thousands of splits would fill the memory."""
 
     column: str
     experiment: Experiment
@@ -336,8 +314,11 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
 def _all_placed(
     settings: TableSettings, data_root: Path | None, say: Callable[[str], object]
 ) -> list[tuple[Point, _Placed]]:
-    """Return every point with what it stands for. Points on the same records follow each other: these are kept."""
-    given, placed = list(_points(settings)), dict[int, _Placed]()
+    """Return every point with its experiment. Points on the same records are checked in a row: the data stay loaded."""
+    given = [
+        point for grid in settings.grids for point in points(settings.base, grid, centralized=settings.centralized)
+    ]
+    placed: dict[int, _Placed] = {}
     for number, (place, point) in enumerate(by_records(given, lambda one: (one.get("data"), one.get("features"))), 1):
         say(f"checking cell {number:,} of {len(given):,}")
         placed[place] = _placed(settings, point, data_root)
@@ -345,7 +326,7 @@ def _all_placed(
 
 
 def _further(point: Point, over: str) -> list[str]:
-    """Return what a row's name must say besides the method: all that spans the table, is in no column and no mean."""
+    """Return the further parts of a row's name: settings that span the table but neither columns nor means."""
     named = {*AXES, over, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
     return [f"{key}={text(value)}" for key, value in further if key.split(".")[0] not in named]
@@ -365,13 +346,13 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with ``instead`` in place of all that it says about the same groups."""
+    """Return ``point`` with ``instead`` in place of its settings of the same groups."""
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 
 
 @contextmanager
 def _naming(point: Point) -> Iterator[None]:
-    """Say of which cell a mistake is told."""
+    """Name the cell in an error."""
     try:
         yield
     except UserError as error:
@@ -380,7 +361,7 @@ def _naming(point: Point) -> Iterator[None]:
 
 
 def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """Return ``base`` with ``point`` over it; a table without a kind changes some keys of the one in ``base``."""
+    """Return ``base`` with ``point`` over it; a table without a kind changes some keys of the table in ``base``."""
     merged = {**base, **point}
     for key, value in point.items():
         if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):

@@ -1,4 +1,4 @@
-"""Runs side by side in worker processes, which import torch once and are used again: the parent's end and theirs."""
+"""Runs in worker processes, each of which imports torch once and executes one run after another."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -33,7 +33,7 @@ from fl_sim.tracking.following import NOBODY, Following
 
 _SECONDS_TO_STOP = 5.0
 
-UP: Final = "up"  # what a worker says first, once it has imported what it needs
+UP: Final = "up"  # the first message of a worker, after its imports
 
 _START: Final = """
 import json, sys
@@ -43,10 +43,10 @@ with importing():
     from fl_sim.tables.workers import work
 work(int(sys.argv[2]))
 """
-"""A worker's program. multiprocessing's would import the caller's main module again: a script would run twice.
+"""The program of a worker. That of multiprocessing would import the caller's main module: a script would run twice.
 
-Nor is concurrent.futures' pool of processes one for tables: where one process dies all runs fail, nobody learns of what
-it died, and where the parent is killed its processes stay.
+The process pool of concurrent.futures does not suit tables: if one process dies all runs fail without the reason, and
+if the parent is killed its processes stay.
 """
 
 _STANDARD_INPUT = 0
@@ -54,10 +54,10 @@ _STANDARD_INPUT = 0
 
 @dataclass(frozen=True)
 class Budget:
-    """Until ``deadline``, by ``time.monotonic``. ``seconds``: what is left of each run takes.
+    """The time until ``deadline``, by ``time.monotonic``, with the remaining ``seconds`` of each run.
 
-    ``begun``: runs that have rounds already. They go on, and stop after a round where the time is up; another begins
-    only where it can be finished.
+    ``begun``: runs that have rounds already. They resume, and stop after a round at the deadline; other runs start only
+    if they can finish.
     """
 
     deadline: float
@@ -66,17 +66,17 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return how many seconds there are, 0 or less where the time is up."""
+        """Return the remaining seconds, 0 or less after the deadline."""
         return self.deadline - time.monotonic()
 
     def fits(self, name: str) -> bool:
-        """Say whether a run may begin now."""
+        """Return True if a run may start now."""
         return self.left > (0.0 if name in self.begun else self.seconds.get(name, 0.0))
 
 
 @dataclass(frozen=True)
 class Started:
-    """A worker took up a run, at ``first_round``."""
+    """A worker started a run, at ``first_round``."""
 
     name: str
     first_round: int
@@ -84,7 +84,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Preparing:
-    """Something happens before a run's first round: ``what`` it is, in words."""
+    """A run does ``what`` before its first round."""
 
     name: str
     what: str
@@ -100,7 +100,7 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run is done; ``result`` is what its ``result.json`` says."""
+    """A run finished; ``result`` is the content of its ``result.json``."""
 
     name: str
     result: dict[str, Any]
@@ -108,7 +108,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run could not go on, or its worker died."""
+    """A run failed, or its worker died."""
 
     name: str
     error: str
@@ -116,7 +116,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The time is up: a run was stopped after round ``last_round``, from which it can go on."""
+    """A run was stopped at the deadline, after round ``last_round``; it can be resumed."""
 
     name: str
     last_round: int
@@ -124,7 +124,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Postponed:
-    """A run was not begun: the time that is left is too short for it."""
+    """A run was not started: the remaining time is too short."""
 
     name: str
 
@@ -140,14 +140,18 @@ def run_all(
     budget: Budget | None = None,
     following: Following = NOBODY,
 ) -> Generator[Event, None, None]:
-    """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
+    """Run every experiment in ``out / name``, at most ``jobs`` at once, and yield events as they happen.
 
-    A finished run is only reported; an unfinished one goes on at its checkpoint. What the ``budget`` has no time for is
-    not begun, or stopped after a round. ``following``: who else is told of them. Closing the generator, or an exception
-    inside it, stops the workers at once; what they finished stays. Raises UserError for a class that workers cannot
-    import, RunError while another process is at it, and where a worker cannot start, which is the fault of no run.
+    A finished run is only reported; an unfinished one resumes at its checkpoint. Runs beyond the ``budget`` are not
+    started, or stopped after a round. ``following``: the trackers of the runs. Closing the generator, or an exception
+    inside it, stops the workers at once; finished rounds stay. Raises UserError for a class that workers cannot import,
+    RunError while another process uses ``out``, and if a worker cannot start, which no run is responsible for.
     """
-    _check_importable(runs.values())
+    if name := next(filter(None, map(defined_in_script, runs.values())), ""):
+        raise UserError(
+            f"{name} is defined in the script or notebook itself, from which a table's worker processes cannot import "
+            f"it: put it in a module beside it, for example mine.py, and write 'from mine import {name}'"
+        )
     out.mkdir(parents=True, exist_ok=True)
     with run_lock(out):
         waiting: deque[tuple[str, Experiment]] = deque()
@@ -166,7 +170,11 @@ def run_all(
                 for worker in [worker for worker in workers if worker.connection in ready]:
                     event = worker.next_event()
                     if isinstance(event, Finished | Failed | Stopped):
-                        _go_on(worker, workers, waiting, budget)
+                        if (run := _next(waiting, budget)) is not None:
+                            worker.take(*run, budget)
+                        else:
+                            workers.remove(worker)
+                            _stop([worker])
                     if event is not None:
                         yield event
             yield from (Postponed(name) for name, _ in waiting)
@@ -175,7 +183,7 @@ def run_all(
 
 
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
-    """Return ``experiment`` with as many clients at a time as leave the other jobs their cores."""
+    """Return ``experiment`` with its share of the cores for concurrent clients."""
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
         return experiment
@@ -184,25 +192,16 @@ def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
 
 
 def work(descriptor: int) -> None:
-    """Run what the parent sends through the pipe ``descriptor``, until it stops sending or is gone."""
+    """Execute the runs that the parent sends through the pipe ``descriptor``, until it closes or the parent ends."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     connection = Connection(descriptor)
     connection.send(UP)
     with suppress(EOFError):
         while True:
             name, settings, directory, data_root, seconds, following = connection.recv()
-            told = _Told(name, connection, seconds)
-            connection.send(_attempt(told, Experiment.model_validate_json(settings), directory, data_root, following))
-
-
-def _check_importable(experiments: Iterable[Experiment]) -> None:
-    """Raise UserError where a class is the caller's main module's, which no other process can import."""
-    for experiment in experiments:
-        if name := defined_in_script(experiment):
-            raise UserError(
-                f"{name} is defined in the script or notebook itself, from which a table's worker processes cannot "
-                f"import it: put it in a module beside it, for example mine.py, and write 'from mine import {name}'"
-            )
+            observer = _Reporter(name, connection, seconds)
+            experiment = Experiment.model_validate_json(settings)
+            connection.send(_attempt(observer, experiment, directory, data_root, following))
 
 
 class _Worker:
@@ -214,7 +213,7 @@ class _Worker:
         self.process, self.connection = _spawn()
 
     def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
-        """Start a run, in a new process where the old one died. A death just now is noticed at the next event."""
+        """Start a run, in a new process if the old one died. A death at this moment is noticed at the next event."""
         seconds = None if budget is None else budget.left
         self.name = name
         if self.connection.closed:
@@ -225,23 +224,23 @@ class _Worker:
             self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._following))
 
     def next_event(self) -> Event | None:
-        """Return what the worker says, or that it died; None where it is up. Raises RunError where it cannot start."""
+        """Return the worker's event, or its death as one; None for its start. Raises RunError if it cannot start."""
         try:
-            said: Event | str = self.connection.recv()
-        except (EOFError, OSError):  # OSError: it was killed in the middle of a word
+            event: Event | str = self.connection.recv()
+        except (EOFError, OSError):  # OSError: it was killed in the middle of a message
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_SECONDS_TO_STOP)
             self.close()
             if not self._is_up:
                 raise RunError(_why_none_starts(self.process.returncode)) from None
             return Failed(self.name, _why_it_died(self.process.returncode))
-        if isinstance(said, str):
-            self._is_up = said == UP
+        if isinstance(event, str):
+            self._is_up = event == UP
             return None
-        return said
+        return event
 
     def close(self) -> None:
-        """Close both pipes to a process that has ended."""
+        """Close both pipes to an ended process."""
         self.connection.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -259,7 +258,7 @@ def _why_it_died(code: int | None) -> str:
 
 
 def _why_none_starts(code: int | None) -> str:
-    """Return why a worker ended before it could take up a run, and what to do: what a run needs is not to blame."""
+    """Return the reason why a worker ended before its first run, and the cure: no run is responsible."""
     stays = "What is finished stays, and the same command goes on from there"
     if code == -signal.SIGKILL:
         return f"a worker process was killed (signal 9) while it started: out of memory? Take fewer --jobs. {stays}"
@@ -271,28 +270,18 @@ def _why_none_starts(code: int | None) -> str:
 
 
 def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tuple[str, Experiment] | None:
-    """Take the first run for which there is time."""
+    """Remove and return the first run that fits the budget."""
     found = next((run for run in waiting if budget is None or budget.fits(run[0])), None)
     if found is not None:
         waiting.remove(found)
     return found
 
 
-def _go_on(
-    worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Experiment]], budget: Budget | None
-) -> None:
-    if (run := _next(waiting, budget)) is not None:
-        worker.take(*run, budget)
-    else:
-        workers.remove(worker)
-        _stop([worker])
-
-
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a worker. It lives no longer than its standard input, whose other end is this process's alone."""
+    """Start a worker. It ends with its standard input, whose other end only this process holds."""
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-    # Ctrl-C reaches every process of the terminal; only the parent answers it, and workers inherit the mask.
+    # Ctrl-C reaches every process of the terminal; only the parent handles it: workers inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
@@ -321,8 +310,8 @@ class _TimeIsUp(KeyboardInterrupt):
     """Ends a run after a round, as Ctrl-C would."""
 
 
-class _Told:
-    """Passes what a run says on to the parent, and ends it before a round that would not be finished in ``seconds``."""
+class _Reporter:
+    """Sends the progress of a run to the parent, and stops it before a round that would exceed ``seconds``."""
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:
         self.name, self._connection = name, connection
@@ -330,23 +319,23 @@ class _Told:
         self._deadline = math.inf if seconds is None else self._last_time + seconds
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Tell where the run begins."""
+        """Send the first round."""
         del engine
         self._last_time, self.last_round, self._rounds = time.monotonic(), first_round - 1, experiment.rounds
         self._connection.send(Started(self.name, first_round))
 
     def preparing(self, what: str) -> None:
-        """Tell what happens before the first round."""
+        """Send the work before the first round."""
         self._connection.send(Preparing(self.name, what))
 
     def replied(self, replies: int) -> None:
-        """Tell nothing: rounds are news enough."""
+        """Send nothing: rounds are enough."""
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Tell nothing: what came of the run is what ``_attempt`` returns."""
+        """Send nothing: ``_attempt`` returns the result."""
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Tell of a round."""
+        """Send a round."""
         self._connection.send(RoundDone(self.name, record))
         before, self._last_time, self.last_round = self._last_time, time.monotonic(), record.round
         if record.round < self._rounds and self._last_time + (self._last_time - before) > self._deadline:
@@ -354,24 +343,23 @@ class _Told:
 
 
 def _attempt(
-    told: _Told, experiment: Experiment, directory: Path, data_root: Path | None, following: Following
+    observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, following: Following
 ) -> Event:
-    name = told.name
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
         shutil.rmtree(directory)  # killed before its first file was whole
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
-        return Finished(name, run(experiment, directory, data_root, following.of(directory, told)))
+        return Finished(observer.name, run(experiment, directory, data_root, following.of(directory, observer)))
     except _TimeIsUp:
-        return Stopped(name, told.last_round)
+        return Stopped(observer.name, observer.last_round)
     except (RunError, UserError) as error:
-        return Failed(name, str(error))
-    except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)
-        return Failed(name, with_place(error))
+        return Failed(observer.name, str(error))
+    except Exception as error:  # noqa: BLE001 (it is reported, and must not end the other runs)
+        return Failed(observer.name, with_place(error))
 
 
 def _die_with_parent() -> None:
-    """End this process when the parent is gone, however it went: a resumed table must find nobody writing."""
+    """End this process when the parent ends, however it does: a resumed table must be the only writer."""
     while os.read(_STANDARD_INPUT, 1):
         pass
     os._exit(1)

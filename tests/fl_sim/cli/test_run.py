@@ -11,7 +11,7 @@ from fl_sim.cli.run import parse_experiment
 from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Evaluate, Local
-from fl_sim.tables.files import PRESETS
+from fl_sim.tables import PRESETS
 
 QUICK = ["model=logistic", "rounds=2", "engine=inprocess"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fl_sim.__main__ import main
-from fl_sim.tables.files import preset_names
+from fl_sim.tables import PRESETS
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["model=logistic", "rounds=2", "algorithm=fedavg,scaffold", "partition=label-1"]
@@ -300,4 +300,5 @@ def test_mistakes_exit_with_2_and_run_nothing(
 def test_help_lists_the_presets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed(monkeypatch, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"Presets: {', '.join(preset_names())}." in text
+    presets = sorted(path.stem for path in PRESETS.glob("*.toml"))
+    assert f"Presets: {', '.join(presets)}." in text

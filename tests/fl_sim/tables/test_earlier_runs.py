@@ -19,7 +19,7 @@ from fl_sim.report.table_files import markdown
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_identity, read_rounds
 from fl_sim.tables.earlier_runs import begin_with_shorter, trial_outcome
-from fl_sim.tables.filling import Board, conclude, fill
+from fl_sim.tables.filling import TableState, conclude, fill
 from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import TRIALS
@@ -143,7 +143,7 @@ def settings(*seeds: int, **base: Any) -> TableSettings:
 
 
 def filled(made: TableSettings, out: Path, *, again: bool = False) -> str:
-    board = Board(made, plan_table(made))
+    board = TableState(made, plan_table(made))
     fill(board, out, 1, None, progress=False, again=again)
     return markdown(conclude(board, out)[0])
 
@@ -203,7 +203,7 @@ def test_a_finished_cell_whose_log_was_cut_is_no_result(tmp_path: Path) -> None:
     filled(made, tmp_path / "t")
     [log] = (tmp_path / "t" / "cells").glob("*/rounds.jsonl")
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2]))
-    board = Board(made, plan_table(made))
+    board = TableState(made, plan_table(made))
     fill(board, tmp_path / "t", 1, None, progress=False)
     assert "holds 2 rounds, and result.json beside it is of 3" in board.failures()[0]
 

@@ -16,7 +16,7 @@ from fl_sim.simulation.forecast import Estimate
 from fl_sim.simulation.run import run
 from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables import filling
-from fl_sim.tables.filling import Board, TimeIsUp, fill
+from fl_sim.tables.filling import TableState, TimeIsUp, fill
 from fl_sim.tables.forecast import Forecast
 from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.tables.workers import Budget, Event, Failed, Finished, Postponed, Started, Stopped
@@ -33,7 +33,7 @@ def test_what_waits_is_known_from_the_first_event_on(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(filling, "run_all", run_all)
     settings = TableSettings.model_validate({"grid": {"algorithm": ["fedavg", "scaffold"]}, "centralized": False})
-    fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
+    fill(TableState(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
     assert seen[0] == [("FedAvg", "waiting"), ("SCAFFOLD", "waiting")]
 
 
@@ -58,7 +58,7 @@ def test_of_many_short_runs_the_table_is_written_now_and_then_and_whole_at_the_e
     monkeypatch.setattr(filling, "WRITE_SECONDS", 60.0)
     settings = TableSettings.model_validate({"grid": {"seed": [*range(20)]}, "centralized": False})
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
-        fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
+        fill(TableState(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
     assert written == [0, 20]
 
 
@@ -83,7 +83,7 @@ def test_a_table_says_which_runs_stopped_early_or_warned_of_something(
     small = {"clients": 80, "rounds": 2, "partition": "iid", "model": "logistic", **base}
     grid = {"algorithm": ["fedavg", "scaffold"]}
     settings = TableSettings.model_validate({"base": small, "grid": grid, "centralized": False})
-    board = Board(settings, plan_table(settings))
+    board = TableState(settings, plan_table(settings))
     fill(board, tmp_path, 1, None, progress=False)
     [line, *_] = [line for line in notes(board.table()) if told in line]
     assert re.match(r".*FedAvg, digits iid, seed 0( and 1 other run)?: ", line)
@@ -91,7 +91,7 @@ def test_a_table_says_which_runs_stopped_early_or_warned_of_something(
 
 def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
-    board = Board(settings, plan_table(settings))
+    board = TableState(settings, plan_table(settings))
     board.outcomes = {"a": Finished("a", {}), "b": Failed("b", "it broke"), "c": Finished("c", {})}
     assert board.num_finished() == 2
     assert board.failures() == ["b (it broke)"]
@@ -110,7 +110,7 @@ def test_the_time_is_up_whichever_run_it_was_too_short_for(
     monkeypatch.setattr(filling, "run_all", run_all)
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
     with pytest.raises(TimeIsUp):
-        fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
+        fill(TableState(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(2, 2), (8, 3)])
@@ -126,7 +126,7 @@ def test_as_many_runs_go_side_by_side_as_there_are_cores_and_no_more_than_there_
     monkeypatch.setattr(filling, "run_all", run_all)
     monkeypatch.setattr(filling, "cores", lambda: cores)
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
-    fill(Board(settings, plan_table(settings)), tmp_path, None, None, progress=False)
+    fill(TableState(settings, plan_table(settings)), tmp_path, None, None, progress=False)
     assert asked == [jobs]
 
 
@@ -138,7 +138,7 @@ def test_a_search_is_foretold_for_as_many_runs_side_by_side_as_there_will_be(
     monkeypatch.setattr(Stopwatch, "timing", lambda *_: Timing(piece=1.0))
     tuned = {"trials": 2, "space": {"local.learning_rate": [0.1, 0.2]}}
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False, "tune": tuned})
-    filling._Runner(tmp_path, None, None, math.inf).tell_of_search(settings, plan_table(settings))
+    filling._Runner(tmp_path, None, None, math.inf).announce_search(settings, plan_table(settings))
     told = capsys.readouterr().err
     assert told.count(f"with {jobs} side by side") == told.count("side by side") == 2
 
@@ -162,7 +162,7 @@ def test_what_has_begun_may_go_on_and_what_is_left_of_each_run_is_held_against_t
     monkeypatch.setattr(filling, "run_all", run_all)
     monkeypatch.setattr(filling, "forecast", forecasts)
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
-    board = Board(settings, plan_table(settings))
+    board = TableState(settings, plan_table(settings))
     fill(board, tmp_path, 1, None, progress=False, deadline=time.monotonic() + 1000)
     [budget] = budgets
     assert list(budget.seconds.values()) == [0.0, 60.0, 40.0]
@@ -171,7 +171,7 @@ def test_what_has_begun_may_go_on_and_what_is_left_of_each_run_is_held_against_t
 
 def test_the_last_accuracy_and_the_best_one_are_told_apart() -> None:
     settings = TableSettings.model_validate({"grid": {"seed": [0]}, "centralized": False})
-    board = Board(settings, plan_table(settings))
+    board = TableState(settings, plan_table(settings))
     result = {"final_accuracy": 0.5, "best_accuracy": 0.75, "privacy": [], "stopped": "", "warnings": []}
     (name,) = board.plan.runs
     board.outcomes = {name: Finished(name, result)}

@@ -10,7 +10,7 @@ import pytest
 from clients.dafl.settings import DaFl
 from fl_sim.data import load
 from fl_sim.errors import UserError
-from fl_sim.tables.files import PRESETS, preset_names
+from fl_sim.tables import PRESETS
 from fl_sim.tables.plan import (
     TableSettings,
     as_federation,
@@ -294,10 +294,10 @@ def test_the_caption_says_how_clients_train_where_that_is_not_the_default() -> N
     assert "clipped" not in " ".join(plan_table(settings()).caption)
 
 
-def test_the_caption_says_what_the_largest_class_of_the_test_records_alone_would_give() -> None:
+def test_the_caption_has_the_majority_class_baseline() -> None:
     labels = load("digits").test.labels
     share = 100 * max((labels == label).sum() for label in set(labels)) / len(labels)
-    told = f"Who always answers the largest class of the test records has an accuracy of: digits {share:.1f} %."
+    told = f"Majority-class baseline (test accuracy): digits {share:.1f} %."
     assert told in plan_table(settings()).caption
 
 
@@ -345,8 +345,8 @@ def test_the_main_job_compares_all_methods_on_one_label_digits() -> None:
 
 
 def test_every_preset_is_a_valid_table_file() -> None:
-    assert preset_names() == ["digits", "mnist"]
-    for name in preset_names():
+    assert sorted(path.stem for path in PRESETS.glob("*.toml")) == ["digits", "mnist"]
+    for name in sorted(path.stem for path in PRESETS.glob("*.toml")):
         assert read_settings(PRESETS / f"{name}.toml", []).grid
 
 

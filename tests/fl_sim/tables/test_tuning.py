@@ -22,7 +22,7 @@ from fl_sim.simulation.run import run
 from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables import tuning, tuning_space
 from fl_sim.tables.earlier_runs import TrialOutcome
-from fl_sim.tables.filling import Board, conclude, fill
+from fl_sim.tables.filling import TableState, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import (
     LOG,
@@ -323,8 +323,8 @@ def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: P
         searched(chosen, tmp_path / "out")
 
 
-def filled(chosen: TableSettings, out: Path, *, progress: bool = False) -> Board:
-    board = Board(chosen, plan_table(chosen))
+def filled(chosen: TableSettings, out: Path, *, progress: bool = False) -> TableState:
+    board = TableState(chosen, plan_table(chosen))
     fill(board, out, 1, None, progress=progress)
     conclude(board, out)
     return board
@@ -453,7 +453,7 @@ def test_the_command_line_lays_settings_of_the_search_over_the_files() -> None:
 
 def test_a_table_whose_search_is_not_done_says_so(tmp_path: Path) -> None:
     chosen = settings(grid={"algorithm": ["fedavg"]})
-    table, _ = conclude(Board(chosen, plan_table(chosen)), tmp_path)
+    table, _ = conclude(TableState(chosen, plan_table(chosen)), tmp_path)
     assert "The search for the settings of the methods is not done" in table.caption[-1]
     assert {one.status for one in table.results} == {"missing"}
     assert "tuning" not in json.loads((tmp_path / "table.json").read_text())
