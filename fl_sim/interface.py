@@ -19,8 +19,8 @@ from fl_sim.experiment.identity import edited_code, identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.kinds import is_settings, kind_of, short_form
 from fl_sim.one_of import as_table
+from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.progress import RunProgress
-from fl_sim.report.release import Release
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.resuming import on_trust, set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -52,7 +52,7 @@ class RunResult:
     rounds: tuple[RoundRecord, ...] = field(repr=False)
     final_accuracy: float | None
     best_accuracy: float | None
-    privacy: tuple[Release, ...]
+    privacy: tuple[PrivacyStatement, ...]
     facts: Mapping[str, Any] = field(repr=False)
 
     def to_pandas(self) -> Any:
@@ -130,7 +130,7 @@ def run(
             if edited := edited_code(chosen):
                 shown.say(edited)
             following.catch_up(directory, shown.say)
-    releases = tuple(Release.model_validate(release) for release in facts["privacy"])
+    releases = tuple(PrivacyStatement.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
     return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
 

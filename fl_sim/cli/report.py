@@ -19,7 +19,6 @@ from rich.progress import Progress
 from fl_sim.cli.screen import say
 from fl_sim.data.naming import KNOWN
 from fl_sim.errors import RunError, UserError
-from fl_sim.report.bills import bills_of
 from fl_sim.report.figures.by_epsilon import Images, is_in_features, sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
 from fl_sim.report.figures.pate import pate_pictures
@@ -28,12 +27,12 @@ from fl_sim.report.gallery import PAGE as GALLERY
 from fl_sim.report.gallery import gallery_text, read_gallery
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
-from fl_sim.report.measures import mean_and_deviation
+from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.page import page
-from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary, taken, title_of
+from fl_sim.report.page_sections import TargetRow, groups_of, runs_of, summary, target_rows, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
-from fl_sim.report.runs import Found, Run, find, read_all
+from fl_sim.report.runs import Found, SavedRun, find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import write_text
@@ -69,8 +68,14 @@ def write_report(
         say("--pictures: no run here has synthetic records that are feature vectors: nothing to find", err=True)
     samples, damaged = sample_pictures(groups, find_images if pictures else None)
     votes, unreadable = pate_pictures(groups)
-    bills = bills_of(found)
-    found.problems += [*damaged, *unreadable, *bills.problems]
+    found.problems += [*damaged, *unreadable]
+    bills: list[dict[str, Any]] = []
+    if found.has_statements:
+        from fl_sim.report.payments import bills_of  # noqa: PLC0415 (the accountants load slowly)
+
+        bills, unknown = bills_of(found)
+        found.problems += unknown
+    costs = [str(bill["in_words"]) for bill in bills]
     figures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
@@ -79,17 +84,17 @@ def write_report(
         files |= for_papers(picture)
     for name, content in files.items():
         (out / name).write_bytes(content)
-    write_text(out / PAGE, page(found, shown, figures, bills.in_words, target))
-    problems, got_there = _problems(found), [] if target is None else taken(groups_of(shown), target)
+    write_text(out / PAGE, page(found, shown, figures, costs, target))
+    problems, got_there = _problems(found), [] if target is None else target_rows(groups_of(shown), target)
     for problem in problems:
         say(f"warning: {problem['dir']}: {problem['error']}", err=True)
     if json_output:
-        told = _as_json(out, list(files), shown, problems) | {"bill": list(bills.bills)}
+        told = _as_json(out, list(files), shown, problems) | {"bill": bills}
         say(json.dumps(told | ({} if target is None else {"target": _target_as_json(target, got_there)})))
         return
     say(title_of(shown))
     say(summary(groups_of(shown)))
-    for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in got_there), *bills.in_words]:
+    for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in got_there), *costs]:
         say(line)
     for name in (PAGE, *files):
         say(str(out / name))
@@ -135,7 +140,7 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
         say(f"still to be run: {', '.join(waiting)}")
 
 
-def find_images(run: Run, vectors: NDArray[np.float32]) -> Images:
+def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     """Return images whose features are near ``vectors``, and show how far the search is.
 
     Nothing but the vectors, the shape of the images and the public transform is looked at. Raises ValueError where the
@@ -197,7 +202,7 @@ def _problems(found: Found) -> list[dict[str, str]]:
     return [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + damaged]
 
 
-def _target_as_json(target: float, got_there: list[Taken]) -> dict[str, Any]:
+def _target_as_json(target: float, got_there: list[TargetRow]) -> dict[str, Any]:
     rows = [
         {"method": one.method, "where": one.where, "runs": one.runs, "reached": [asdict(run) for run in one.reached]}
         for one in got_there
@@ -209,17 +214,17 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dic
     groups = groups_of(shown)
     rows = []
     for label, one in (line for some in groups.values() for line in some):
-        done = [run.outcome for run in one.finished if run.outcome]
-        final = [value for outcome in done if (value := percent(outcome.final_accuracy)) is not None]
-        best = [value for outcome in done if (value := percent(outcome.best_accuracy)) is not None]
+        done = [run.result for run in one.finished if run.result]
+        final = [value for result in done if (value := as_percent(result.final_accuracy)) is not None]
+        best = [value for result in done if (value := as_percent(result.best_accuracy)) is not None]
         rows.append({
             "method": label, "algorithm": one.runs[0].config.algorithm.kind, "data": one.data, "data_note": one.note,
             "partition": one.partition, "clients": one.runs[0].config.clients, "model": one.runs[0].config.model,
             "seeds": [run.config.seed for run in one.runs], "status": [run.status for run in one.runs],
             "mean": mean_and_deviation(final)[0], "std": mean_and_deviation(final)[1],
             "best_mean": mean_and_deviation(best)[0], "best_std": mean_and_deviation(best)[1],
-            "best_chosen_on": [outcome.best_chosen_on for outcome in done],
-            "seconds": [outcome.seconds.total for outcome in done], "dir": [str(run.path) for run in one.runs],
+            "best_chosen_on": [result.best_chosen_on for result in done],
+            "seconds": [result.seconds.total for result in done], "dir": [str(run.path) for run in one.runs],
         })  # fmt: skip
     return {
         "report": str(out / PAGE),
@@ -241,7 +246,7 @@ def _root(directory: Path) -> str:
     return os.curdir
 
 
-def _features_of(run: Run) -> "Features":
+def _features_of(run: SavedRun) -> "Features":
     match run.config.features:
         case "scattering" | "whitened-scattering" as features:
             return features
@@ -249,10 +254,10 @@ def _features_of(run: Run) -> "Features":
             raise ValueError(f"features={other} is nothing that this version of fl-sim knows")
 
 
-def _shape_of(run: Run) -> tuple[int, int, int]:
+def _shape_of(run: SavedRun) -> tuple[int, int, int]:
     """Return the shape of the images behind the vectors. Older runs do not tell it; that of known sets is public."""
     known = KNOWN.get(run.config.data)
-    told = run.outcome.image_shape if run.outcome else None
+    told = run.result.image_shape if run.result else None
     match tuple(told or (known.shape if known else ())):
         case (int(channels), int(height), int(width)):
             return channels, height, width
@@ -263,7 +268,7 @@ def _shape_of(run: Run) -> tuple[int, int, int]:
             )
 
 
-def _exported(run: Run, trackers: Sequence[str], *, json_output: bool) -> dict[str, object]:
+def _exported(run: SavedRun, trackers: Sequence[str], *, json_output: bool) -> dict[str, object]:
     from fl_sim.tracking.following import send_whole  # noqa: PLC0415 (Flower: a report needs none of it)
 
     if run.status != "finished":
@@ -314,7 +319,8 @@ def _watched_as_json(directory: Path, watched: Sequence[Watched]) -> dict[str, A
             {
                 "dir": one.directory, "method": one.method, "place": one.place, "seed": one.seed, "state": one.state,
                 "round": one.round, "rounds": one.rounds, "accuracy": one.accuracies[-1] if one.accuracies else None,
-                "seconds_per_round": one.pace, "seconds_left": one.left, "epsilon": one.epsilon, "error": one.error,
+                "seconds_per_round": one.round_seconds, "seconds_left": one.left, "epsilon": one.epsilon,
+                "error": one.error,
             }
             for one in watched
         ],

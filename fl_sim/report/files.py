@@ -1,6 +1,6 @@
-"""What a report needs of the files of runs and tables; anything else in them is refused or not looked at.
+"""The parts of result files that a report reads; anything else in them is refused or ignored.
 
-The files may come from anywhere: what they cost to read is bounded, and no number in them is NaN or infinite.
+The files may come from anywhere: their size is bounded, and no number in them is NaN or infinite.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from fl_sim.report.release import Release
+from fl_sim.privacy.terms import rounded_up
 
 _LARGEST: Final = 2**26  # bytes
 _DEEPEST: Final = 32
@@ -21,25 +21,75 @@ Bytes: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
-class Facts(BaseModel):
-    """Facts read from a file: finite numbers only."""
+class FileModel(BaseModel):
+    """A part of a file; its numbers are finite."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-class Kind(Facts):
-    """A settings value, by the name of its kind."""
+class PrivacyStatement(FileModel):
+    """One privacy statement of ``result.json``; without a guarantee ``epsilon`` is None.
+
+    ``ledger``: the ledger that was charged; ``planned_events``: all releases that were fixed beforehand. Older versions
+    state neither. ``budget``: the largest epsilon allowed; where it is smaller than the plan, it is ``epsilon``.
+    ``epsilon_whole_run`` at ``delta_whole_run``: the cost of the whole run for the unit, where that is more.
+    """
+
+    unit: str
+    epsilon: float | None = Field(ge=0)
+    delta: float | None = Field(None, ge=0, lt=1)
+    guarantee: str = ""
+    covers: str = ""
+    does_not_cover: str = ""
+    ledger: str = ""
+    adjacency: str = "add-or-remove-one"
+    planned_events: list[Any] | None = None
+    budget: float | None = None
+    epsilon_whole_run: float | None = Field(None, ge=0)
+    delta_whole_run: float | None = Field(None, ge=0, lt=1)
+    simulation_only: bool = False
+
+    @property
+    def protects(self) -> bool:
+        """Return True if there is a guarantee."""
+        return self.epsilon is not None
+
+    @property
+    def of_run(self) -> tuple[float | None, float]:
+        """Return epsilon and delta of all releases of the run about the unit."""
+        if self.epsilon is None or self.epsilon_whole_run is None:
+            return self.epsilon, self.delta or 0.0
+        return self.epsilon_whole_run, self.delta_whole_run or 0.0
+
+    @property
+    def promise(self) -> str:
+        """Return the guarantee in a sentence."""
+        if self.epsilon is None:
+            return f"No privacy guarantee for a {self.unit}. {self.guarantee}".strip() + "."
+        promised = self.guarantee or f"({rounded_up(self.epsilon)}, {self.delta or 0:g})-differential privacy"
+        return f"Per {self.unit}: {promised.rstrip('.')}."
+
+    @property
+    def limits(self) -> str:
+        """Return the sentences on what the guarantee covers and what it does not."""
+        covered = f"It covers: {self.covers.rstrip('.')}." if self.covers and self.protects else ""
+        left_out = f"It does not cover: {self.does_not_cover.rstrip('.')}." if self.does_not_cover else ""
+        return f"{covered} {left_out}".strip()
+
+    @property
+    def in_short(self) -> str:
+        """Return a table's entry, such as ``epsilon 3.2 per client``: the cost of the whole run for the unit."""
+        epsilon, _ = self.of_run
+        return f"{'none' if epsilon is None else f'epsilon {rounded_up(epsilon, 3)}'} per {self.unit}"
+
+
+class KindTable(FileModel):
+    """A table of settings, reduced to the name of its kind."""
 
     kind: str
 
 
-class NoPreprocess(Facts):
-    """Nothing is done before the first round."""
-
-    kind: Literal["none"] = "none"
-
-
-class Synthesis(Facts):
+class PoolSettings(FileModel):
     """DA-FL's settings; ``epsilon`` may be inf."""
 
     kind: Literal["da-fl"]
@@ -48,60 +98,55 @@ class Synthesis(Facts):
     gamma: Positive
     client_gammas: list[Positive] = []
     noise: str
-    generator: Kind
+    generator: KindTable
     train_on: str = ""
 
 
-class PrivatelyStarted(Facts):
-    """The settings of a private start, of which a report needs none."""
+class OtherPreprocess(FileModel):
+    """Settings of another stage, or of a user's own kind, which is an import path. The report reads none of them."""
 
-    kind: Literal["private-start"]
-
-
-def _preprocess_in(table: Any) -> str:
-    """Return which settings a table holds; those of a user's own kind, named by an import path, are any."""
-    kind = str(table.get("kind")) if isinstance(table, dict) else str(getattr(table, "kind", ""))
-    return "own" if ":" in kind else kind
+    kind: Annotated[str, Field(pattern="^(none|private-start|.*:.*)$")]
 
 
-class RunConfig(Facts):
-    """What a report needs of ``config.toml``."""
+def _tag_of(table: Any) -> str:
+    kind = table.get("kind") if isinstance(table, dict) else getattr(table, "kind", "")
+    return "da-fl" if kind == "da-fl" else "other"
+
+
+class RunConfig(FileModel):
+    """The part of ``config.toml`` that a report reads."""
 
     data: str
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     clients: Count
     rounds: Count
     model: str
-    algorithm: Kind
-    partition: Kind
+    algorithm: KindTable
+    partition: KindTable
     preprocess: Annotated[
-        Annotated[NoPreprocess, Tag("none")]
-        | Annotated[Synthesis, Tag("da-fl")]
-        | Annotated[PrivatelyStarted, Tag("private-start")]
-        | Annotated[Kind, Tag("own")],
-        Discriminator(_preprocess_in),
-    ] = NoPreprocess()
-    server: Kind = Kind(kind="synchronous")
+        Annotated[PoolSettings, Tag("da-fl")] | Annotated[OtherPreprocess, Tag("other")], Discriminator(_tag_of)
+    ] = OtherPreprocess(kind="none")
+    server: KindTable = KindTable(kind="synchronous")
     features: str = "none"
 
 
-class Shared(Facts):
-    """How many records of each class a client released, and the events that it paid for them with."""
+class ClientShare(FileModel):
+    """The number of records of each class that a client released, and the privacy events of that release."""
 
     counts: list[Count]
     facts: dict[str, Any] | None = None
 
 
-class Made(Kind):
-    """What a run did before its first round; ``pool``: the file of its synthetic records, empty without any."""
+class StageResult(KindTable):
+    """The result of a run's preprocessing; ``pool``: the file of its synthetic records, empty without any."""
 
     pool: str = ""
     train_on: str = ""
-    clients: list[Shared] = []
+    clients: list[ClientShare] = []
 
 
-class MechanismFacts(Kind):
-    """The noise on a vote, in votes; each mechanism has some of these."""
+class MechanismFacts(KindTable):
+    """The noise on the votes, in votes; each mechanism has some of these parameters."""
 
     gamma: Positive | None = None
     sigma: Positive | None = None
@@ -115,8 +160,8 @@ class MechanismFacts(Kind):
         return self
 
 
-class PateFacts(Facts):
-    """What a run with PATE says of its vote and its labels; ``label_accuracy`` in [0, 1]."""
+class PateFacts(FileModel):
+    """The vote and the labels of a run with PATE; ``label_accuracy`` in [0, 1]."""
 
     teachers: Annotated[Count, Field(ge=1)]
     mechanism: MechanismFacts
@@ -129,7 +174,7 @@ class PateFacts(Facts):
     asking: str = "in-order"
 
 
-class Seconds(Facts):
+class Seconds(FileModel):
     """Wall-clock seconds of a run."""
 
     preprocess: Duration
@@ -137,23 +182,23 @@ class Seconds(Facts):
     total: Duration
 
 
-class Travelled(Facts):
-    """Bytes to clients, and from them."""
+class Traffic(FileModel):
+    """Bytes to clients and from clients."""
 
     down: Bytes
     up: Bytes
 
 
-class BytesFacts(Facts):
-    """What travelled before the first round, by what it was; None where that is not told."""
+class BytesFacts(FileModel):
+    """The traffic before the first round, by its content; None where it is unknown."""
 
-    before: dict[str, Travelled | None] = {}
+    before: dict[str, Traffic | None] = {}
 
 
-class MeasureFacts(Facts):
-    """What is said of the last model; ``client_quantiles`` of the clients' accuracies ascend, in equal steps.
+class MeasureFacts(FileModel):
+    """Measures of the last model; ``client_quantiles``: quantiles of the client accuracies in equal steps, ascending.
 
-    Row i of ``confusion`` holds the test records of class i, column j those taken for class j.
+    Row i of ``confusion`` counts the test records of class i, column j those classified as class j.
     """
 
     confusion: list[list[Count]] | None = None
@@ -168,10 +213,11 @@ class MeasureFacts(Facts):
         return self
 
 
-class Outcome(Facts):
-    """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private.
+class ResultFile(FileModel):
+    """The part of ``result.json`` that a report reads; accuracies in [0, 1].
 
-    ``image_shape``: channels, height and width of the images that records were before features took their place.
+    A result without ``is_private`` may be private. ``image_shape``: channels, height and width of the images that the
+    features were computed from.
     """
 
     algorithm: str = ""
@@ -186,22 +232,22 @@ class Outcome(Facts):
     final_accuracy: Share | None
     best_accuracy: Share | None
     best_chosen_on: Literal["test", "validation", "last", "nothing"] = "test"
-    privacy: list[Release]
+    privacy: list[PrivacyStatement]
     seconds: Seconds
     virtual_seconds: Duration | None = None
     bytes: BytesFacts = BytesFacts()
     measures: MeasureFacts = MeasureFacts()
     versions: dict[str, str]
     error: str = ""
-    preprocess: Made = Made(kind="none")
+    preprocess: StageResult = StageResult(kind="none")
     image_shape: Annotated[list[Annotated[int, Field(ge=1, le=10**6)]], Field(max_length=3)] | None = None
     pate: PateFacts | None = None
 
 
-class CellFile(Facts):
+class CellFile(FileModel):
     """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds.
 
-    ``measures``: since version 2, {name: a value a seed}. ``statuses``: one a seed, empty in older files.
+    ``measures``: since version 2, {name: one value per seed}. ``statuses``: one per seed, empty in older files.
     """
 
     row: str
@@ -216,8 +262,8 @@ class CellFile(Facts):
     statuses: list[Literal["finished", "failed", "missing"]] = []
 
 
-class TableFile(Facts):
-    """What a report needs of ``table.json``."""
+class TableFile(FileModel):
+    """The part of ``table.json`` that a report reads."""
 
     rows: list[str]
     columns: list[str]
@@ -227,7 +273,7 @@ class TableFile(Facts):
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds. Raises ValueError where it is too large or nested too deeply, or is no JSON."""
+    """Return the content of a JSON file. Raises ValueError if it is too large, too deeply nested, or no JSON."""
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ from fl_sim.mistakes import guess
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.runs import TABLE, read_json_table
 from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
-from fl_sim.report.table_files import below
+from fl_sim.report.table_files import further_paragraphs
 
 ABOUT, RUNS = "about.toml", "table.csv"
 PAGE = "README.md"
@@ -185,7 +185,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
     yield from (f"{one.source} ({one.confidence}): {one.note}\n" for one in about.published if one.note)
     if table is not None:
         yield "<details><summary>What the table says besides</summary>\n"
-        yield from (f"{paragraph}\n" for paragraph in below(table))
+        yield from (f"{paragraph}\n" for paragraph in further_paragraphs(table))
         yield from (f"- {line}" for line in table.caption)
         yield "\n</details>\n"
 

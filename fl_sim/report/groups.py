@@ -1,4 +1,4 @@
-"""Which runs are one line (the same but for the seed), which lines share axes, and what each line is called."""
+"""Groups of runs that differ in the seed alone, panels of groups with common axes, and the labels of groups."""
 
 import hashlib
 import json
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from fl_sim.report.runs import Problem, Run
+from fl_sim.report.measures import Reached, reached
+from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
@@ -14,43 +15,50 @@ _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
-_WAITS = "synchronous"  # the server that a method's name does not mention
+_DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}  # of ``evaluate``, which came later
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
+
+_ALWAYS, _NEVER = "aggregator=", "aggregator=mean"  # in short names: an aggregator may be what makes a run private
 
 Place: TypeAlias = tuple[str, str]
 """A setting's name and the kinds of the tables around it: only values of one kind are compared."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs that differ in nothing but the seed, one a seed. ``note``: what the data stand in for, else empty."""
+class SeedGroup:
+    """Runs that differ in the seed alone, one per seed. ``note``: of stand-in data, else empty."""
 
     method: str
     data: str
     note: str
     partition: str
-    runs: tuple[Run, ...]
+    runs: tuple[SavedRun, ...]
 
     @property
-    def finished(self) -> tuple[Run, ...]:
+    def finished(self) -> tuple[SavedRun, ...]:
         """Return the finished runs."""
         return tuple(run for run in self.runs if run.status == "finished")
 
     @property
-    def drawn(self) -> tuple[Run, ...]:
-        """Return the runs of the curve: the finished ones, else all."""
+    def drawn(self) -> tuple[SavedRun, ...]:
+        """Return the runs of the curve: the finished ones, or all if none has finished."""
         return self.finished or self.runs
 
     @property
     def is_bound(self) -> bool:
-        """Return whether this is the upper bound, which belongs to every split of its data."""
+        """Return True for the upper bound, which belongs to every split of its data."""
         return any(split_of(run) == _CENTRALIZED for run in self.runs)
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return the settings that make it this group and no other, but for ``note``."""
+        """Return the settings that distinguish this group from others, apart from ``note``."""
         return _compared_of(self.runs[0])
+
+    def reached(self, accuracy: float) -> list[Reached]:
+        """Return the costs of the finished runs with a test accuracy of at least ``accuracy``, in [0, 1]."""
+        found = (reached(run.rounds, accuracy, run.spent_beforehand) for run in self.finished)
+        return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True)
@@ -60,28 +68,28 @@ class Panel:
     data: str
     note: str
     partition: str
-    lines: tuple[tuple[str, Group], ...]
+    lines: tuple[tuple[str, SeedGroup], ...]
 
     @property
     def title(self) -> str:
-        """Return what the panel shows: as the table calls it that all its lines come from, if there is one."""
+        """Return the column of the table that all lines come from, if there is one, else data and split."""
         return where([one for _, one in self.lines], self.data, self.partition)
 
 
-def where(groups: Iterable[Group], data: str, partition: str) -> str:
-    """Return on what ``groups`` were run: as the table calls it that all come from, else ``data, partition``."""
+def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
+    """Return the column of the table that all ``groups`` come from, if there is one, else ``data, partition``."""
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
 
-def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
-    """Sort ``runs`` into groups; of runs with the same settings and seed one stays (a finished one where there is)."""
+def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
+    """Sort ``runs`` into groups; of runs with the same settings and seed one stays, a finished one if possible."""
     notes: dict[str, set[str]] = {}
     titles: dict[str, str] = {}
     for run in runs:
         titles |= _titles(run)
-        notes.setdefault(run.config.data, set()).update({run.outcome.data_note} if run.outcome else ())
-    members: dict[str, dict[int, Run]] = {}
+        notes.setdefault(run.config.data, set()).update({run.result.data_note} if run.result else ())
+    members: dict[str, dict[int, SavedRun]] = {}
     doubles = []
     for run in sorted(runs, key=lambda run: run.status != "finished"):
         settings = _compared_of(run)
@@ -94,15 +102,15 @@ def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     for by_seed in members.values():
         same = tuple(sorted(by_seed.values(), key=lambda run: run.config.seed))
         first = same[0]
-        groups.append(Group(_method(first, titles), first.config.data, _note(first, notes), split_of(first), same))
+        groups.append(SeedGroup(_method(first, titles), first.config.data, _note(first, notes), split_of(first), same))
     groups.sort(key=lambda one: min(position[id(run)] for run in one.runs))
     return groups, doubles
 
 
-def panels(groups: Sequence[Group]) -> list[Panel]:
-    """Return one panel for each data set and split; the upper bound stands in all panels of its data, at the end."""
+def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
+    """Return one panel for each data set and split; the upper bound is the last line in all panels of its data."""
     bounds = [one for one in groups if one.is_bound]
-    lines: dict[tuple[str, str, str], list[Group]] = {}
+    lines: dict[tuple[str, str, str], list[SeedGroup]] = {}
     for one in groups:
         if not one.is_bound:
             lines.setdefault((one.data, one.note, one.partition), []).append(one)
@@ -113,15 +121,18 @@ def panels(groups: Sequence[Group]) -> list[Panel]:
     return [Panel(*key, tuple(zip(labels(some), some, strict=True))) for key, some in lines.items()]
 
 
-def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
-    """Name each group as its table's row, else by its method and the settings in which ``groups`` differ.
+def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
+    """Return a label for each group: its table's row, else its method and the settings in which ``groups`` differ.
 
-    ``left_out``: a setting that is not named, so that a table's row, which may name it, is not taken.
+    ``left_out``: a setting that no label may contain. A table's row may contain it, and so is not used.
     """
-    rows = [_row(one) for one in groups]
+    rows = [names.pop() if len(names := {run.row for run in one.runs}) == 1 else "" for one in groups]
     if all(rows) and len(set(rows)) == len(rows) and not left_out:
         return rows
-    flat = [dict(_flat(_compared(one))) for one in groups]
+    flat = []
+    for one in groups:
+        ignored = {"data"} | (_NOT_OF_CENTRALIZED if one.is_bound else set())
+        flat.append(dict(_flat({key: value for key, value in one.compared.items() if key not in ignored})))
     of_clients = [own for one, own in zip(groups, flat, strict=True) if not one.is_bound]
     named = []
     for one, own in zip(groups, flat, strict=True):
@@ -136,61 +147,71 @@ def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
     return named
 
 
-def _compared_of(run: Run) -> dict[str, Any]:
-    """Return the settings that tell a run from others; what is not used of ``evaluate`` is as if it was not there."""
-    settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
-    given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}
-    used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
-    told = {"code": run.identity.get("code"), "records": run.identity.get("records")}
-    if str(told["records"]).startswith("keyed-"):  # of private records no two runs say the same
-        del told["records"]
-    settings |= {f"identity.{name}": _short(value) for name, value in told.items() if value}
-    return {**settings, "evaluate": used} if used else settings
-
-
-def _short(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _row(one: Group) -> str:
-    rows = {run.row for run in one.runs}
-    return rows.pop() if len(rows) == 1 else ""
-
-
-def parameters(one: Group) -> str:
-    """Return the method's own parameters, such as ``mu=0.01``, after those of its preprocessing."""
+def parameters(one: SeedGroup) -> str:
+    """Return the parameters of the preprocessing, then those of the method, such as ``mu=0.01``."""
     before, own = one.runs[0].preprocess, one.runs[0].settings["algorithm"]
     flat = [*(_flat(before) if before else ()), *_flat(own)]
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
 
 
-def _titles(run: Run) -> dict[str, str]:
-    """Return {kind: title} as far as ``run`` says how its kinds are written."""
-    told = run.outcome.titles if run.outcome else {}
+def short_names(labels: Iterable[str]) -> dict[str, str]:
+    """Return {label: its method, with those settings in which labels of the same method differ}.
+
+    An aggregator other than the mean stays in the name.
+
+    >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C, c=2"]).values())
+    ['A, b=1', 'A, b=2', 'B + C']
+    """
+    parts = {label: _method_and_settings(label) for label in labels}
+    short = {}
+    for label, (method, settings) in parts.items():
+        same = [others for name, others in parts.values() if name == method]
+        own = [one for one in settings if one.startswith(_ALWAYS) or not all(one in others for others in same)]
+        short[label] = ", ".join([method, *(one for one in own if one != _NEVER)])
+    return {label: name if list(short.values()).count(name) == 1 else label for label, name in short.items()}
+
+
+def further_settings(label: str, name: str, parameters: str) -> str:
+    """Return ``parameters`` and the settings of ``label`` that are not in ``name``, its short name."""
+    named = _method_and_settings(name)[1]
+    every = dict.fromkeys([*parameters.split(", "), *_method_and_settings(label)[1]])
+    return ", ".join(one for one in every if one and one not in named)
+
+
+def _compared_of(run: SavedRun) -> dict[str, Any]:
+    """Return the settings that distinguish a run from others, without those of ``evaluate`` that are not used."""
+    settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
+    given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}
+    used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
+    for name in ("code", "records"):
+        own = run.identity.get(name)
+        if own and not str(own).startswith("keyed-"):  # the identity of private records differs in every run
+            digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+            settings[f"identity.{name}"] = digest[:8]
+    return {**settings, "evaluate": used} if used else settings
+
+
+def _titles(run: SavedRun) -> dict[str, str]:
+    """Return {kind: title} from the result of ``run``."""
     config = run.config
     kinds = {"algorithm": config.algorithm.kind, "preprocess": config.preprocess.kind, "server": config.server.kind}
-    return {kinds[part]: title for part, title in told.items()}
+    return {kinds[part]: title for part, title in (run.result.titles if run.result else {}).items()}
 
 
-def _method(run: Run, titles: Mapping[str, str]) -> str:
-    """Return how a run's method is written; by the names of its kinds where no run says better."""
+def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
+    """Return the name of a run's method, made of the titles of its kinds, or of the kinds' own names."""
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
-    if server != _WAITS:
+    if server != _DEFAULT_SERVER:
         name = f"{name}, {titles.get(server, server)}"
     return f"{titles.get(before, before)} + {name}" if run.preprocess else name
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return whether those that can have a setting there differ in it."""
+    """Return True if the settings that can have a value at ``place`` differ in it."""
     kinds = place[1]
     outer = [settings for settings in flat if not kinds or kinds in {inner for _, inner in settings}]
     return len({_text(settings.get(place)) for settings in outer}) > 1
-
-
-def _compared(one: Group) -> dict[str, Any]:
-    left_out = {"data"} | (_NOT_OF_CENTRALIZED if one.is_bound else set())
-    return {key: value for key, value in one.compared.items() if key not in left_out}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "", kinds: str = "") -> Iterator[tuple[Place, Any]]:
@@ -205,18 +226,18 @@ def _flat(table: Mapping[str, Any], prefix: str = "", kinds: str = "") -> Iterat
             yield from _flat(value, f"{prefix}{key}.", kinds)
 
 
-def _note(run: Run, notes: Mapping[str, set[str]]) -> str:
-    if run.outcome:
-        return run.outcome.data_note
+def _note(run: SavedRun, notes: Mapping[str, set[str]]) -> str:
+    if run.result:
+        return run.result.data_note
     known = notes[run.config.data]
     return next(iter(known)) if len(known) == 1 else _UNKNOWN_NOTE
 
 
-def split_of(run: Run) -> str:
+def split_of(run: SavedRun) -> str:
     """Return the short form of a run's split, such as ``label-1`` or ``dirichlet:0.05``."""
     kind = run.config.partition.kind
-    if run.outcome or run.config.algorithm.kind == _CENTRALIZED:
-        return run.outcome.partition if run.outcome else _CENTRALIZED
+    if run.result or run.config.algorithm.kind == _CENTRALIZED:
+        return run.result.partition if run.result else _CENTRALIZED
     first = next((value for name, value in run.settings["partition"].items() if name != "kind"), None)
     if first is None:
         return kind
@@ -227,3 +248,24 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.10g}"
     return "none" if value is None else str(value)
+
+
+def _method_and_settings(label: str) -> tuple[str, list[str]]:
+    """Return a label's method, and its settings: those in the method's brackets, and those after the first comma.
+
+    >>> _method_and_settings("A (b=1, c=d (e=2)) + F, g (h=3), i=4")
+    ('A + F', ['b=1', 'c=d (e=2)', 'g (h=3)', 'i=4'])
+    """
+    first, *behind = _outside_brackets(label, ", ")
+    words = _outside_brackets(first, " ")
+    inside = [one for word in words if word.startswith("(") for one in _outside_brackets(word[1:-1], ", ")]
+    return " ".join(word for word in words if not word.startswith("(")), [*inside, *behind]
+
+
+def _outside_brackets(text: str, separator: str) -> list[str]:
+    """Return the parts of ``text`` between those separators that stand in no brackets."""
+    parts: list[str] = []
+    for piece in text.split(separator):
+        is_open = bool(parts) and parts[-1].count("(") > parts[-1].count(")")
+        parts[len(parts) - is_open :] = [parts[-1] + separator + piece] if is_open else [piece]
+    return parts

@@ -1,15 +1,15 @@
-"""Measures of runs: their numbers under one name and unit everywhere, what an accuracy took, and means over seeds.
+"""Measures of runs: their names and units, the cost of reaching an accuracy, means and intervals over seeds.
 
-A share is told in percent, and its name says so. The ± of every table and the band of every curve is the sample
-standard deviation (ddof = 1) over seeds.
+A share is in percent, and its name says so. The ± of every table and the band of every curve is the sample standard
+deviation (ddof = 1) over seeds.
 """
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Final, Literal, TypeAlias
+from itertools import pairwise
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from fl_sim.settings import flat
 from fl_sim.store.run_directory import RoundRecord
 
 Value: TypeAlias = str | int | float | bool
-"""What a setting may be in a column."""
+"""A setting in a column of a table."""
 
 _SHARE: Final = re.compile(
     r"(^|[._])(accuracy(_[a-z_]+)?|client_deviation|client_worst_tenth|recall|precision|f1|auc|share)$"
@@ -26,19 +26,21 @@ _SHARE: Final = re.compile(
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
 """Numbers at the top of ``result.json`` that are settings, or have another name here."""
 
+_Number = TypeVar("_Number", int, float)
+
 LADDER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Accuracies for which ``result.json`` says what they took."""
+"""Accuracies for which ``result.json`` states the cost of reaching them."""
 
 FEWEST = 3
-"""With fewer seeds no interval is given: the t interval of two differences is 25 standard errors wide."""
+"""With fewer seeds there is no interval: the t interval of two differences is 25 standard errors wide."""
 
 ENOUGH = 20
 """From as many seeds on the interval is a bootstrap's, below Student's t.
 
 The bootstrap of n differences never leaves the smallest and the largest of them and is too narrow by about
-sqrt((n - 1) / n) * z / t (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): of three seeds it holds
-the truth in 75 % of all cases in place of 95 %, of ten in 90 % (benchmarks/interval_coverage.py). Of normal
-differences t is exact for any number.
+sqrt((n - 1) / n) * z / t (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): with three seeds it covers
+the truth in 75 % of all cases in place of 95 %, with ten in 90 % (benchmarks/interval_coverage.py). For normal
+differences t is exact with any number.
 """
 
 LEVEL: Final = 0.95
@@ -50,30 +52,30 @@ _SEED: Final = 20_150_903
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
     """Return all numbers of a ``result.json`` by dotted names, such as ``final_accuracy_percent``, ``seconds.train``.
 
-    Lists are left out, but for the privacy statements: ``epsilon.record`` and ``delta.record`` by unit, of all that the
-    run releases about it; where that is more than one statement, each is ``epsilon.record.1`` and so on. What is under
-    ``measures`` there stands without that name before it.
+    Lists are left out, apart from the privacy statements: ``epsilon.record`` and ``delta.record`` by unit, of all
+    releases about it; with several statements, each is ``epsilon.record.1`` and so on. Numbers under ``measures`` there
+    have no such prefix here.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})
-    if result.get("partition") == "centralized":  # earlier versions told its accuracy as that of its only client
+    if result.get("partition") == "centralized":  # earlier versions gave its accuracy to its only client
         beside = {name: value for name, value in beside.items() if not name.startswith("client_")}
-    said = {"rounds_done": result.get("rounds"), **top, **beside, **_epsilons(result)}
-    return {name: value for name, value in _in_units(flat(said)) if _is_number(value)}
+    return _numbers({"rounds_done": result.get("rounds"), **top, **beside, **_epsilons(result)})
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
-    """Return a round's numbers, named and in units as ``measures`` has them; what is None is left out."""
-    return {name: value for name, value in _in_units(flat(asdict(record))) if _is_number(value)}
+    """Return a round's numbers, with the names and units of ``measures``; None is left out."""
+    return _numbers(asdict(record))
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:
-    """Return {dotted name: value} of a resolved experiment's settings; lists as text, what is None as empty text."""
-    return {name: value if isinstance(value, Value) else _text(value) for name, value in flat(settings)}
+    """Return {dotted name: value} of a resolved experiment's settings; lists as text, None as empty text."""
+    known = {name: "" if value is None else value for name, value in flat(settings)}
+    return {name: value if isinstance(value, Value) else str(value) for name, value in known.items()}
 
 
 def percent(name: str, value: float) -> tuple[str, float]:
-    """Return a share in [0, 1], which its name tells, as percent under a name that says so; all else as it is.
+    """Return a share in [0, 1], recognised by its name, in percent with a name that says so; all else unchanged.
 
     >>> percent("test_accuracy", 0.5), percent("test_loss", 0.5)
     (('test_accuracy_percent', 50.0), ('test_loss', 0.5))
@@ -81,9 +83,14 @@ def percent(name: str, value: float) -> tuple[str, float]:
     return (f"{name}_percent", 100 * value) if _SHARE.search(name) else (name, value)
 
 
+def as_percent(share: float | None) -> float | None:
+    """Return a share in percent."""
+    return None if share is None else 100 * share
+
+
 @dataclass(frozen=True)
 class Spent:
-    """Bytes to and from all clients, seconds, and those of the virtual clock; None where nobody knows or may tell."""
+    """Bytes to and from all clients, seconds, and virtual seconds; None if unknown or private."""
 
     bytes: int | None = 0
     seconds: float | None = 0.0
@@ -92,7 +99,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Reached:
-    """The first evaluated round whose test accuracy is at least ``accuracy``, and what it took to finish it."""
+    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs until its end."""
 
     accuracy: float
     round: int
@@ -102,15 +109,15 @@ class Reached:
 
 
 def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None:
-    """Return the mean test accuracy of the last ``count`` rounds, of those that were evaluated; None without any."""
+    """Return the mean test accuracy of the evaluated rounds among the last ``count``; None without any."""
     accuracies = [one.test_accuracy for one in rounds[-count:] if one.test_accuracy is not None]
     return sum(accuracies) / len(accuracies) if accuracies else None
 
 
 def area_under(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the mean height, in [0, 1], of the curve of test accuracies, straight between evaluated rounds.
+    """Return the mean height, in [0, 1], of the curve of test accuracies, linear between evaluated rounds.
 
-    The curve begins with the first of these. None without any.
+    The curve begins with the first evaluated round. None without any.
     """
     curve = [(one.round, one.test_accuracy) for one in rounds if one.test_accuracy is not None]
     if len(curve) < 2:
@@ -120,10 +127,10 @@ def area_under(rounds: Sequence[RoundRecord]) -> float | None:
 
 
 def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = Spent()) -> Reached | None:
-    """Return what it took to a test accuracy of at least ``accuracy``; None where no evaluated round has it.
+    """Return the cost of a test accuracy of at least ``accuracy``; None if no evaluated round has it.
 
-    ``rounds``: all from the first on. ``beforehand``: what was spent before the first of them. What is unknown of one
-    round is unknown of the sum.
+    ``rounds``: all from the first on. ``beforehand``: the costs before the first round. A cost that is unknown for one
+    round is unknown for the sum.
     """
     for one, spent in zip(rounds, spent_by(rounds, beforehand), strict=True):
         if one.test_accuracy is not None and one.test_accuracy >= accuracy:
@@ -132,13 +139,21 @@ def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = 
 
 
 def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list[Spent]:
-    """Return what was spent by the end of each round, with what was spent ``beforehand``."""
-    return list(accumulate((_spent(one) for one in rounds), _plus, initial=beforehand))[1:]
+    """Return the costs by the end of each round, including those ``beforehand``."""
+    totals, total = [], beforehand
+    for one in rounds:
+        total = Spent(
+            _plus(total.bytes, _plus(one.bytes_down, one.bytes_up)),
+            _plus(total.seconds, one.seconds),
+            _plus(total.virtual_seconds, one.virtual_seconds),
+        )
+        totals.append(total)
+    return totals
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a row lies from another one, paired by seed: the mean, and its 95 % interval from ``low`` to ``high``."""
+    """The difference of two rows, paired by seed: the mean, and its 95 % interval from ``low`` to ``high``."""
 
     seeds: int
     mean: float
@@ -148,21 +163,29 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Return whether the interval leaves out 0."""
+        """Return True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the sample standard deviation (ddof = 1), None where there are too few values."""
+    """Return the mean and the sample standard deviation (ddof = 1), None with too few values."""
     mean = statistics.fmean(values) if values else None
     return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
+def spread(values: Iterable[float | None], digits: int = 1) -> str:
+    """Return ``93.1``, ``93.1 ± 0.4`` (sample standard deviation) or, without any value, ``-``."""
+    mean, deviation = mean_and_deviation([value for value in values if value is not None])
+    if mean is None:
+        return "-"
+    return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
 def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
-    """Return the first's difference to the second of each pair, None for fewer than three pairs.
+    """Return the difference of the first to the second of each pair, None for fewer than three pairs.
 
     The interval is Student's t for fewer than 20 pairs, else the bias-corrected and accelerated bootstrap (BCa) of the
-    mean difference (Efron 1987), 10,000 resamples of pairs. It is not corrected for how many rows are compared.
+    mean difference (Efron 1987), 10,000 resamples of pairs. It is not corrected for the number of rows.
     """
     differences = np.array([one - other for one, other in pairs])
     if len(differences) < FEWEST:
@@ -171,7 +194,11 @@ def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
     if np.ptp(differences) == 0:
         return Difference(len(differences), mean, mean, mean, "t")
     if len(differences) < ENOUGH:
-        return Difference(len(differences), mean, *_student(differences), "t")
+        from scipy.special import stdtrit  # noqa: PLC0415 (half a second to import, and one seed needs none)
+
+        n = len(differences)
+        reach = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * float(differences.std(ddof=1)) / n**0.5
+        return Difference(n, mean, mean - reach, mean + reach, "t")
     return Difference(len(differences), mean, *_bootstrap(differences), "bootstrap")
 
 
@@ -193,41 +220,14 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _in_units(numbers: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    return (percent(name, value) if _is_number(value) else (name, value) for name, value in numbers)
+def _numbers(table: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a nested table by dotted names, shares in percent."""
+    numbers = {name: value for name, value in flat(table) if isinstance(value, int | float)}
+    return dict(percent(name, value) for name, value in numbers.items() if not isinstance(value, bool))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _spent(one: RoundRecord) -> Spent:
-    known = one.bytes_down is not None and one.bytes_up is not None
-    return Spent((one.bytes_down or 0) + (one.bytes_up or 0) if known else None, one.seconds, one.virtual_seconds)
-
-
-def _plus(left: Spent, right: Spent) -> Spent:
-    return Spent(
-        None if left.bytes is None or right.bytes is None else left.bytes + right.bytes,
-        _sum(left.seconds, right.seconds),
-        _sum(left.virtual_seconds, right.virtual_seconds),
-    )
-
-
-def _sum(left: float | None, right: float | None) -> float | None:
+def _plus(left: _Number | None, right: _Number | None) -> _Number | None:
     return None if left is None or right is None else left + right
-
-
-def _student(values: NDArray[np.float64]) -> tuple[float, float]:
-    from scipy.special import stdtrit  # noqa: PLC0415 (half a second to import, and one seed needs none)
-
-    n = len(values)
-    reach = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * float(values.std(ddof=1)) / n**0.5
-    return float(values.mean()) - reach, float(values.mean()) + reach
 
 
 def _bootstrap(values: NDArray[np.float64]) -> tuple[float, float]:

@@ -1,8 +1,7 @@
 """One self-contained HTML page on finished runs: tables, figures, privacy, data, failures, versions.
 
-Its tables and pictures need no script. Where there is one, it draws curves, final accuracies, targets, clients
-and confusion matrices from a block of JSON. Style and scripts are the files in ``web``: the page allows these alone, by
-their digests.
+Its tables and pictures need no script. The script draws curves, final accuracies, targets, clients and confusion
+matrices from a block of JSON. Style and scripts are the files in ``web``; the page allows no others, by digest.
 """
 
 import base64
@@ -18,37 +17,39 @@ from typing import Any, Final
 import numpy as np
 
 from fl_sim.privacy.terms import rounded_up
-from fl_sim.report.figures.curves import HEADINGS, OVER_TIME, curve, x_label
-from fl_sim.report.groups import Group, Panel
-from fl_sim.report.measures import LADDER, Spent, mean_and_deviation, spent_by
+from fl_sim.report.figures.curves import HEADINGS, MEASURES, OVER_TIME, curve, x_label
+from fl_sim.report.groups import Panel, SeedGroup, short_names
+from fl_sim.report.measures import LADDER, as_percent, mean_and_deviation, spent_by, spread
 from fl_sim.report.page_sections import (
     all_runs,
     bill,
     comparison,
     data_notes,
     failures,
+    groups_of,
     privacy,
     section,
+    summary,
     table_section,
+    title_of,
     to_target,
     versions,
 )
-from fl_sim.report.page_words import groups_of, percent, short_names, spent_beforehand, spread, summary, taken, title_of
 from fl_sim.report.picture import Picture
-from fl_sim.report.runs import Found, Run
+from fl_sim.report.runs import Found, SavedRun
 
 _WEB: Final = Path(__file__).parent / "web"
 _SCRIPTS: Final = ("elements.js", "scales.js", "curves.js", "rows.js", "confusion.js", "tables.js", "page.js")
-"""In this order; together they are one script."""
+"""In this order; joined they are one script."""
 
 _MOST_PAGE_BYTES: Final = 2_700_000
-"""Of a page with its pictures, which are left out where there is no room: it is to be sent, and to open at once."""
+"""Of a page with its pictures, so that it can be sent and opens at once. Pictures beyond this size are left out."""
 
 _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
-"""Points of all curves together, and of a curve at least: what is between them is not drawn."""
+"""Points of all curves together, and of each curve at least. Points in between are not drawn."""
 
 _MOST_CELLS: Final = 200_000
 """Cells of all confusion matrices together."""
@@ -67,10 +68,10 @@ def page(
 ) -> str:
     """Return the page as HTML. It refers to nothing outside itself.
 
-    ``costs``: what all runs together cost, in words. ``aim``: a test accuracy in [0, 1]; the page tells what it took.
+    ``costs``: the privacy cost of all runs together, in words. ``aim``: a test accuracy in [0, 1], whose cost is shown.
     """
     groups = groups_of(panels)
-    title, told = escape(title_of(panels)), escape(summary(groups))
+    title, description = escape(title_of(panels)), escape(summary(groups))
     style, script = _web()
     data = page_data(panels, aim)
     headings = dict.fromkeys(one.heading for one in pictures)
@@ -92,14 +93,14 @@ def page(
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="color-scheme" content="light dark"><meta name="description" content="{told}">'
+        f'<meta name="color-scheme" content="light dark"><meta name="description" content="{description}">'
         f"<title>{title}</title><style>{style}</style>"
     )
     body = "\n".join([*before, *figures, *after])
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n'
         '<a class="skip" href="#main">Skip to the results</a>\n'
-        f"<header><h1>{title}</h1><p>{told}</p></header>\n"
+        f"<header><h1>{title}</h1><p>{description}</p></header>\n"
         f'<main id="main">\n{body}\n</main>\n'
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{script}</script></body></html>\n"
@@ -109,28 +110,28 @@ def page(
 def page_data(panels: Sequence[Panel], target: float | None) -> str:
     """Return the data as JSON without a character that HTML could take for a tag. Accuracies are in percent.
 
-    ``target``: a further accuracy in [0, 1] beside those of ``LADDER``.
+    ``target``: an accuracy in [0, 1] in addition to those of ``LADDER``.
     """
-    methods = _Methods()
+    methods: list[dict[str, Any]] = []
     drawn = sum(len(one.drawn[0].rounds) for panel in panels for _, one in panel.lines)
     most = max(_FEWEST_POINTS, _MOST_POINTS // max(1, sum(len(panel.lines) for panel in panels)))
     steps = sorted({*LADDER, *(() if target is None else (target,))})
     matrices = _Matrices()
-    told = {
+    data = {
         "targets": [round(100 * step, 4) for step in steps],
         "aim": None if target is None else steps.index(target),
         "thinned": most if drawn > _MOST_POINTS else 0,
         "panels": [_panel(panel, steps, most, methods, matrices) for panel in panels],
-        "methods": methods.told,
+        "methods": methods,
         "untold": matrices.left_out,
     }
-    text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
 @cache
 def _web() -> tuple[str, str]:
-    """Return the style and the script. The script sees nothing of other pages and leaves no name behind."""
+    """Return the style and the script, which defines no global name."""
     style = (_WEB / "page.css").read_text(encoding="utf-8")
     parts = "\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return style, f'"use strict";\n(() => {{\n{parts}}})();\n'
@@ -141,7 +142,7 @@ def _digest(text: str) -> str:
 
 
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
-    """Return the names of the pictures that fit into ``room`` bytes; those that the script draws, too, come last."""
+    """Return the names of the pictures that fit into ``room`` bytes; those that the script also draws come last."""
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):
         size = 4 * len(picture.png) // 3
@@ -152,7 +153,7 @@ def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
 
 
 def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
-    """Return a section of pictures; what has no room on the page is told by the name of its file."""
+    """Return a section of pictures; one without room on the page is replaced by the name of its file."""
     figures = []
     for picture in pictures:
         details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
@@ -168,33 +169,16 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
     return content.replace("<section>", '<section class="still">', 1) if heading in _DRAWN_BY_SCRIPT else content
 
 
-class _Methods:
-    """Numbers methods by their names, which are the same in all panels; ``told``: all of them."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
-
-    def number(self, name: str, label: str, *, is_bound: bool) -> int:
-        """Return the number of the method called ``name``, whose settings ``label`` tells; style -1: a bound's."""
-        for at, one in enumerate(self.told):
-            if (one["name"], one["bound"]) == (name, is_bound):
-                one["label"] = one["label"] if label in one["label"].split(" | ") else f"{one['label']} | {label}"
-                return at
-        style = -1 if is_bound else sum(not one["bound"] for one in self.told)
-        self.told.append({"name": name, "label": label, "bound": is_bound, "style": style})
-        return len(self.told) - 1
-
-
 class _Matrices:
-    """Adds confusion matrices over seeds, as long as there is room; ``left_out`` counts those without."""
+    """Adds confusion matrices over seeds until the page is full; ``left_out`` counts the others."""
 
     def __init__(self) -> None:
         self._room = _MOST_CELLS
         self.left_out = 0
 
-    def summed(self, runs: Iterable[Run]) -> list[list[int]]:
-        """Return the sum of the runs' matrices that are as large as the first; empty where there is none."""
-        found = [run.outcome.measures.confusion for run in runs if run.outcome and run.outcome.measures.confusion]
+    def summed(self, runs: Iterable[SavedRun]) -> list[list[int]]:
+        """Return the sum of the runs' matrices that are as large as the first; empty without any."""
+        found = [run.result.measures.confusion for run in runs if run.result and run.result.measures.confusion]
         if not found:
             return []
         if len(found[0]) ** 2 > self._room:
@@ -205,68 +189,70 @@ class _Matrices:
         return [[int(count) for count in row] for row in total]
 
 
-def _panel(panel: Panel, steps: Sequence[float], most: int, methods: _Methods, matrices: _Matrices) -> dict[str, Any]:
+def _number(methods: list[dict[str, Any]], name: str, label: str, *, is_bound: bool) -> int:
+    """Return the number of the method called ``name`` in ``methods``, and add its settings from ``label``."""
+    for at, one in enumerate(methods):
+        if (one["name"], one["bound"]) == (name, is_bound):
+            one["label"] = one["label"] if label in one["label"].split(" | ") else f"{one['label']} | {label}"
+            return at
+    style = -1 if is_bound else sum(not one["bound"] for one in methods)
+    methods.append({"name": name, "label": label, "bound": is_bound, "style": style})
+    return len(methods) - 1
+
+
+def _panel(
+    panel: Panel, steps: Sequence[float], most: int, methods: list[dict[str, Any]], matrices: _Matrices
+) -> dict[str, Any]:
     names = short_names(label for label, _ in panel.lines)
-    numbers = [methods.number(names[label], label, is_bound=one.is_bound) for label, one in panel.lines]
+    numbers = [_number(methods, names[label], label, is_bound=one.is_bound) for label, one in panel.lines]
     lines = [
-        {"method": at, **_line(label, one, steps, most, matrices)}
-        for at, (label, one) in zip(numbers, panel.lines, strict=True)
+        {"method": at, **_line(one, steps, most, matrices)} for at, (_, one) in zip(numbers, panel.lines, strict=True)
     ]
     return {"title": panel.title, "note": panel.note, "x": x_label(panel), "lines": lines}
 
 
-def _line(label: str, one: Group, steps: Sequence[float], most: int, matrices: _Matrices) -> dict[str, Any]:
-    done = [run.outcome for run in one.finished if run.outcome]
+def _line(one: SeedGroup, steps: Sequence[float], most: int, matrices: _Matrices) -> dict[str, Any]:
+    done = [run.result for run in one.finished if run.result]
     return {
         "seeds": len(one.drawn),
         "finished": bool(one.finished),
-        "final": _accuracy([outcome.final_accuracy for outcome in done]),
-        "best": _accuracy([outcome.best_accuracy for outcome in done]),
-        "reached": [_reached(label, one, step) for step in steps],
+        "final": _accuracy([result.final_accuracy for result in done]),
+        "best": _accuracy([result.best_accuracy for result in done]),
+        "reached": [_reached(one, step) for step in steps],
         "clients": _clients(one),
         "confusion": matrices.summed(one.finished),
         **_curve(one, most),
     }
 
 
-def _curve(one: Group, most: int) -> dict[str, Any]:
-    """Return mean and deviation in each round, and what stands on the other horizontal axes; null: not known."""
-    accuracy, loss = curve(one, "accuracy"), curve(one, "loss")
-    rounds = _thinned(sorted({*accuracy.rounds, *loss.rounds}), most)
-    measures = {
-        name: {
+def _curve(one: SeedGroup, most: int) -> dict[str, Any]:
+    """Return mean and deviation in each round, and the values of the other horizontal axes; null: unknown."""
+    curves = {name: curve(one, name) for name in MEASURES}
+    rounds = sorted({number for drawn in curves.values() for number in drawn.rounds})
+    if len(rounds) > most:
+        steps = sorted({round(step * (len(rounds) - 1) / (most - 1)) for step in range(most)})
+        rounds = [rounds[at] for at in steps]
+    measures: dict[str, Any] = {}
+    for name, drawn in curves.items():
+        mean, deviation = (dict(zip(drawn.rounds, some, strict=True)) for some in (drawn.mean, drawn.deviation))
+        measures[name] = {
             "mean": [_short(mean.get(number)) for number in rounds],
             "deviation": [_short(deviation.get(number)) for number in rounds] if len(one.drawn) > 1 else [],
         }
-        for name, mean, deviation in (
-            ("accuracy", dict(zip(accuracy.rounds, accuracy.mean, strict=True)),
-             dict(zip(accuracy.rounds, accuracy.deviation, strict=True))),
-            ("loss", dict(zip(loss.rounds, loss.mean, strict=True)),
-             dict(zip(loss.rounds, loss.deviation, strict=True))),
-        )
-    }  # fmt: skip
-    spent = [_spent(run) for run in one.drawn]
+    spent = [
+        {record.round: own for record, own in zip(run.rounds, spent_by(run.rounds, run.spent_beforehand), strict=True)}
+        for run in one.drawn
+    ]
     epsilons = [{record.round: record.epsilon for record in run.rounds} for run in one.drawn]
+    virtual = [_mean(seed[number].virtual_seconds for seed in spent) for number in rounds]
     return {
         "round": rounds,
         "mb": [_mean(_megabytes(seed[number].bytes) for seed in spent) for number in rounds],
         "seconds": [_mean(seed[number].seconds for seed in spent) for number in rounds],
         "epsilon": [_largest(seed[number] for seed in epsilons) for number in rounds],
-        **_where_known("virtual_seconds", [_mean(seed[number].virtual_seconds for seed in spent) for number in rounds]),
+        **({"virtual_seconds": virtual} if any(value is not None for value in virtual) else {}),
         **measures,
     }
-
-
-def _where_known(name: str, values: list[float | None]) -> dict[str, Any]:
-    """Return what most runs have nothing of, where there is something."""
-    return {name: values} if any(value is not None for value in values) else {}
-
-
-def _spent(run: Run) -> dict[int, Spent]:
-    """Return {round: what was spent by its end}."""
-    beforehand = spent_beforehand(run.outcome) if run.outcome else Spent()
-    told = spent_by(run.rounds, beforehand)
-    return {record.round: spent for record, spent in zip(run.rounds, told, strict=True)}
 
 
 def _megabytes(count: int | None) -> float | None:
@@ -274,26 +260,26 @@ def _megabytes(count: int | None) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    told = [value for value in known if value is not None]
-    return _short(sum(told) / len(told)) if len(told) == len(known) else None
+    """Return the mean, None if a value is unknown."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return _short(sum(known) / len(known)) if len(known) == len(every) else None
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest epsilon, rounded up, None where one seed tells none."""
-    known = list(values)
-    told = [value for value in known if value is not None]
-    largest = float(rounded_up(max(told))) if told and len(told) == len(known) else math.inf
+    """Return the largest epsilon, rounded up, None if one is unknown."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    largest = float(rounded_up(max(known))) if known and len(known) == len(every) else math.inf
     return largest if math.isfinite(largest) else None
 
 
-def _reached(label: str, one: Group, step: float) -> dict[str, Any]:
-    (found,) = taken({"": [(label, one)]}, step)
-    there = found.reached
+def _reached(one: SeedGroup, step: float) -> dict[str, Any]:
+    there = one.reached(step)
     virtual = _spread([run.virtual_seconds for run in there], 2)
     return {
         "there": len(there),
-        "of": found.runs,
+        "of": len(one.finished),
         "round": _spread([float(run.round) for run in there], 2),
         "mb": _spread([_megabytes(run.bytes) for run in there], 2),
         "seconds": _spread([run.seconds for run in there], 2),
@@ -301,10 +287,10 @@ def _reached(label: str, one: Group, step: float) -> dict[str, Any]:
     }
 
 
-def _clients(one: Group) -> dict[str, Any] | None:
-    """Return the means over the seeds of what is said of clients' accuracies; None where nothing is."""
-    told = [run.outcome.measures for run in one.finished if run.outcome]
-    known = [own for own in told if own.client_accuracy is not None and own.client_worst_tenth is not None]
+def _clients(one: SeedGroup) -> dict[str, Any] | None:
+    """Return the means of the client accuracies over the seeds; None without any."""
+    measures = [run.result.measures for run in one.finished if run.result]
+    known = [own for own in measures if own.client_accuracy is not None and own.client_worst_tenth is not None]
     if not known:
         return None
     lengths = {len(own.client_quantiles) for own in known}
@@ -317,23 +303,17 @@ def _clients(one: Group) -> dict[str, Any] | None:
 
 
 def _accuracy(values: Sequence[float | None]) -> list[float | str | None]:
-    """Return mean and deviation in percent, and how tables write them."""
-    told = [percent(value) for value in values]
-    return [*_spread(told, 4), spread(told)]
+    """Return mean and deviation in percent, and both as text."""
+    shares = [as_percent(value) for value in values]
+    return [*_spread(shares, 4), spread(shares)]
 
 
 def _spread(values: Iterable[float | None], digits: int) -> list[float | None]:
-    """Return mean and sample standard deviation, None where there is none."""
+    """Return mean and sample standard deviation, None with too few values."""
     found = mean_and_deviation([value for value in values if value is not None and abs(value) < _LARGEST])
     return [None if value is None else round(value, digits) for value in found]
 
 
-def _thinned(rounds: Sequence[int], most: int) -> list[int]:
-    if len(rounds) <= most:
-        return list(rounds)
-    return [rounds[at] for at in sorted({round(step * (len(rounds) - 1) / (most - 1)) for step in range(most)})]
-
-
 def _short(value: float | None) -> float | None:
-    """Return ``value`` with five digits, which is more than anybody sees."""
+    """Return ``value`` with five digits, more than a figure can show."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

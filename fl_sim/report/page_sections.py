@@ -1,45 +1,129 @@
 """The sections of a report's page that are text and tables: failures, comparison, privacy, all runs.
 
-What all rows of a table share is said once, below it.
+Facts that all rows of a table share are stated once, below it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import TypeAlias
 
-from fl_sim.report.files import Outcome
-from fl_sim.report.groups import Group, Panel, parameters
-from fl_sim.report.page_words import (
-    HEADS,
-    Groups,
-    further_settings,
-    how_picked,
-    percent,
-    privacy_in_short,
-    privacy_in_words,
-    runs_of,
-    short_names,
-    spread,
-    taken,
-)
-from fl_sim.report.runs import Found, Run
+from fl_sim.report.groups import Panel, SeedGroup, further_settings, parameters, short_names
+from fl_sim.report.measures import Reached, as_percent, spread
+from fl_sim.report.runs import Found, SavedRun
 from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
+
+Groups: TypeAlias = Mapping[str, Sequence[tuple[str, SeedGroup]]]
+"""{data and split: [(label, group)]}, each group once."""
+
+NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
 _LONGEST_NOTE = 60
 
+_PICKED = {
+    "test": "picked on the test set and so optimistic",
+    "validation": "picked on records held out for validation",
+    "last": "the last, which alone was tested",
+    "nothing": "nothing was measured",
+}
+
 _BILL = (
-    "Whoever sees all of these runs sees all of their releases, so whoever's records they are about pays for each of "
-    "them: every epsilon and every seed. A release that several runs use is paid for once. Both figures hold; deltas "
-    "add up with the plain sum."
+    "An observer of all of these runs sees all of their releases, so each of them costs privacy: every epsilon and "
+    "every seed. A release that several runs use costs once. Both figures hold; deltas add up with the plain sum."
 )
 
-_NUMBERS = ("Final %", "Best %", "Seconds", "of them training")
+
+def groups_of(panels: Iterable[Panel]) -> Groups:
+    """Return the groups of ``panels``; the upper bound, which is in several, once."""
+    seen: set[int] = set()
+    groups: dict[str, list[tuple[str, SeedGroup]]] = {}
+    for panel in panels:
+        for label, one in panel.lines:
+            if id(one) not in seen:
+                seen.add(id(one))
+                groups.setdefault(f"{one.data}, {one.partition}", []).append((label, one))
+    return groups
+
+
+def runs_of(groups: Groups) -> list[SavedRun]:
+    """Return all runs."""
+    return [run for some in groups.values() for _, one in some for run in one.runs]
+
+
+def title_of(panels: Sequence[Panel]) -> str:
+    """Return the title of the page: methods, data and splits."""
+    names = list(dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound))
+    bound = any(one.is_bound for panel in panels for _, one in panel.lines)
+    splits: dict[str, list[str]] = {}
+    for panel in panels:
+        splits.setdefault(panel.data, []).append(panel.partition)
+    where = "; ".join(f"{data} ({', '.join(dict.fromkeys(some))})" for data, some in splits.items())
+    kinds = list(dict.fromkeys(one.method for panel in panels for _, one in panel.lines if not one.is_bound))
+    if len(names) <= 3:
+        methods = ", ".join(names)
+    else:
+        methods = f"{len(kinds)} methods" if len(kinds) > 1 else f"{kinds[0]} with {len(names)} settings"
+    methods = f"{methods} and Centralized" if names and bound else methods or "Centralized"
+    return f"{methods} on {where}"
+
+
+def summary(groups: Groups) -> str:
+    """Return the number of runs and their common settings."""
+    runs = runs_of(groups)
+    federated = [run for run in runs if run.config.algorithm.kind != "centralized"] or runs
+    done = sum(run.status == "finished" for run in runs)
+    facts: dict[str, Sequence[int] | Sequence[str]] = {
+        "clients": sorted({run.config.clients for run in federated}),
+        "rounds": sorted({run.config.rounds for run in runs}),
+        "model": sorted({run.config.model for run in runs}),
+        "seeds": sorted({run.config.seed for run in runs}),
+    }
+    words = (f"{name} {', '.join(map(str, values))}" for name, values in facts.items())
+    return f"{len(runs)} runs, {done} finished; {'; '.join(words)}."
 
 
 @dataclass(frozen=True)
-class Cell:
+class TargetRow:
+    """The costs of reaching a target for a line with ``runs`` finished runs; ``reached``: those of them that did."""
+
+    method: str
+    where: str
+    runs: int
+    reached: tuple[Reached, ...]
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Return {head of a column: mean and deviation over the runs in ``reached``}, and the number of these."""
+        return {
+            "Rounds": spread(one.round for one in self.reached),
+            "MB": spread((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
+            "Seconds": spread(one.seconds for one in self.reached),
+            "Virtual seconds": spread(one.virtual_seconds for one in self.reached),
+            "Runs that got there": f"{len(self.reached)} of {self.runs}",
+        }
+
+    @property
+    def in_words(self) -> str:
+        """Return the row as a line of text."""
+        rounds, megabytes, seconds, virtual, count = self.cells.values()
+        costs = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
+        costs += f", virtual seconds {virtual}" if virtual != "-" else ""
+        return f"{self.method} on {self.where}: {costs} ({count} runs got there)"
+
+
+def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
+    """Return the costs of a test accuracy of at least ``accuracy``, in [0, 1], for every line of ``groups``."""
+    return [
+        TargetRow(label, where, len(one.finished), tuple(one.reached(accuracy)))
+        for where, some in groups.items()
+        for label, one in some
+    ]
+
+
+@dataclass(frozen=True)
+class HtmlCell:
     """A table's cell. ``note``: a line below it, in small letters. ``kind``: n (a number), k (one line) or path."""
 
     text: str
@@ -55,44 +139,44 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column: its head, and a cell for each row. ``common``: what it is called where all cells say the same.
+class HtmlColumn:
+    """A column: its head, and a cell for each row. ``common``: its name in the line below, if all cells are equal.
 
-    ``is_split``: it tells how records are split, of which an upper bound has none.
+    ``is_split``: the column describes the split, which an upper bound does not have.
     """
 
     head: str
-    cells: Sequence[Cell]
+    cells: Sequence[HtmlCell]
     common: str = ""
     is_split: bool = False
 
 
-def columns_table(columns: Sequence[Column], bounds: Sequence[bool]) -> str:
-    """Return the columns as a table, and below it in a line what is the same in all rows, which has no column.
+def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
+    """Return the columns as a table. Columns with equal cells become a line below it.
 
-    ``bounds``: for each row whether it is an upper bound.
+    ``bounds``: for each row True for an upper bound.
     """
-    shown, told = [], []
+    shown, common = [], []
     for column in columns:
         is_left_out = [is_bound and column.is_split for is_bound in bounds]
         cells = [cell for cell, without in zip(column.cells, is_left_out, strict=True) if not without]
         same = len({(cell.text, cell.note) for cell in cells}) == 1
         if column.common and same and len(column.cells) > 1:
             but = " (but for the upper bound)" if column.is_split and any(bounds) else ""
-            told.append(f"{column.common} {cells[0].text}{but}")
+            common.append(f"{column.common} {cells[0].text}{but}")
         else:
             shown.append(column)
     rows = [
         f"{_start(is_bound=is_bound)}{''.join(cell.html for cell in cells)}</tr>"
         for is_bound, *cells in zip(bounds, *(column.cells for column in shown), strict=True)
     ]
-    heads = "".join(_head(column.head, column.cells[0].kind if column.cells else "") for column in shown)
-    below = f'<p class="small common">In all rows: {escape("; ".join(told))}.</p>' if told else ""
+    heads = "".join(_head(column.head, column.cells[0].kind) for column in shown)
+    below = f'<p class="small common">In all rows: {escape("; ".join(common))}.</p>' if common else ""
     return f"{_table(f'<tr>{heads}</tr>', ''.join(rows))}{below}"
 
 
 def table_section(place: Path, table: Table) -> str:
-    """Return a table that was found at ``place``, what it tells besides accuracies, and its caption."""
+    """Return the table at ``place``, its further tables and its caption."""
     heads = "".join(f'<th scope="colgroup" colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
     measures = "".join(_head(measure, "n") for _ in table.columns for measure in MEASURES)
     rows = "".join(_row(row, cells, is_bound=row in table.upper_bounds) for row, cells in texts(table))
@@ -111,13 +195,13 @@ def section(heading: str, content: str) -> str:
 
 
 def data_notes(panels: Sequence[Panel]) -> list[str]:
-    """Return what the data stand in for."""
-    told = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
-    return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in told]
+    """Return the notes on stand-in data."""
+    notes = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
+    return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in notes]
 
 
 def failures(found: Found, groups: Groups) -> list[str]:
-    """Return what is not in the report as it should be, with the reasons."""
+    """Return the runs and tables that are missing or incomplete, with the reasons."""
     lines = [
         (f"{run.status}: {label}, {where}, seed {run.config.seed}", run.error, run.path)
         for where, some in groups.items()
@@ -126,11 +210,11 @@ def failures(found: Found, groups: Groups) -> list[str]:
         if run.status != "finished"
     ]
     lines += [("", problem.error, problem.path) for problem in found.problems]
-    told = {path for *_, path in lines}
+    listed = {path for *_, path in lines}
     for place, table in found.tables.items():
         for one in table.results:
-            if one.status != "finished" and (path := place / one.directory) not in told:
-                told.add(path)  # the upper bound stands in several columns
+            if one.status != "finished" and (path := place / one.directory) not in listed:
+                listed.add(path)  # the upper bound is in several columns
                 lines.append((f"{one.status}: {one.row}, {one.column}, seed {one.seed}", one.error, path))
     if not lines:
         return []
@@ -144,66 +228,62 @@ def failures(found: Found, groups: Groups) -> list[str]:
 
 def comparison(groups: Groups) -> str:
     """Return a row for each method, data set and split."""
-    named = {place: short_names(label for label, _ in some) for place, some in groups.items()}
-    methods = [
-        Cell(named[place][label], further_settings(label, named[place][label], parameters(one)))
-        for place, some in groups.items()
-        for label, one in some
-    ]
-    lines = [line for some in groups.values() for line in some]
-    first = [one.runs[0] for _, one in lines]
-    done = [[run.outcome for run in one.finished if run.outcome] for _, one in lines]
+    methods = []
+    for some in groups.values():
+        names = short_names(label for label, _ in some)
+        notes = [further_settings(label, names[label], parameters(one)) for label, one in some]
+        methods += [HtmlCell(names[label], note) for (label, _), note in zip(some, notes, strict=True)]
+    every = [one for some in groups.values() for _, one in some]
+    first = [one.runs[0] for one in every]
+    done = [[run.result for run in one.finished if run.result] for one in every]
+    virtual = [spread(own.virtual_seconds for own in some) for some in done]
+    data = ["see the data note above" if one.note else "" for one in every]
+    privacy = [", ".join(dict.fromkeys(run.privacy_in_short for run in one.runs)) for one in every]
     columns = [
-        Column("Method", methods),
-        Column("Data", [Cell(one.data, "see the data note above" if one.note else "") for _, one in lines], "data"),
-        Column("Partition", [Cell(one.partition, kind="k") for _, one in lines], "partition", is_split=True),
-        Column("Clients", [Cell(str(run.config.clients), kind="k") for run in first], "clients", is_split=True),
-        Column("Model", [Cell(run.config.model, kind="k") for run in first], "model"),
-        Column("Seeds", [Cell(", ".join(str(run.config.seed) for run in one.runs)) for _, one in lines], "seeds"),
-        Column("Final %", [Cell(spread(percent(own.final_accuracy) for own in some), kind="n") for some in done]),
-        Column("Best %", [Cell(spread(percent(own.best_accuracy) for own in some), kind="n") for some in done]),
-        Column("Seconds", [Cell(spread(own.seconds.total for own in some), kind="n") for some in done]),
-        *_virtual_time(done),
-        Column(
-            "Privacy (limits: below)",
-            [Cell(", ".join(dict.fromkeys(privacy_in_short(run) for run in one.runs))) for _, one in lines],
-            "privacy (limits: below)",
-        ),
-        Column("Status", [Cell(_status(one)) for _, one in lines], "status"),
+        HtmlColumn("Method", methods),
+        HtmlColumn("Data", [HtmlCell(one.data, note) for one, note in zip(every, data, strict=True)], "data"),
+        _column("Partition", [one.partition for one in every], "k", "partition", is_split=True),
+        _column("Clients", [run.config.clients for run in first], "k", "clients", is_split=True),
+        _column("Model", [run.config.model for run in first], "k", "model"),
+        _column("Seeds", [", ".join(str(run.config.seed) for run in one.runs) for one in every], "", "seeds"),
+        _column("Final %", [spread(as_percent(own.final_accuracy) for own in some) for some in done], "n"),
+        _column("Best %", [spread(as_percent(own.best_accuracy) for own in some) for some in done], "n"),
+        _column("Seconds", [spread(own.seconds.total for own in some) for some in done], "n"),
+        *([_column("Virtual seconds", virtual, "n")] if set(virtual) != {"-"} else []),
+        _column("Privacy (limits: below)", privacy, "", "privacy (limits: below)"),
+        _column("Status", [_status(one) for one in every], "", "status"),
     ]
+    chosen = dict.fromkeys(run.result.best_chosen_on for run in runs_of(groups) if run.result)
     return section(
         "Comparison",
-        f"{columns_table(columns, [one.is_bound for _, one in lines])}"
-        f'<p class="small">Test accuracy after the last round, and in the best evaluated round ({how_picked(groups)}); '
-        "wall-clock seconds of a run, and those of the virtual clock where there is one. Mean ± sample standard "
-        "deviation over the finished seeds.</p>",
+        f"{columns_table(columns, [one.is_bound for one in every])}"
+        '<p class="small">Test accuracy after the last round, and in the best evaluated round '
+        f"({' or '.join(_PICKED[how] for how in chosen)}); wall-clock seconds of a run, and virtual seconds of "
+        "simulated devices if there are any. Mean ± sample standard deviation over the finished seeds.</p>",
     )
 
 
 def to_target(groups: Groups, target: float) -> str:
-    """Return what runs took to a test accuracy of ``target``, in [0, 1]."""
-    rows = taken(groups, target)
-    cells = list(zip(*(one.cells for one in rows), strict=True))
+    """Return the costs of a test accuracy of ``target``, in [0, 1]."""
+    rows = target_rows(groups, target)
+    cells = [one.cells for one in rows]
+    heads = [head for head in cells[0] if head != "Virtual seconds" or {own[head] for own in cells} != {"-"}]
     columns = [
-        Column("Method", [Cell(one.method) for one in rows]),
-        Column("Data", [Cell(one.where) for one in rows], "data"),
-        *(
-            Column(head, [Cell(text, kind="n") for text in some])
-            for head, some in zip(HEADS, cells, strict=True)
-            if head != "Virtual seconds" or set(some) != {"-"}
-        ),
+        _column("Method", [one.method for one in rows]),
+        _column("Data", [one.where for one in rows], "", "data"),
+        *(_column(head, [own[head] for own in cells], "n") for head in heads),
     ]
     return section(
         f"To a test accuracy of {100 * target:g} %",
         f"{columns_table(columns, [False] * len(rows))}"
-        '<p class="small">Up to the first evaluated round with that accuracy, and with what was done before the first '
+        '<p class="small">Until the first evaluated round with that accuracy, including everything before the first '
         "round; MB: a million bytes of arrays to and from all clients. Mean ± sample standard deviation over the "
         "finished runs that got there.</p>",
     )
 
 
 def privacy(groups: Groups) -> str:
-    """Return every different promise, and which runs give it."""
+    """Return the distinct privacy statements, each with its runs."""
     who: dict[str, list[str]] = {}
     for where, some in groups.items():
         for label, one in some:
@@ -213,17 +293,26 @@ def privacy(groups: Groups) -> str:
     for words, runs in who.items():
         names = escape("; ".join(runs))
         if len(who) == 1:
-            told = f"All {len(runs)} runs" if len(runs) > 1 else "The run"
-        else:
-            told = names if len(runs) <= 4 else f"<details><summary>{len(runs)} runs</summary>{names}</details>"
-        items.append(f'<li>{escape(words)} <span class="small">{told}</span></li>')
+            names = f"All {len(runs)} runs" if len(runs) > 1 else "The run"
+        elif len(runs) > 4:
+            names = f"<details><summary>{len(runs)} runs</summary>{names}</details>"
+        items.append(f'<li>{escape(words)} <span class="small">{names}</span></li>')
     return section("Privacy", f"<ul>{''.join(items)}</ul>")
 
 
+def privacy_in_words(run: SavedRun) -> str:
+    """Return the privacy statements of a run. An epsilon of zero is never claimed."""
+    if run.result is None:
+        return "Privacy not stated: the run has no result"
+    statements = [f"{one.promise} {one.limits if one.protects else ''}".strip() for one in run.result.privacy]
+    return " ".join(statements) or NO_GUARANTEE
+
+
 def bill(lines: Sequence[str]) -> list[str]:
-    """Return what all runs together cost."""
-    told = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return [section("What all of this costs together", f'{told}<p class="small">{_BILL}</p>')] if lines else []
+    """Return the privacy cost of all runs together."""
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    content = f'{paragraphs}<p class="small">{_BILL}</p>'
+    return [section("Privacy cost of all runs together", content)] if lines else []
 
 
 def all_runs(groups: Groups) -> str:
@@ -236,39 +325,49 @@ def all_runs(groups: Groups) -> str:
         for run in one.runs
     ]
     runs = [run for _, run in lines]
+    results = [run.result for run in runs]
     above = _above([run.path for run in runs])
+    final = [spread([as_percent(own.final_accuracy)], digits=2) if own else "-" for own in results]
+    best = [spread([as_percent(own.best_accuracy)], digits=2) if own else "-" for own in results]
     columns = [
-        Column("Run", [Cell(label) for label, _ in lines]),
-        Column("Seed", [Cell(str(run.config.seed)) for run in runs]),
-        Column("Engine", [Cell(run.outcome.engine if run.outcome else "-") for run in runs], "engine"),
-        Column("Rounds", [Cell(f"{len(run.rounds)} of {run.config.rounds}", kind="n") for run in runs], "rounds"),
-        *(Column(head, [_number(run, place) for run in runs]) for place, head in enumerate(_NUMBERS)),
-        Column("Status", [Cell(run.status) for run in runs], "status"),
-        Column(
-            "Directory",
-            [Cell(str(run.path.relative_to(above) if above else run.path), kind="small path") for run in runs],
-        ),
+        _column("Run", [label for label, _ in lines]),
+        _column("Seed", [run.config.seed for run in runs]),
+        _column("Engine", [own.engine if own else "-" for own in results], "", "engine"),
+        _column("Rounds", [f"{len(run.rounds)} of {run.config.rounds}" for run in runs], "n", "rounds"),
+        _column("Final %", final, "n"),
+        _column("Best %", best, "n"),
+        _column("Seconds", [spread([own.seconds.total]) if own else "-" for own in results], "n"),
+        _column("of them training", [spread([own.seconds.train]) if own else "-" for own in results], "n"),
+        _column("Status", [run.status for run in runs], "", "status"),
+        _column("Directory", [run.path.relative_to(above) if above else run.path for run in runs], "small path"),
     ]
-    told = f'<p class="small path">Directories are below {escape(str(above))}.</p>' if above else ""
+    note = f'<p class="small path">Directories are below {escape(str(above))}.</p>' if above else ""
     table = columns_table(columns, [False] * len(runs))
-    return section("Runs", f"<details><summary>All {len(runs)} runs</summary>{table}{told}</details>")
+    return section("Runs", f"<details><summary>All {len(runs)} runs</summary>{table}{note}</details>")
 
 
 def versions(groups: Groups) -> str:
-    """Return what the runs were made with."""
-    told: dict[str, int] = {}
-    for run in runs_of(groups):
-        if run.outcome:
-            words = ", ".join(f"{name} {version}" for name, version in run.outcome.versions.items())
-            told[words] = told.get(words, 0) + 1
-    lines = [words if len(told) == 1 else f"{words} ({number} runs)" for words, number in told.items()]
-    said = "<br>".join(map(escape, lines)) or "not recorded: no run has a result"
-    return section("Versions", f"<p>{said}</p>")
+    """Return the versions of the software behind the runs."""
+    words = [
+        ", ".join(f"{name} {version}" for name, version in run.result.versions.items())
+        for run in runs_of(groups)
+        if run.result
+    ]
+    counts = {one: words.count(one) for one in words}
+    lines = [one if len(counts) == 1 else f"{one} ({number} runs)" for one, number in counts.items()]
+    content = "<br>".join(map(escape, lines)) or "not recorded: no run has a result"
+    return section("Versions", f"<p>{content}</p>")
+
+
+def _column(
+    head: str, cells: Sequence[object], kind: str = "", common: str = "", *, is_split: bool = False
+) -> HtmlColumn:
+    return HtmlColumn(head, [HtmlCell(str(cell), kind=kind) for cell in cells], common, is_split)
 
 
 def _row(row: str, cells: Sequence[tuple[str, bool]], *, is_bound: bool) -> str:
-    shown = "".join(Cell(text, kind="n", best=best).html for text, best in cells)
-    return f"{_start(is_bound=is_bound)}{Cell(row).html}{shown}</tr>"
+    shown = "".join(HtmlCell(text, kind="n", best=best).html for text, best in cells)
+    return f"{_start(is_bound=is_bound)}{HtmlCell(row).html}{shown}</tr>"
 
 
 def _grid(grid: Grid) -> str:
@@ -303,29 +402,14 @@ def _note(note: str) -> str:
     return f'<details class="small"><summary>settings</summary>{escape(note)}</details>'
 
 
-def _virtual_time(done: Sequence[Sequence[Outcome]]) -> list[Column]:
-    """Return a column of virtual seconds, none where no run has any."""
-    if all(own.virtual_seconds is None for some in done for own in some):
-        return []
-    return [Column("Virtual seconds", [Cell(spread(own.virtual_seconds for own in some), kind="n") for some in done])]
-
-
-def _status(one: Group) -> str:
+def _status(one: SeedGroup) -> str:
     states = dict.fromkeys(run.status for run in one.runs)
     count = {state: sum(run.status == state for run in one.runs) for state in states}
     return "finished" if list(states) == ["finished"] else ", ".join(f"{n} {state}" for state, n in count.items())
 
 
-def _number(run: Run, place: int) -> Cell:
-    done = run.outcome
-    if done is None:
-        return Cell("-", kind="n")
-    values = (percent(done.final_accuracy), percent(done.best_accuracy), done.seconds.total, done.seconds.train)
-    return Cell(spread([values[place]], digits=2 if place < 2 else 1), kind="n")
-
-
 def _above(paths: Sequence[Path]) -> Path | None:
-    """Return the folder that all of several paths lie in, None where there is none."""
+    """Return the common folder of several paths, None if there is none."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
     except ValueError:  # relative and absolute ones

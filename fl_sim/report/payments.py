@@ -1,4 +1,7 @@
-"""What a run found on disk released about its records, and what it paid for that: see ``fl_sim.privacy.bill``."""
+"""The privacy cost of runs found on disk, alone and together: see ``fl_sim.privacy.bill``.
+
+Imported lazily: the accountants load slowly.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,108 +11,112 @@ from typing import Any, Final
 from fl_sim.errors import RunError
 from fl_sim.names import called
 from fl_sim.privacy import events
-from fl_sim.privacy.bill import Bill, Counts, Paid, Payment, whole_run
+from fl_sim.privacy.bill import Bill, Counts, Paid, Payment, bills, whole_run
 from fl_sim.privacy.terms import Adjacency, rounded_up
-from fl_sim.report.files import Made
+from fl_sim.report.files import PrivacyStatement, StageResult
 from fl_sim.report.groups import split_of
-from fl_sim.report.release import Release
-from fl_sim.report.runs import Run
+from fl_sim.report.runs import Found, Problem, SavedRun
 
 _MOMENTS: Final = "moments-"
-"""How the identity begins of the moments of features that clients release after training."""
+"""Prefix of the identity of feature moments that clients release after training."""
 
 
-def paid_by(run: Run) -> tuple[Paid, str]:
-    """Return what ``run`` paid, and why that is not known; "" where it is, or where the run has no result."""
-    payments, problem = None, ""
-    try:
-        payments = payments_of(run)
-    except (RunError, KeyError, TypeError, ValueError) as error:
-        problem = f"its privacy statements are damaged: {error}"
-    clients = f"{split_of(run)}, {run.config.clients} clients"
-    content = run.outcome.records if run.outcome else ""
-    by_name = not content and ":" in run.config.data
-    return Paid(called(run.config.data), clients, payments, _is_bare(run), content, by_name), problem
+def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
+    """Return the bills of all runs in ``found``, shown or not, as JSON, and the runs with damaged statements.
 
-
-def payments_of(run: Run) -> tuple[Payment, ...] | None:
-    """Return what a run paid for, None where that is not known.
-
-    Raises RunError, KeyError, TypeError or ValueError where its statements are not as this program writes them.
+    A run with damaged statements is billed as one with unknown releases. Without any private run there is no bill.
+    Takes seconds.
     """
-    outcome = run.outcome
-    if outcome is None or (not outcome.privacy and not outcome.rounds and outcome.is_private):
-        return None
-    return _payments(outcome.privacy, outcome.preprocess)
+    if not found.has_statements:
+        return [], []
+    paid, problems = [], []
+    for run in found.read:
+        payments = None
+        try:
+            payments = payments_of(run)
+        except (RunError, KeyError, TypeError, ValueError) as error:
+            problems.append(Problem(run.path, f"its privacy statements are damaged: {error}"))
+        clients = f"{split_of(run)}, {run.config.clients} clients"
+        content = run.result.records if run.result else ""
+        by_name = not content and ":" in run.config.data
+        paid.append(Paid(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
+    # Contents with the keys of several machines cannot be compared.
+    if len({one.content.partition(":")[0] for one in paid if one.content}) > 1:
+        paid = [replace(one, by_name=one.by_name or ":" in one.data) for one in paid]
+    paid += [Paid("", "", None, bare=False)] * found.num_unread
+    return [bill.to_json() for bill in bills(paid)], problems
 
 
 def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the statements of a result with what the whole run costs their unit, where that is more than they say.
+    """Add the cost of the whole run to each statement of a result whose own cost is smaller.
 
-    ``made``: what the result says of what was done before the first round. Takes seconds: the PLD is computed here.
+    ``made``: the result's ``preprocess``. Takes seconds: the PLD is computed here.
     """
-    releases, preprocess = [Release.model_validate(one) for one in statements], Made.model_validate(made)
-    payments = _payments(releases, preprocess)
-    costs = {unit: whole_run(payments, unit) for unit in {one.unit for one in releases}}
-    return [
-        {**one, **_whole(costs[release.unit], release, payments)}
-        for one, release in zip(statements, releases, strict=True)
-    ]
+    checked = [PrivacyStatement.model_validate(one) for one in statements]
+    payments = _payments(checked, StageResult.model_validate(made))
+    costs = {unit: whole_run(payments, unit) for unit in {one.unit for one in checked}}
+    return [{**one, **_whole(costs[own.unit], own, payments)} for one, own in zip(statements, checked, strict=True)]
 
 
-def _whole(cost: Bill, release: Release, payments: Sequence[Payment]) -> dict[str, Any]:
-    own = (release.epsilon, release.delta or 0.0)
-    if release.epsilon is None or (cost.epsilon, cost.delta if cost.totals else own[1]) == own:
+def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment]) -> dict[str, Any]:
+    own = (statement.epsilon, statement.delta or 0.0)
+    is_own = (cost.epsilon, cost.delta if cost.totals else own[1]) == own
+    if statement.epsilon is None or cost.epsilon is None or is_own:
         return {"epsilon_whole_run": None, "delta_whole_run": None}
-    told = {"epsilon_whole_run": cost.epsilon, "delta_whole_run": None if cost.epsilon is None else cost.delta}
-    if cost.epsilon is None:
-        return told
-    carried = release.unit == "record" and any(one.unit == "client" and one.on_records for one in payments)
+    carried = statement.unit == "record" and any(one.unit == "client" and one.on_records for one in payments)
     why = (
         "The rounds are private per client, and so per record, at what they cost where a client's data are replaced by "
         "others: a record that changes leaves its client taking part. "
     )
-    said = (
-        f". {why if carried else ''}All that the run releases about a {release.unit} under a guarantee is together "
-        f"({rounded_up(cost.epsilon)}, {cost.delta:.4g})-differentially private"
+    guarantee = (
+        f"{statement.guarantee}. {why if carried else ''}All that the run releases about a {statement.unit} under a "
+        f"guarantee is together ({rounded_up(cost.epsilon)}, {cost.delta:.4g})-differentially private"
     )
-    return told | {"guarantee": f"{release.guarantee}{said}"}
+    return {"epsilon_whole_run": cost.epsilon, "delta_whole_run": cost.delta, "guarantee": guarantee}
 
 
-def _payments(releases: Sequence[Release], made: Made) -> tuple[Payment, ...]:
-    found = [_payment(release, made) for release in releases]
+def payments_of(run: SavedRun) -> tuple[Payment, ...] | None:
+    """Return the payments of a run, None where they are unknown.
+
+    Raises RunError, KeyError, TypeError or ValueError for statements that this program does not write.
+    """
+    result = run.result
+    if result is None or (not result.privacy and not result.rounds and result.is_private):
+        return None
+    return _payments(result.privacy, result.preprocess)
+
+
+def _payments(statements: Sequence[PrivacyStatement], made: StageResult) -> tuple[Payment, ...]:
+    found = [_payment(statement, made) for statement in statements]
     return tuple(replace(one, on_records=one.unit != "client" or made.train_on != "synthetic") for one in found)
 
 
-def _payment(release: Release, made: Made) -> Payment:
-    pool = made.pool if release.unit == "record" and not release.ledger.startswith(_MOMENTS) else ""
-    if pool:
-        charged = _charged_by_client(made)
-    elif release.planned_events is None or release.epsilon == release.budget:
-        charged = ()  # what holds is the budget, and no events say that
-    else:
-        charged = (_counted(release.planned_events),)
+def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
+    pool = made.pool if statement.unit == "record" and not statement.ledger.startswith(_MOMENTS) else ""
+    plan = () if statement.planned_events is None else (_counted(statement.planned_events),)
+    charged = _charged_by_client(made) if pool else plan
+    if not pool and statement.epsilon == statement.budget:  # the budget holds, and no events say that
+        charged = ()
     # A pool's file is named by its content. What PATE publishes about its labels ("ID, published") includes them.
-    identity = pool or release.ledger.partition(",")[0]
-    delta, adjacency = release.delta or 0.0, Adjacency(release.adjacency)
-    plan = () if release.planned_events is None else (_counted(release.planned_events),)
-    said = (release.unit, identity, release.epsilon, delta, adjacency, charged, release.simulation_only)
+    identity = pool or statement.ledger.partition(",")[0]
+    delta, adjacency = statement.delta or 0.0, Adjacency(statement.adjacency)
+    said = (statement.unit, identity, statement.epsilon, delta, adjacency, charged, statement.simulation_only)
     return Payment(*said, plan=plan)
 
 
-def _charged_by_client(made: Made) -> tuple[Counts, ...]:
-    """Return what the clients of a pool paid, each different bill once; nothing where no client released any."""
+def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
+    """Return the charges of a pool's clients, each distinct one once; nothing if no client released any."""
     shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):
         return ()
-    told: dict[str, Counts] = {}
+    distinct: dict[str, Counts] = {}
     for facts in (share.facts for share in shares if share.facts):
         listed = [
             {"event": facts["labels"], "times": 1},
             {"event": facts["generator"], "times": facts["generator_steps"]},
         ]
-        told.setdefault(repr(listed), _counted(listed))
-    return tuple(told.values()) or (Counter(),)
+        distinct.setdefault(repr(listed), _counted(listed))
+    return tuple(distinct.values()) or (Counter(),)
 
 
 def _counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
@@ -123,14 +130,14 @@ def _counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
     return counts
 
 
-def _is_bare(run: Run) -> bool:
-    """Return whether a run released anything about its records without a guarantee."""
-    outcome = run.outcome
-    if outcome is None:
+def _is_bare(run: SavedRun) -> bool:
+    """Return True if a run released anything about its records without a guarantee."""
+    result = run.result
+    if result is None:
         return False
-    if any(release.epsilon is None for release in outcome.privacy):
+    if any(statement.epsilon is None for statement in result.privacy):
         return True
-    if run.voted or "client" in {release.unit for release in outcome.privacy}:
+    if run.voted or "client" in {statement.unit for statement in result.privacy}:
         return False
     on_raw_records = run.config.preprocess.kind == "none" or run.settings["preprocess"].get("train_on") != "synthetic"
-    return on_raw_records and outcome.rounds > 0
+    return on_raw_records and result.rounds > 0

@@ -1,7 +1,8 @@
-"""Runs and tables found again on disk: every file is checked, a damaged one is named and costs no other."""
+"""Runs and tables read from disk. Every file is checked; a damaged one is named and stops no other."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -11,29 +12,31 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
-from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json
+from fl_sim.report.files import CellFile, ResultFile, RunConfig, TableFile, read_json
+from fl_sim.report.measures import Spent
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import VERSION
 from fl_sim.settings import read_table
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_identity, read_rounds
 
 TABLE, TUNING = "table.json", "tuning"
+WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
 _DEEPEST = 6
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run directory. ``settings``: all of ``config.toml``; ``outcome`` None: there is no ``result.json``.
+class SavedRun:
+    """A run directory. ``settings``: all of ``config.toml``; ``result`` None: there is no ``result.json``.
 
-    ``row`` and ``column``: what a table above it calls its method and its split, where there is one and it stands in
-    one place of it. ``identity``: of records and code that are the user's own, as far as the run tells.
+    ``row`` and ``column``: the names of its method and its split in the table above it, each empty unless unique.
+    ``identity``: of the user's own records and code, as far as the run states it.
     """
 
     path: Path
     config: RunConfig
     settings: Mapping[str, Any]
     rounds: tuple[RoundRecord, ...]
-    outcome: Outcome | None
+    result: ResultFile | None
     row: str = ""
     column: str = ""
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -41,32 +44,48 @@ class Run:
     @property
     def status(self) -> str:
         """Return finished, failed, interrupted or unfinished."""
-        return self.outcome.status if self.outcome else "unfinished"
+        return self.result.status if self.result else "unfinished"
 
     @property
     def voted(self) -> bool:
-        """Return whether clients voted once, so that rounds are epochs of a student; as far as the run says so."""
-        return self.outcome is not None and self.outcome.pate is not None
+        """Return True if the result states a vote of the clients, so that rounds are epochs of a student."""
+        return self.result is not None and self.result.pate is not None
 
     @property
     def preprocess(self) -> Mapping[str, Any] | None:
-        """Return the settings of what clients do before the first round, None where they do nothing."""
+        """Return the settings of the preprocessing, None for a run without any."""
         return None if self.config.preprocess.kind == "none" else self.settings["preprocess"]
 
     @property
     def error(self) -> str:
-        """Return why the run is not finished, in words; empty where it is."""
+        """Return the reason why the run is not finished; empty for a finished run."""
         done = f"after {len(self.rounds)} of {self.config.rounds} rounds"
-        if self.outcome is None:
+        if self.result is None:
             return f"no {RESULT}: still running, or killed {done}"
         if self.status == "interrupted":
             return f"interrupted {done}; the same command goes on from there"
-        return "" if self.status == "finished" else f"{self.outcome.error or 'no reason given'} ({done})"
+        return "" if self.status == "finished" else f"{self.result.error or 'no reason given'} ({done})"
+
+    @property
+    def spent_beforehand(self) -> Spent:
+        """Return the costs before the first round; bytes None where some are unknown."""
+        if self.result is None:
+            return Spent()
+        before = [one for one in self.result.bytes.before.values() if one is not None]
+        known = len(before) == len(self.result.bytes.before)
+        return Spent(sum(one.down + one.up for one in before) if known else None, self.result.seconds.preprocess)
+
+    @property
+    def privacy_in_short(self) -> str:
+        """Return the entry of the privacy column, such as ``epsilon 3.2 per client`` or ``none``."""
+        if self.result is None:
+            return "not stated"
+        return "; ".join(dict.fromkeys(one.in_short for one in self.result.privacy)) or "none"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not in the report as it should be, and why."""
+    """A run or table that is missing from the report or incomplete in it, and the reason."""
 
     path: Path
     error: str
@@ -74,24 +93,29 @@ class Problem:
 
 @dataclass
 class Found:
-    """All that was found: ``tables`` by their directories, and what could not be read.
+    """All runs and tables found on disk: ``tables`` by their directories, and the reasons why others are missing.
 
-    ``read``: all runs, also those that are not shown: what they released is paid for all the same. ``num_unread``: how
-    many run directories could not be read.
+    ``read``: all runs, also those that the report leaves out: their releases count all the same. ``num_unread``: the
+    number of run directories that could not be read.
     """
 
-    runs: list[Run] = field(default_factory=list)
-    read: list[Run] = field(default_factory=list)
+    runs: list[SavedRun] = field(default_factory=list)
+    read: list[SavedRun] = field(default_factory=list)
     num_unread: int = 0
     tables: dict[Path, Table] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def has_statements(self) -> bool:
+        """Return True if any run states a release."""
+        return any(run.result and run.result.privacy for run in self.read)
 
 
 def find(directories: Sequence[Path]) -> Found:
     """Read every run and table in or below ``directories``, up to six levels down.
 
-    A table's runs come in the order of its rows; runs under it that it does not name are left out and reported. Raises
-    UserError for a directory that is none, that holds no run, and where not one run can be read.
+    A table's runs come in the order of its rows; other runs below it are left out and reported. Raises UserError for a
+    missing directory, for one without a run, and if no run can be read.
     """
     for directory in directories:
         if not directory.is_dir():
@@ -112,7 +136,7 @@ def find(directories: Sequence[Path]) -> Found:
 
 
 def read_all(directories: Sequence[Path]) -> Found:
-    """Read every run and table in or below ``directories``, up to six levels down, each once; none may be there."""
+    """Read every run and table in or below ``directories``, up to six levels down, each once; there may be none."""
     found = Found()
     seen: set[Path] = set()
     for place in (place for directory in directories for place in places_in(directory)):
@@ -123,11 +147,8 @@ def read_all(directories: Sequence[Path]) -> Found:
     return found
 
 
-WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
-
-
 def places_in(top: Path) -> Iterator[Path]:
-    """Yield the run and table directories in ``top``, in order; the trials of a table's search are no results."""
+    """Yield the run and table directories in ``top``, in order, without the trials of a table's search."""
     for folder, below, files in os.walk(top):
         path = Path(folder)
         if not {CONFIG, ROUNDS, RESULT, TABLE}.isdisjoint(files):
@@ -144,56 +165,51 @@ def _take(place: Path, found: Found) -> None:
         else:
             run = read_run(place)
             found.runs.append(run)
-            if run.status == "finished" and run.outcome and run.outcome.rounds != len(run.rounds):
-                error = f"{ROUNDS} holds {len(run.rounds)} of {run.outcome.rounds} rounds: its curve is cut short"
+            if run.status == "finished" and run.result and run.result.rounds != len(run.rounds):
+                error = f"{ROUNDS} holds {len(run.rounds)} of {run.result.rounds} rounds: its curve is cut short"
                 found.problems.append(Problem(place, error))
     except (OSError, ValueError) as error:
         found.num_unread += not (place / TABLE).exists()
         found.problems.append(Problem(place, str(error)))
 
 
-def read_run(path: Path) -> Run:
-    """Read a run directory; raises OSError or ValueError that names the damaged or missing file."""
+def read_run(path: Path) -> SavedRun:
+    """Read a run directory. Raises OSError or ValueError with the name of the damaged or missing file."""
     if not (path / CONFIG).exists():
         raise ValueError(f"{CONFIG} is missing, so its settings are not known")
     with _naming(CONFIG):
         settings = read_table(path / CONFIG)
         config = RunConfig.model_validate(settings)
-    outcome = None
+    result = None
     if (path / RESULT).exists():
         with _naming(RESULT):
-            outcome = Outcome.model_validate(read_json(path / RESULT))
+            result = ResultFile.model_validate(read_json(path / RESULT))
     with _naming(ROUNDS):
         rounds = TypeAdapter(list[RoundRecord]).validate_python([asdict(record) for record in read_rounds(path)])
     if any(after.round <= before.round for before, after in pairwise(rounds)) or (rounds and rounds[-1].round > 10**9):
         raise ValueError(f"{ROUNDS} is damaged: its rounds are not in order")
-    if not rounds and outcome and outcome.status == "finished":
+    if not rounds and result and result.status == "finished":
         raise ValueError(f"{ROUNDS} is missing or holds no readable round")
-    return Run(path, config, settings, tuple(rounds), outcome, identity=read_identity(path))
+    return SavedRun(path, config, settings, tuple(rounds), result, identity=read_identity(path))
 
 
-class _naming:  # noqa: N801 (used as a function)
-    """Say in the error which file it is about."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{self._name} is damaged: {f'{where}: ' if where else ''}{first['msg']}") from error
-        if isinstance(error, ValueError):
-            raise ValueError(f"{self._name} is damaged: {error}") from error
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Add the file's name to an error."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{name} is damaged: {f'{where}: ' if where else ''}{first['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} is damaged: {error}") from error
 
 
 def read_json_table(place: Path) -> Table:
-    """Read a table back from its ``table.json``, of this version or an older one.
+    """Read a table from its ``table.json``, of this version or an older one.
 
-    Raises OSError or ValueError that names the file, where it is damaged or of a newer version.
+    Raises OSError or ValueError with the file's name if it is damaged or of a newer version.
     """
     with _naming(TABLE):
         content = read_json(place / TABLE)
@@ -211,49 +227,50 @@ def read_json_table(place: Path) -> Table:
 
 
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
-    """Take a cell apart again. Its values come back as accuracies in [0, 1].
+    """Split a cell into its seeds, with accuracies in [0, 1].
 
-    An older file has no status a seed: all seeds without a value have the cell's there, and all of its errors.
+    In an older file, which has no status per seed, all seeds without a value have the cell's status and all its errors.
     """
     statuses = cell.statuses or [cell.status] * len(cell.seeds)
     is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
     errors = iter(cell.errors) if is_one_each else repeat("; ".join(cell.errors))
-    for number, (seed, directory, last, best, told) in enumerate(
+    for number, (seed, directory, last, best, status) in enumerate(
         zip(cell.seeds, cell.dir, cell.values, cell.best_values, statuses, strict=True)
     ):
         place = (cell.row, cell.column, seed)
         if last is None or best is None:
-            status: Literal["failed", "missing"] = "missing" if told == "finished" else told
-            yield SeedResult(*place, status, directory, error=next(errors) if status == "failed" else "")
+            state: Literal["failed", "missing"] = "missing" if status == "finished" else status
+            yield SeedResult(*place, state, directory, error=next(errors) if state == "failed" else "")
         else:
             measures = {name: values[number] for name, values in cell.measures.items() if number < len(values)}
             numbers = {name: value for name, value in measures.items() if value is not None}
             yield SeedResult(*place, "finished", directory, last / 100, best / 100, measures=numbers)
 
 
-def _obey_tables(found: Found) -> None:
-    """Put each table's runs in the order of its rows, under its names, and leave out those that it does not name."""
-    order: dict[Path, int] = {}
-    rows: dict[Path, set[str]] = {}
-    columns: dict[Path, set[str]] = {}
-    for place, table in found.tables.items():
+def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
+    """Return ``runs`` with the row and the column of ``tables`` that each belongs to, where these are unique."""
+    places: dict[Path, list[SeedResult]] = {}
+    for place, table in tables.items():
         for result in table.results:
-            path = place / result.directory
-            order.setdefault(path, len(order))
-            rows.setdefault(path, set()).add(result.row)
-            columns.setdefault(path, set()).add(result.column)
+            places.setdefault(place / result.directory, []).append(result)
+    named = []
+    for run in runs:
+        rows = {one.row for one in places.get(run.path, ())}
+        columns = {one.column for one in places.get(run.path, ())}
+        row, column = ("".join(names) if len(names) == 1 else "" for names in (rows, columns))
+        named.append(replace(run, row=row, column=column))
+    return named
+
+
+def _obey_tables(found: Found) -> None:
+    """Sort each table's runs by its rows, and leave out other runs below it."""
+    order = dict.fromkeys(place / one.directory for place, table in found.tables.items() for one in table.results)
+    position = {path: number for number, path in enumerate(order)}
     for run in list(found.runs):
         if run.path not in order and any(place in run.path.parents for place in found.tables):
             found.runs.remove(run)
             error = f"left out: the {TABLE} above it does not name it, so it comes from other settings"
             found.problems.append(Problem(run.path, error))
     # sorted() keeps the order of the command line among runs outside tables.
-    ordered = sorted(found.runs, key=lambda run: order.get(run.path, len(order)))
-    found.runs = [
-        replace(run, row=_only(rows.get(run.path, set())), column=_only(columns.get(run.path, set())))
-        for run in ordered
-    ]
-
-
-def _only(names: set[str]) -> str:
-    return next(iter(names)) if len(names) == 1 else ""
+    ordered = sorted(found.runs, key=lambda run: position.get(run.path, len(order)))
+    found.runs = name_as_tables_do(ordered, found.tables)

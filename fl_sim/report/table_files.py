@@ -1,8 +1,8 @@
 """The files of a table: for people (Markdown, LaTeX) and for programs (JSON, tidy CSV).
 
-``table.md`` and the LaTeX ``table`` environment tell everything that stands below a table. ``table.json`` is in percent
-where a name does not say otherwise. ``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a
-column each number; names and units are those of ``fl_sim.report.measures``.
+``table.md`` and the LaTeX ``table`` environment include further tables and notes. ``table.json`` is in percent unless a
+name says otherwise. ``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a column for each
+number; names and units are those of ``fl_sim.report.measures``.
 """
 
 import csv
@@ -33,9 +33,6 @@ from fl_sim.report.table import (
 from fl_sim.store.files import remove_partial
 from fl_sim.store.run_directory import RoundRecord, write_text
 
-_FITTED: Final = r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip"
-"""Shows what was put in box 0, shrunk to the width of the text where it is wider."""
-
 _SPECIAL: Final = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "[": "{[}",
@@ -43,7 +40,7 @@ _SPECIAL: Final = {
 }  # fmt: skip
 
 VERSION = 2
-"""Of ``table.json``. Version 1 has no ``version``, no ``measures`` and no ``difference``, and is read all the same."""
+"""Of ``table.json``. Version 1 has no ``version``, no ``measures`` and no ``difference``; it can still be read."""
 
 _FIRST: Final = ("row", "column", "seed", "status")
 _LAST: Final = ("dir", "error")
@@ -59,21 +56,20 @@ def write_table(out: Path, table: Table) -> None:
 
 
 def write_rounds(out: Path, table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> None:
-    """Write ``rounds.csv``. ``rounds``: {directory of a run, as the table has it: its rounds}."""
+    """Write ``rounds.csv``. ``rounds``: {directory of a run, relative to the table's: its rounds}."""
     write_text(out / "rounds.csv", rounds_text(table, rounds))
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown: differences to the best row, what targets took, further measures, and notes."""
+    """Return the table in Markdown, with further tables and notes."""
     heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
     rows = [(row, [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)]
-    return "\n\n".join(
-        [_markdown_grid(heads, rows), *below(table), "\n".join(f"{in_a_line(note)}  " for note in notes(table))]
-    ).rstrip()
+    below = "\n".join(f"{in_a_line(note)}  " for note in notes(table))
+    return "\n\n".join([_markdown_grid(heads, rows), *further_paragraphs(table), below]).rstrip()
 
 
-def below(table: Table) -> list[str]:
-    """Return paragraphs of Markdown: the title of each further table and the table itself."""
+def further_paragraphs(table: Table) -> list[str]:
+    """Return the further tables as paragraphs of Markdown: a title and a table in turn."""
     parts: list[str] = []
     for grid in (differences(table), targets(table), *further(table)):
         parts += [f"{in_a_line(grid.title)}:", _markdown_grid(grid.heads, grid.rows)] if grid else []
@@ -81,23 +77,24 @@ def below(table: Table) -> list[str]:
 
 
 def latex(table: Table, label: str) -> str:
-    """Return a LaTeX ``table`` environment: caption, table, differences to the best row, what targets took, and notes.
+    """Return a LaTeX ``table`` environment: caption, table, differences to the best row, costs of targets, and notes.
 
-    ``label`` is put after ``tab:``. It needs the packages booktabs and graphicx.
+    ``label`` follows ``tab:``. The environment needs the packages booktabs and graphicx.
     """
-    said = notes(table)
+    caption, *below = notes(table) or [""]
+    label = re.sub(r"[^a-zA-Z0-9:.-]+", "-", label).strip("-") or "results"
     return "\n".join([
         r"% \usepackage{booktabs,graphicx}",
         r"\begin{table}[tbp]",
         r"\centering",
-        rf"\caption{{{' '.join(map(_escape, said[:1]))}}}",
-        rf"\label{{tab:{_label(label)}}}",
+        rf"\caption{{{_escape(caption)}}}",
+        rf"\label{{tab:{label}}}",
         r"\small",
-        *_fitted(_tabular(table)),
+        *_tabular(table),
         *_tabular_below(differences(table)),
         *_tabular_below(targets(table)),
-        *([r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in said[1:]),
-           r"\end{minipage}"] if said[1:] else []),
+        *([r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in below),
+           r"\end{minipage}"] if below else []),
         r"\end{table}",
     ])  # fmt: skip
 
@@ -105,18 +102,19 @@ def latex(table: Table, label: str) -> str:
 def as_json(table: Table) -> dict[str, Any]:
     """Return the table for programs: means, deviations and values in percent; lists in the order of ``seeds``.
 
-    Where a row and a column have no run together, there is no cell.
+    A row and a column without a common run have no cell.
     """
     leads = {column: lead(table, column, "last") for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
-    cells = [_cell_json(table, row, column, leads[column]) for row, column in places]
     return {
         "version": VERSION,
         "unit": "percent",
         "rows": list(table.rows),
         "columns": list(table.columns),
         "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
-        "cells": cells,
+        "cells": [
+            {"row": row, "column": column, **_cell(table.at(row, column), row, leads[column])} for row, column in places
+        ],
         "caption": notes(table),
         "bill": None if table.bill is None else list(table.bill),
         "settings": dict(table.settings),
@@ -125,20 +123,21 @@ def as_json(table: Table) -> dict[str, Any]:
 
 
 def csv_text(table: Table) -> str:
-    """Return ``run_lines`` as CSV; what is None is empty."""
+    """Return ``run_lines`` as CSV; None is empty."""
     lines = run_lines(table)
     return _as_csv(list(lines[0]) if lines else [*_FIRST, *_LAST], lines)
 
 
 def run_lines(table: Table) -> list[dict[str, Value | None]]:
-    """Return a line for each run: its place, its status, a column a setting, a column a measure, where it lies.
+    """Return a line for each run: place, status, a column per setting, a column per measure, directory.
 
-    All lines have all columns, None where a run has no such setting or measure. A run that stands in several columns of
-    the table, as an upper bound does, is one line, which names all of them.
+    All lines have all columns, None where a run has no such setting or measure. A run in several columns of the table,
+    such as an upper bound, is one line, which names all of them.
     """
     lines = [
-        {**_place(same), "status": same[0].status, **same[0].settings, **_accuracies(same[0]), **same[0].measures,
-         "dir": same[0].directory, "error": same[0].error}
+        {**_place(same), "status": same[0].status, **same[0].settings,
+         "final_accuracy_percent": same[0].accuracy("last"), "best_accuracy_percent": same[0].accuracy("best"),
+         **same[0].measures, "dir": same[0].directory, "error": same[0].error}
         for same in _runs(table)
     ]  # fmt: skip
     settings = dict.fromkeys(name for one in table.results for name in one.settings)
@@ -171,33 +170,42 @@ def _tabular(table: Table) -> list[str]:
     last = len(table.columns) * len(MEASURES) + 1
     groups = "".join(rf" & \multicolumn{{2}}{{c}}{{{_escape(column)}}}" for column in table.columns)
     rules = "".join(rf"\cmidrule(lr){{{start}-{start + 1}}}" for start in range(2, last + 1, 2))
-    lines = [rf"\begin{{tabular}}{{l{'r' * (last - 1)}}}", r"\toprule"]
-    measures = "".join(f" & {measure}" for measure in MEASURES) * len(table.columns)
-    lines += [rf"{groups.removeprefix(' ')} \\", rules, rf"Method{measures} \\", r"\midrule"]
+    heads = [rf"{groups.removeprefix(' ')} \\", rules, _line(["Method", *MEASURES * len(table.columns)])]
+    lines = []
     first_bound = next((row for row in table.rows if row in table.upper_bounds), None)
     for row, cells in texts(table):
         lines += [r"\midrule"] if row == first_bound else []
         shown = (rf"\textbf{{{_escape(text)}}}" if best else _escape(text) for text, best in cells)
-        lines.append(rf"{' & '.join([_escape(row), *shown])} \\")
-    return [*lines, r"\bottomrule", r"\end{tabular}"]
+        lines.append(_line([_escape(row), *shown]))
+    return _fitted(heads, lines, last - 1)
 
 
 def _tabular_below(grid: Grid | None) -> list[str]:
     """Return a further tabular with its title."""
     if grid is None:
         return []
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(grid.heads)}}}", r"\toprule"]
-    lines += [rf"{' & '.join(['Method', *map(_escape, grid.heads)])} \\", r"\midrule"]
-    lines += [rf"{' & '.join([_escape(row), *map(_escape, cells)])} \\" for row, cells in grid.rows]
-    return [rf"{_escape(grid.title)}:\par\smallskip", *_fitted([*lines, r"\bottomrule", r"\end{tabular}"])]
+    heads = [_line(["Method", *map(_escape, grid.heads)])]
+    lines = [_line([_escape(row), *map(_escape, cells)]) for row, cells in grid.rows]
+    return [rf"{_escape(grid.title)}:\par\smallskip", *_fitted(heads, lines, len(grid.heads))]
 
 
-def _fitted(lines: list[str]) -> list[str]:
-    return [r"\setbox0=\hbox{%", *lines[:-1], lines[-1] + "}", _FITTED]
+def _line(cells: Sequence[str]) -> str:
+    return rf"{' & '.join(cells)} \\"
 
 
-def _label(name: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9:.-]+", "-", name).strip("-") or "results"
+def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> list[str]:
+    """Return a tabular that is shrunk to the width of the text if it is wider."""
+    return [
+        r"\setbox0=\hbox{%",
+        rf"\begin{{tabular}}{{l{'r' * num_columns}}}",
+        r"\toprule",
+        *heads,
+        r"\midrule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}}",
+        r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip",
+    ]
 
 
 def _escape(text: str) -> str:
@@ -205,14 +213,14 @@ def _escape(text: str) -> str:
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
 
 
-def _cell_json(table: Table, row: str, column: str, ahead: Lead) -> dict[str, Any]:
-    results = table.at(row, column)
+def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any]:
     mean, deviation = mean_and_deviation(percentages(results, "last"))
     best_mean, best_deviation = mean_and_deviation(percentages(results, "best"))
     found = ahead.others.get(row)
     states = {result.status for result in results}
+    # Without times, so that the same runs give the same file. ``table.csv`` has them.
+    measures = dict.fromkeys(name for one in results for name in one.measures if "seconds" not in name.split("."))
     return {
-        "row": row, "column": column,
         "mean": mean, "std": deviation, "best_mean": best_mean, "best_std": best_deviation,
         "seeds": [result.seed for result in results],
         "values": [result.accuracy("last") for result in results],
@@ -223,14 +231,8 @@ def _cell_json(table: Table, row: str, column: str, ahead: Lead) -> dict[str, An
         "guarantee": bool(results) and all(result.guarantee for result in results),
         "dir": [result.directory for result in results],
         "difference": {"to": ahead.row, **asdict(found)} if found else None,
-        "measures": _measures(results),
+        "measures": {name: [one.measures.get(name) for one in results] for name in measures},
     }  # fmt: skip
-
-
-def _measures(results: list[SeedResult]) -> dict[str, list[float | None]]:
-    """Return {measure: a value a seed}, but for times: the same runs give the same table. ``table.csv`` has those."""
-    names = dict.fromkeys(name for one in results for name in one.measures if "seconds" not in name.split("."))
-    return {name: [one.measures.get(name) for one in results] for name in names}
 
 
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
@@ -243,10 +245,6 @@ def _runs(table: Table) -> Iterable[list[SeedResult]]:
 
 def _place(same: Sequence[SeedResult]) -> dict[str, Value]:
     return {"row": same[0].row, "column": "; ".join(one.column for one in same), "seed": same[0].seed}
-
-
-def _accuracies(one: SeedResult) -> dict[str, float | None]:
-    return {"final_accuracy_percent": one.accuracy("last"), "best_accuracy_percent": one.accuracy("best")}
 
 
 def _as_csv(names: Sequence[str], lines: Iterable[Mapping[str, object]]) -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.report.bills import bills_of
+from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.measures import Value, flat_settings, measures
+from fl_sim.report.payments import bills_of
 from fl_sim.report.progress import TableProgress
-from fl_sim.report.release import Release
 from fl_sim.report.runs import Problem, read_all
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
@@ -92,10 +92,10 @@ class TableState:
         if isinstance(outcome, Failed):
             return SeedResult(*place, "failed", directory, error=outcome.error, settings=settings)
         result = outcome.result
-        releases = tuple(Release.model_validate(release) for release in result["privacy"])
+        statements = tuple(PrivacyStatement.model_validate(one) for one in result["privacy"])
         return SeedResult(
-            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], releases=releases,
-            remarks=tuple(filter(None, [result["stopped"], *result["warnings"]])),
+            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], statements=statements,
+            warnings=tuple(filter(None, [result["stopped"], *result["warnings"]])),
             settings=settings, measures=measures(result),
         )  # fmt: skip
 
@@ -281,11 +281,11 @@ def conclude(board: TableState, out: Path) -> tuple[Table, list[Problem]]:
     Return the table and the runs whose cost could not be read.
     """
     found = read_all([out / CELLS])
-    bills = bills_of(found)
-    table = replace(board.table(), bill=bills.bills)
+    bills, problems = bills_of(found)
+    table = replace(board.table(), bill=tuple(bills))
     write_table(out, table)
     write_rounds(out, table, {f"{CELLS}/{run.path.name}": run.rounds for run in found.read})
-    return table, list(bills.problems)
+    return table, problems
 
 
 def _reached(result: Mapping[str, Any]) -> str:

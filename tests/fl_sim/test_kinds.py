@@ -76,6 +76,6 @@ def test_a_run_that_promises_privacy_tells_no_times_and_says_so(tmp_path: Path) 
     chosen = Experiment(aggregator=Guarded(), clients=2, partition=Iid(), model="logistic", rounds=1)
     assert run(chosen, tmp_path)["is_private"] is True
     assert [record.seconds for record in read_rounds(tmp_path)] == [None]
-    outcome = read_run(tmp_path).outcome
+    outcome = read_run(tmp_path).result
     assert outcome is not None
     assert outcome.is_private

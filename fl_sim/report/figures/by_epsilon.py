@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fl_sim.report.figures.samples import Samples, Tile, figure_of, mosaic, read_records, read_samples
-from fl_sim.report.groups import Group
+from fl_sim.report.files import PrivacyStatement
+from fl_sim.report.groups import SeedGroup
 from fl_sim.report.picture import Picture, file_names, png
-from fl_sim.report.release import Release, limits, promise
-from fl_sim.report.runs import Problem, Run
+from fl_sim.report.runs import Problem, SavedRun
 from fl_sim.store.files import explain, write_whole
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
 The distances, (records,), are in units of the vectors' own lengths.
 """
 
-Finder: TypeAlias = Callable[[Run, NDArray[np.float32]], Images]
+Finder: TypeAlias = Callable[[SavedRun, NDArray[np.float32]], Images]
 """Finds images for vectors of a run's pool. Raises ValueError where that is not possible."""
 
 _VERSION: Final = 1
@@ -59,10 +59,10 @@ class Row:
     vectors' lengths; None for images that were released as such.
     """
 
-    run: Run
+    run: SavedRun
     settings: Mapping[str, Any]
     samples: Samples
-    releases: tuple[Release, ...]
+    releases: tuple[PrivacyStatement, ...]
     distance: float | None = None
 
     @property
@@ -71,7 +71,7 @@ class Row:
         return float(self.settings["epsilon"])
 
 
-def sample_pictures(groups: Sequence[Group], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
+def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
     """Draw a figure for each data set, split and generator among the runs with a pool; name the pools that are damaged.
 
     Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed. For records that
@@ -103,11 +103,11 @@ def sample_pictures(groups: Sequence[Group], finder: Finder | None = None) -> tu
     ], problems
 
 
-def with_pools(groups: Sequence[Group]) -> Iterator[tuple[Group, Run]]:
+def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRun]]:
     """Yield the runs that say that they have a pool of synthetic records, and the groups that they are in."""
     for one in groups:
         for run in one.runs:
-            if run.preprocess is not None and run.outcome is not None and run.outcome.preprocess.pool:
+            if run.preprocess is not None and run.result is not None and run.result.preprocess.pool:
                 yield one, run
 
 
@@ -133,7 +133,7 @@ def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
     return figure
 
 
-def is_in_features(run: Run) -> bool:
+def is_in_features(run: SavedRun) -> bool:
     """Say whether the synthetic records of ``run`` are feature vectors of images."""
     return run.config.features != "none"
 
@@ -150,7 +150,7 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
     return replace(samples, inputs=samples.inputs[places], places=places)
 
 
-def kept_images(run: Run, samples: Samples) -> Images | None:
+def kept_images(run: SavedRun, samples: Samples) -> Images | None:
     """Return the images that were found before for these vectors; None where there are none, or others, or damaged."""
     path = run.path / PICTURES
     if not path.is_file() or path.stat().st_size > _LARGEST:
@@ -168,7 +168,7 @@ def kept_images(run: Run, samples: Samples) -> Images | None:
     return (images, distances) if is_whole else None
 
 
-def keep_images(run: Run, samples: Samples, found: Images) -> None:
+def keep_images(run: SavedRun, samples: Samples, found: Images) -> None:
     """Write the images beside the pool. Raises OSError."""
     images, distances = found
     said = {"pool": _identity(run, samples), "sha256": _digest(images, distances)}
@@ -186,15 +186,15 @@ def in_words(distances: list[float]) -> list[str]:
     ]
 
 
-def _row(run: Run, settings: Mapping[str, Any]) -> Row:
-    assert run.outcome is not None
-    made = run.outcome.preprocess
+def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
+    assert run.result is not None
+    made = run.result.preprocess
     pool, counts = run.path / made.pool, [client.counts for client in made.clients]
     if is_in_features(run):
         samples = some_vectors(read_records(pool, counts), _MOST_CLASSES, _ACROSS**2)
     else:
         samples = read_samples(pool, counts)
-    return Row(run, settings, samples, tuple(one for one in run.outcome.privacy if one.unit == "record"))
+    return Row(run, settings, samples, tuple(one for one in run.result.privacy if one.unit == "record"))
 
 
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
@@ -239,7 +239,7 @@ def _hint(paths: Sequence[Path]) -> Problem:
     )
 
 
-def _problem(run: Run, error: Exception) -> Problem:
+def _problem(run: SavedRun, error: Exception) -> Problem:
     return Problem(run.path, f"its synthetic records cannot be shown: {error}")
 
 
@@ -275,17 +275,17 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
     images = in_words(distances) if distances else []
     details = [
         f"epsilon {row.epsilon:g} (gamma {row.settings['gamma']:g}, seed {row.run.config.seed}, "
-        f"{len(row.samples.labels)} records, {row.run.path}): {' '.join(map(promise, row.releases))}"
+        f"{len(row.samples.labels)} records, {row.run.path}): {' '.join(one.promise for one in row.releases)}"
         for row in rows
     ]
-    details += dict.fromkeys(limits(one) for row in rows for one in row.releases if one.protects)
+    details += dict.fromkeys(one.limits for row in rows for one in row.releases if one.protects)
     data = [f"Data: {note}"] if note else []
     picture = png(draw(rows, [what, meaning, *images, *data]))
     lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *data)
     return Picture(name, HEADING, lines, picture, tuple(details))
 
 
-def _identity(run: Run, samples: Samples) -> str:
+def _identity(run: SavedRun, samples: Samples) -> str:
     """Return a digest that is another one when the pool has changed."""
     digest = hashlib.sha256(f"{_VERSION} {run.config.features} {samples.inputs.shape}".encode())
     digest.update(np.ascontiguousarray(samples.places).data)

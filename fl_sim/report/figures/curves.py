@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fl_sim.report.groups import Group, Panel
+from fl_sim.report.groups import Panel, SeedGroup
 from fl_sim.report.measures import mean_and_deviation, spent_by
 from fl_sim.report.picture import PAGE, WIDE_PAGE, Layout, Picture, drawn, file_names, plain
 from fl_sim.store.run_directory import RoundRecord
@@ -97,7 +97,7 @@ def _timed(panels: Sequence[Panel]) -> list[Panel]:
     return [panel for panel in kept if panel.lines]
 
 
-def _has_times(group: Group) -> bool:
+def _has_times(group: SeedGroup) -> bool:
     return bool(curve(group, "accuracy").times)
 
 
@@ -117,7 +117,7 @@ def styled(names: Iterable[str]) -> list[Style]:
     return styles
 
 
-def curve(group: Group, measure: Measure) -> Curve:
+def curve(group: SeedGroup, measure: Measure) -> Curve:
     """Return the group's curve; accuracy in percent. Values that are not finite are left out."""
     seeds = [
         {record.round: value for record in run.rounds if (value := _value(record, measure)) is not None}
@@ -129,7 +129,7 @@ def curve(group: Group, measure: Measure) -> Curve:
     return Curve(rounds, means, deviations, _times(group, rounds))
 
 
-def _times(group: Group, rounds: Sequence[int]) -> list[float]:
+def _times(group: SeedGroup, rounds: Sequence[int]) -> list[float]:
     clocks = [
         {record.round: spent.virtual_seconds for record, spent in zip(run.rounds, spent_by(run.rounds), strict=True)}
         for run in group.drawn

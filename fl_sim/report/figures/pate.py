@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from fl_sim.report.figures.curves import Style, styled
 from fl_sim.report.files import PateFacts
-from fl_sim.report.groups import Group
+from fl_sim.report.groups import SeedGroup
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
-from fl_sim.report.runs import Problem, Run
+from fl_sim.report.runs import Problem, SavedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ _MOST_TICKS = 8
 class Shot:
     """One finished run with PATE."""
 
-    run: Run
+    run: SavedRun
     facts: PateFacts
     accuracy: float
     epsilon: float | None
@@ -104,7 +104,7 @@ _PLOTS = (
 )  # fmt: skip
 
 
-def pate_pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[Problem]]:
+def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
     """Draw what the finished runs with PATE give: each figure where at least two of its points can be compared.
 
     Names the votes that cannot be read.
@@ -142,13 +142,13 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
     return _with_legend(figure)
 
 
-def _shot(run: Run) -> Shot | None:
-    outcome = run.outcome
-    if outcome is None or outcome.pate is None or outcome.final_accuracy is None:
+def _shot(run: SavedRun) -> Shot | None:
+    result = run.result
+    if result is None or result.pate is None or result.final_accuracy is None:
         return None
-    first = next((one for one in outcome.privacy if one.unit == "record"), None)
+    first = next((one for one in result.privacy if one.unit == "record"), None)
     epsilon, delta = (first.epsilon, first.delta) if first else (None, None)
-    return Shot(run, outcome.pate, 100 * outcome.final_accuracy, epsilon, delta)
+    return Shot(run, result.pate, 100 * result.final_accuracy, epsilon, delta)
 
 
 def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Picture | None:

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fl_sim.report.figures.by_epsilon import EPSILON
 from fl_sim.report.figures.curves import Style, styled
-from fl_sim.report.groups import Group, labels, where
-from fl_sim.report.measures import mean_and_deviation
-from fl_sim.report.page_words import percent
+from fl_sim.report.groups import SeedGroup, labels, where
+from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
-from fl_sim.report.release import limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,12 +76,12 @@ class Sweep:
     limits: tuple[str, ...]
 
 
-def sweeps(groups: Sequence[Group]) -> list[Sweep]:
+def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
     """Find what varies in epsilon alone, or in gamma alone, among finished runs."""
     found = []
     done = [one for one in groups if _accuracies(one) and not one.is_bound]
     for setting in SETTINGS:
-        protocols: dict[str, dict[str, list[Group]]] = {}
+        protocols: dict[str, dict[str, list[SeedGroup]]] = {}
         for one in done:
             before = one.runs[0].preprocess
             if before is not None and not (setting == "gamma" and before.get("client_gammas")):
@@ -147,7 +145,7 @@ def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
     return figure
 
 
-def _sweep(setting: Setting, varied: Sequence[Sequence[Group]], plain_ones: Sequence[Group]) -> Sweep:
+def _sweep(setting: Setting, varied: Sequence[Sequence[SeedGroup]], plain_ones: Sequence[SeedGroup]) -> Sweep:
     first = varied[0][0]
     every = [one for some in varied for one in some]
     names = labels([some[0] for some in varied], left_out=f"preprocess.{setting}")
@@ -167,39 +165,39 @@ def _sweep(setting: Setting, varied: Sequence[Sequence[Group]], plain_ones: Sequ
     )  # fmt: skip
 
 
-def _limits(groups: Sequence[Group]) -> tuple[str, ...]:
+def _limits(groups: Sequence[SeedGroup]) -> tuple[str, ...]:
     """Return what the results' own statements say the pools' epsilon covers and does not."""
-    releases = [release for one in groups for run in one.finished if run.outcome for release in run.outcome.privacy]
+    releases = [release for one in groups for run in one.finished if run.result for release in run.result.privacy]
     return tuple(
         dict.fromkeys(
-            f"Epsilon per {release.unit}. {limits(release)}"
+            f"Epsilon per {release.unit}. {release.limits}"
             for release in releases
             if release.protects and release.unit == "record"
         )
     )
 
 
-def _before(one: Group) -> Mapping[str, Any]:
+def _before(one: SeedGroup) -> Mapping[str, Any]:
     before = one.runs[0].preprocess
     assert before is not None
     return before
 
 
-def _accuracies(one: Group) -> dict[int, float]:
+def _accuracies(one: SeedGroup) -> dict[int, float]:
     """Return {seed: final accuracy in percent} of the finished runs."""
-    accuracies = {run.config.seed: percent(run.outcome.final_accuracy) for run in one.finished if run.outcome}
+    accuracies = {run.config.seed: as_percent(run.result.final_accuracy) for run in one.finished if run.result}
     return {seed: accuracy for seed, accuracy in accuracies.items() if accuracy is not None}
 
 
-def _released(one: Group) -> bool:
-    return any(sum(client.counts) for run in one.finished if run.outcome for client in run.outcome.preprocess.clients)
+def _released(one: SeedGroup) -> bool:
+    return any(sum(client.counts) for run in one.finished if run.result for client in run.result.preprocess.clients)
 
 
-def _settings(one: Group) -> dict[str, Any]:
+def _settings(one: SeedGroup) -> dict[str, Any]:
     return {"note": one.note, **one.compared}
 
 
-def _protocol(one: Group) -> str:
+def _protocol(one: SeedGroup) -> str:
     """Return all that must be equal for two methods to be compared."""
     return _key({name: value for name, value in _settings(one).items() if name not in {"algorithm", "preprocess"}})
 

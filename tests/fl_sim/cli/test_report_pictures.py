@@ -105,4 +105,4 @@ def test_vectors_that_are_no_features_of_such_images_are_refused(finished, tmp_p
 def test_an_older_run_of_a_known_data_set_has_the_shape_of_that(finished, tmp_path):
     older = changed(finished[0], tmp_path, image_shape=None)
     known = older.config.model_copy(update={"data": "mnist"})
-    assert _shape_of(type(older)(older.path, known, {}, (), older.outcome)) == (1, 28, 28)
+    assert _shape_of(type(older)(older.path, known, {}, (), older.result)) == (1, 28, 28)

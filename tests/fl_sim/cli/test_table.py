@@ -273,7 +273,7 @@ def test_a_terminal_gets_a_drawn_table(
     assert typed(monkeypatch, *ONE, "--out", str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert "┃" in out
-    assert "No privacy guarantee: any method here." in out
+    assert "No privacy guarantee: all methods." in out
 
 
 @pytest.mark.parametrize(

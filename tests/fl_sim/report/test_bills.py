@@ -6,8 +6,7 @@ import pytest
 
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
-from fl_sim.report.bills import bills_of
-from fl_sim.report.payments import payments_of
+from fl_sim.report.payments import bills_of, payments_of
 from fl_sim.report.runs import find, read_all
 
 GAUSSIAN = {"kind": "gaussian", "noise_multiplier": 3.0}
@@ -44,7 +43,7 @@ def test_a_published_cost_includes_the_labels_that_it_is_about(write_experiment,
     }  # fmt: skip
     change(write_experiment("a", algorithm={"kind": "mine:Vote"}), privacy=[labels, published], pate=voted)
     change(write_experiment("b", algorithm={"kind": "mine:Vote"}, seed=1), privacy=[labels], pate=voted)
-    assert [bill["epsilon"] for bill in bills_of(read_all([tmp_path])).bills] == [2.5]
+    assert [bill["epsilon"] for bill in bills_of(read_all([tmp_path]))[0]] == [2.5]
 
 
 def test_where_a_budget_is_what_holds_no_events_are_composed(write_experiment):
@@ -82,34 +81,34 @@ def test_a_pool_is_one_release_and_each_different_bill_of_a_client_counts(write_
 def test_what_trains_on_raw_records_without_noise_is_bare(write_experiment, tmp_path, preprocess, privacy, bare):
     change(write_experiment("private"), privacy=[PAID | {"unit": unit} for unit in ("record", "client")])
     change(write_experiment("other", preprocess=preprocess), privacy=privacy)
-    told = bills_of(read_all([tmp_path])).bills
+    told = bills_of(read_all([tmp_path]))[0]
     assert {bill["unit"]: bill["runs_without_guarantee"] for bill in told} == {"record": bare, "client": bare}
 
 
 def test_a_run_that_does_not_say_what_it_released_leaves_no_guarantee(write_experiment, tmp_path):
     change(write_experiment("a"), privacy=[PAID])
-    assert bills_of(read_all([tmp_path])).bills[0]["epsilon"] == 5.0
+    assert bills_of(read_all([tmp_path]))[0][0]["epsilon"] == 5.0
     (write_experiment("b") / "result.json").unlink()
-    [bill] = bills_of(read_all([tmp_path])).bills
+    [bill] = bills_of(read_all([tmp_path]))[0]
     assert (bill["epsilon"], bill["runs_not_known"]) == (None, 1)
     damaged = [PAID | {"planned_events": [{"event": {"kind": "other"}, "times": 1}]}]
     change(write_experiment("c"), privacy=damaged)
-    told = bills_of(read_all([tmp_path]))
-    assert told.bills[0]["runs_not_known"] == 2
-    assert ["does not know" in problem.error for problem in told.problems] == [True]
+    [bill], problems = bills_of(read_all([tmp_path]))
+    assert bill["runs_not_known"] == 2
+    assert ["does not know" in problem.error for problem in problems] == [True]
 
 
 def test_records_pay_for_what_is_released_about_them_under_other_labels(write_experiment, tmp_path):
     for ledger, data in (("aaaa", "cifar100"), ("bbbb", "cifar100-coarse")):
         change(write_experiment(data, data=data), privacy=[PAID | {"ledger": ledger}])
-    [bill] = bills_of(read_all([tmp_path])).bills
+    [bill] = bills_of(read_all([tmp_path]))[0]
     assert (bill["data"], bill["private_releases"][0]["epsilon_sum"]) == ("cifar100", 10.0)
 
 
 def test_seeds_are_releases_of_their_own(write_experiment, tmp_path):
     for seed, ledger in enumerate(("aaaa", "bbbb", "bbbb")):
         change(write_experiment(f"run-{seed}", seed=seed), privacy=[PAID | {"ledger": ledger}])
-    [bill] = bills_of(read_all([tmp_path])).bills
+    [bill] = bills_of(read_all([tmp_path]))[0]
     [private] = bill["private_releases"]
     assert (private["releases"], private["epsilon_sum"]) == (2, 10.0)
     assert private["epsilon_joint"] <= epsilon_of_counts({from_json(GAUSSIAN): 8}, 1e-5)
@@ -137,7 +136,7 @@ def test_the_same_records_under_several_names_have_one_bill(write_experiment, tm
         paid = [PAID | {"unit": "record", "ledger": f"{number:04}"}]
         change(write_experiment(f"run-{number}", data=data), privacy=paid, records=records, is_private=True)
         change(tmp_path / f"run-{number}", preprocess={"kind": "da-fl", "train_on": "synthetic"})
-    told = bills_of(read_all([tmp_path])).bills
+    told = bills_of(read_all([tmp_path]))[0]
     assert [bill["private_releases"][0]["epsilon_sum"] for bill in told] == epsilons
     names = {data.split(":label")[0].removesuffix("-coarse") for data, _ in runs}
     assert {name for bill in told for name in (bill["data"], *bill["also_called"])} == names
@@ -151,7 +150,7 @@ def test_where_names_alone_tell_records_apart_the_bill_says_so(write_experiment,
     for number, records in enumerate(contents):
         place = write_experiment(f"run-{number}", data=f"csv:{number}.csv")
         change(place, privacy=[PAID | {"ledger": f"{number:04}"}], records=records)
-    told = bills_of(read_all([tmp_path])).bills
+    told = bills_of(read_all([tmp_path]))[0]
     assert [bill["runs_told_by_name"] for bill in told] == [by_name] * 2
     said = "the same records under another name would pay for both"
     assert [said in bill["in_words"] for bill in told] == [by_name > 0] * 2
@@ -160,5 +159,5 @@ def test_where_names_alone_tell_records_apart_the_bill_says_so(write_experiment,
 def test_one_name_needs_no_content(write_experiment, tmp_path):
     for number in range(2):
         change(write_experiment(f"run-{number}", data="csv:a.csv", seed=number), privacy=[PAID])
-    [bill] = bills_of(read_all([tmp_path])).bills
+    [bill] = bills_of(read_all([tmp_path]))[0]
     assert bill["runs_told_by_name"] == 0

@@ -153,7 +153,7 @@ def test_an_unfinished_run_is_on_the_data_that_all_finished_ones_tell_of_and_on_
 ):
     def notes(*finished):
         runs = [read_run(write_experiment(f"{len(finished)}{note}", note=note)) for note in finished]
-        return [one.note for one in group([replace(runs[0], outcome=None, path=runs[0].path / "x"), *runs[1:]])[0]]
+        return [one.note for one in group([replace(runs[0], result=None, path=runs[0].path / "x"), *runs[1:]])[0]]
 
     assert notes("", "100 of them") == ["100 of them"]
     assert notes("", "100 of them", "50 of them")[0] == "no finished run says whether these are the full data"

@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 import pytest
 
 from fl_sim.report import page as page_module
-from fl_sim.report.bills import bills_of
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page import page, page_data
-from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words
+from fl_sim.report.page_sections import NO_GUARANTEE, privacy_in_words
+from fl_sim.report.payments import bills_of
 from fl_sim.report.runs import find, read_json_table
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_table
@@ -56,7 +56,7 @@ def write_run(tmp_path):
 def shown(*directories):
     found = find(directories)
     groups, _ = group(found.runs)
-    return page(found, panels(groups), [], bills_of(found).in_words)
+    return page(found, panels(groups), [], [bill["in_words"] for bill in bills_of(found)[0]])
 
 
 def text_of(html):
@@ -108,7 +108,7 @@ def test_what_all_runs_cost_together_has_a_section_of_its_own(write_run, tmp_pat
     for seed, epsilon in ((0, 3.21), (1, 1.5)):
         write_run(f"run-{seed}", seed=seed, privacy=[RELEASE | {"epsilon": epsilon}])
     told = text_of(shown(tmp_path / "run-0", tmp_path / "run-1"))
-    assert "What all of this costs together Privacy of all 2 runs together, of one client of mnist (label-1, " in told
+    assert "Privacy cost of all runs together Privacy of all 2 runs together, of one client of mnist (label-1, " in told
     assert "10 clients): epsilon 4.71 at delta 2e-05 (2 private releases under adding or removing one)." in told
     told = text_of(shown(tmp_path))
     assert "none, since 1 of the 3 runs released something about the same records without a guarantee" in told

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from fl_sim.report.release import Release, in_short, promise
+from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.table import SeedResult, Status, Table, best_rows, further, notes, targets, texts
 from fl_sim.report.table_files import as_json, latex, markdown, write_table
 
@@ -55,7 +55,7 @@ def test_the_best_of_a_column_is_bold_where_every_other_row_is_significantly_wor
     # Student's t of -5.0, -5.1, -4.9: 4.303 * 0.1 / sqrt(3) = 0.248
     assert "| B | -5.0 [-5.2, -4.8] | -3.3 [-22.6, +16.0] |" in shown
     assert "| A | highest mean | highest mean |" in shown
-    assert "Bold: the highest mean, where the 95 % interval of every other row's difference" in shown
+    assert "Bold: the highest mean, if the 95 % interval of every other row's difference" in shown
 
 
 def test_one_noisy_row_behind_the_runner_up_is_enough_for_no_bold() -> None:
@@ -112,9 +112,9 @@ def test_a_row_that_failed_hinders_no_other_and_one_that_is_not_done_does() -> N
 
 def test_what_runs_warned_of_is_told_once_with_the_run_and_not_where_the_caption_says_it() -> None:
     few, stopped = "2 of 10 clients released no synthetic records", "privacy budget spent after 3 rounds (epsilon 8)"
-    runs = [replace(one, remarks=(few, "A caption")) for one in seeds("DA-FL", "x", 0.5, 0.6, 0.7)]
-    failed = replace(result("C", "x", 0, None, "failed"), remarks=("it has an error to tell",))
-    told = notes(table(*runs, replace(result("B", "x", 0, 0.5), remarks=(stopped, few)), failed))
+    runs = [replace(one, warnings=(few, "A caption")) for one in seeds("DA-FL", "x", 0.5, 0.6, 0.7)]
+    failed = replace(result("C", "x", 0, None, "failed"), warnings=("it has an error to tell",))
+    told = notes(table(*runs, replace(result("B", "x", 0, 0.5), warnings=(stopped, few)), failed))
     assert f"DA-FL, x, seed 0 and 3 other runs: {few}." in told
     assert f"B, x, seed 0: {stopped}." in told
     assert [told[0], told[1].rpartition(": ")[2]] == ["A caption.", f"{few}."]  # before all that is usually said
@@ -124,7 +124,7 @@ def test_what_runs_warned_of_is_told_once_with_the_run_and_not_where_the_caption
 
 def test_of_many_different_remarks_the_commonest_are_told_and_the_others_counted() -> None:
     runs = [
-        replace(one, remarks=(f"stopped after {one.seed}", *(["common"] * (one.seed > 3))))
+        replace(one, warnings=(f"stopped after {one.seed}", *(["common"] * (one.seed > 3))))
         for one in seeds("A", "x", *[0.5] * 12)
     ]
     told = [line for line in notes(table(*runs)) if line.startswith("A, x") or "more" in line]
@@ -133,25 +133,27 @@ def test_of_many_different_remarks_the_commonest_are_told_and_the_others_counted
     assert told[-1] == "5 more: warnings and stopped in result.json of the runs."
 
 
-POOL = Release(
+POOL = PrivacyStatement(
     unit="record", epsilon=9.5, delta=1e-5, covers="the pool alone", does_not_cover="The main task is NOT private."
 )
 
 
-def with_releases(row: str, seed: int, *releases: Release) -> SeedResult:
-    return SeedResult(row, "x", seed, "finished", f"cells/{row}", 0.5, 0.5, releases=releases)
+def with_releases(row: str, seed: int, *statements: PrivacyStatement) -> SeedResult:
+    return SeedResult(row, "x", seed, "finished", f"cells/{row}", 0.5, 0.5, statements=statements)
 
 
 def test_methods_without_a_guarantee_are_named() -> None:
     private = with_releases("DP", 0, POOL)
     assert "No privacy guarantee: FedAvg." in markdown(table(result("FedAvg", "x", 0, 0.5), private))
-    assert "No privacy guarantee: any method here." in markdown(table(result("FedAvg", "x", 0, 0.5)))
+    assert "No privacy guarantee: all methods." in markdown(table(result("FedAvg", "x", 0, 0.5)))
     assert "No privacy guarantee" not in markdown(table(private))
 
 
 def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_its_limits() -> None:
     larger, other = POOL.model_copy(update={"epsilon": 9.87654}), POOL.model_copy(update={"epsilon": 1.0})
-    client = Release(unit="client", epsilon=3.0, delta=1e-4, covers="all updates", does_not_cover="The server.")
+    client = PrivacyStatement(
+        unit="client", epsilon=3.0, delta=1e-4, covers="all updates", does_not_cover="The server."
+    )
     told = notes(
         table(with_releases("A", 0, POOL), with_releases("A", 1, larger), with_releases("B", 0, other, client))
     )
@@ -160,7 +162,7 @@ def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_
     assert told[2:] == [
         f"Privacy of each run by itself, of a record, delta 1e-05: A epsilon 9.88, B epsilon 1. {limits}",
         f"Privacy of each run by itself, of a client, delta 0.0001: B epsilon 3. {of_client}",
-        "What all runs together cost the records they are about is told once the table is done.",
+        "The privacy cost of all runs together is stated once the table is complete.",
     ]
 
 
@@ -177,9 +179,9 @@ def test_the_bill_of_all_runs_is_told_and_kept_for_programs() -> None:
 def test_a_figure_is_never_rounded_down_and_zero_is_zero() -> None:
     for epsilon, shown in ((0.0, "0"), (3.121, "3.13"), (0.0001234, "0.000124"), (1e-300, "1e-300")):
         release = POOL.model_copy(update={"epsilon": epsilon})
-        assert in_short(release) == f"epsilon {shown} per record"
+        assert release.in_short == f"epsilon {shown} per record"
         assert f"A epsilon {shown}." in notes(table(with_releases("A", 0, release)))[1]
-    assert promise(POOL.model_copy(update={"epsilon": 0.0})).startswith("Per record: (0, 1e-05)-differential privacy")
+    assert POOL.model_copy(update={"epsilon": 0.0}).promise.startswith("Per record: (0, 1e-05)-differential privacy")
 
 
 def test_noise_free_releases_are_no_guarantee() -> None:
@@ -189,7 +191,7 @@ def test_noise_free_releases_are_no_guarantee() -> None:
     assert told[-1] == "No privacy guarantee: A, B (in some runs)."
     cells = as_json(table(*rows))["cells"]
     assert [cell["guarantee"] for cell in cells] == [False, False]
-    assert notes(table(*rows[:2]))[2:] == ["No privacy guarantee: any method here."]
+    assert notes(table(*rows[:2]))[2:] == ["No privacy guarantee: all methods."]
 
 
 def test_markdown_escapes_the_bar() -> None:

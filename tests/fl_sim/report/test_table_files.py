@@ -73,7 +73,7 @@ def test_it_is_one_environment_with_caption_label_and_both_tabulars() -> None:
         r"\begin{minipage}{\linewidth}\footnotesize",
         NOTE,
         rf"{notes(table())[2].replace('%', chr(92) + '%')}\par",
-        r"No privacy guarantee: any method here.\par",
+        r"No privacy guarantee: all methods.\par",
         r"\end{minipage}",
         r"\end{table}",
     ]

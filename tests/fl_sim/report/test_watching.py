@@ -76,10 +76,10 @@ def test_round_accuracies_pace_time_left_and_epsilon_are_told(unfinished, tmp_pa
     unfinished("private", 4, lock=living(), seconds=None, epsilon=1.23456)
     runs = told(tmp_path)
     one = runs["a"]
-    assert (one.round, one.rounds, one.accuracies, one.pace) == (3, 10, (0.1, 0.2, 0.3), 2.0)
+    assert (one.round, one.rounds, one.accuracies, one.round_seconds) == (3, 10, (0.1, 0.2, 0.3), 2.0)
     assert one.left == pytest.approx(14, abs=1)
     private = runs["private"]
-    assert (private.pace, private.left, private.epsilon) == (None, None, "1.24")
+    assert (private.round_seconds, private.left, private.epsilon) == (None, None, "1.24")
 
 
 def test_a_line_that_is_being_written_counts_once_it_is_whole(unfinished, tmp_path):

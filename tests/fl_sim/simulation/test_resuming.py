@@ -11,7 +11,7 @@ import pytest
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.identity import Identity
-from fl_sim.report.bills import bills_of
+from fl_sim.report.payments import bills_of
 from fl_sim.report.runs import read_all
 from fl_sim.simulation import resuming
 from fl_sim.simulation.resuming import num_bytes_kept, set_aside
@@ -262,7 +262,7 @@ def test_a_repetition_under_global_dp_is_charged_on_top_unless_it_has_the_same_n
     assert again["steps"] == charged
     assert (again["epsilon"] > first["epsilon"]) is (charged == 4)
     assert ("paid for again, after an interruption or by --again" in again["guarantee"]) is (charged == 4)
-    [bill] = bills_of(read_all([tmp_path])).bills
+    [bill] = bills_of(read_all([tmp_path]))[0]
     assert bill["epsilon"] == again["epsilon"]  # which counts both
 
 

@@ -13,8 +13,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.bill import bills, payments_of_unit, whole_run
 from fl_sim.privacy.terms import rounded_up
-from fl_sim.report.bills import bills_of
-from fl_sim.report.page_words import privacy_in_short
+from fl_sim.report.payments import bills_of
 from fl_sim.report.runs import find, read_all
 from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import run
@@ -45,14 +44,14 @@ def test_result_report_page_and_bill_say_the_same_of_a_record(tmp_path: Path) ->
     said = stated(run(experiment_from(both()), tmp_path / "a"))
     whole = said["epsilon_whole_run"]
     assert whole > 5 * said["epsilon"], "the rounds cost a record far more than the pool"
-    [record] = [bill for bill in bills_of(read_all([tmp_path])).bills if bill["unit"] == "record"]
+    [record] = [bill for bill in bills_of(read_all([tmp_path]))[0] if bill["unit"] == "record"]
     assert (record["epsilon"], record["delta"]) == (whole, said["delta_whole_run"])
     assert f"epsilon {rounded_up(whole)} at delta 2e-05" in record["in_words"]
     [found] = find([tmp_path]).runs
-    assert f"epsilon {rounded_up(whole, 3)} per record" in privacy_in_short(found)
+    assert f"epsilon {rounded_up(whole, 3)} per record" in found.privacy_in_short
     assert f"({rounded_up(whole)}, 2e-05)" in said["guarantee"]
-    assert found.outcome is not None
-    for release in found.outcome.privacy:  # Global DP's statement lacked both
+    assert found.result is not None
+    for release in found.result.privacy:  # Global DP's statement lacked both
         assert "Choices made beforehand on these training records" in release.does_not_cover
         assert "pays for each of the" in release.does_not_cover
 
@@ -115,7 +114,7 @@ def test_one_round_of_full_participation_costs_a_record_a_gaussian_of_half_the_n
 def test_rounds_on_synthetic_records_alone_cost_a_record_nothing_more(tmp_path: Path) -> None:
     result = run(experiment_from(both(preprocess=POOL | {"train_on": "synthetic"})), tmp_path / "a")
     assert stated(result)["epsilon_whole_run"] is None
-    [record] = [bill for bill in bills_of(read_all([tmp_path])).bills if bill["unit"] == "record"]
+    [record] = [bill for bill in bills_of(read_all([tmp_path]))[0] if bill["unit"] == "record"]
     assert record["epsilon"] == stated(result)["epsilon"]
 
 
@@ -126,15 +125,15 @@ def test_a_pool_and_moments_are_two_releases_about_a_record(tmp_path: Path) -> N
     assert [one["unit"] for one in said] == ["record", "record"]
     [whole] = {one["epsilon_whole_run"] for one in said}
     assert max(one["epsilon"] for one in said) < whole <= sum(one["epsilon"] for one in said)
-    [record] = bills_of(read_all([tmp_path])).bills
+    [record] = bills_of(read_all([tmp_path]))[0]
     assert record["epsilon"] == whole
 
 
 def test_a_run_under_global_dp_is_on_the_bill_of_records_that_another_run_releases(tmp_path: Path) -> None:
     run(experiment_from(both(aggregator="mean", preprocess=POOL | {"train_on": "synthetic"})), tmp_path / "pool")
-    [before] = bills_of(read_all([tmp_path])).bills
+    [before] = bills_of(read_all([tmp_path]))[0]
     run(experiment_from(both(preprocess="none")), tmp_path / "rounds")
-    after = {bill["unit"]: bill for bill in bills_of(read_all([tmp_path])).bills}
+    after = {bill["unit"]: bill for bill in bills_of(read_all([tmp_path]))[0]}
     assert after["record"]["private_releases"][0]["releases"] == 2
     assert after["record"]["epsilon"] > 5 * before["epsilon"]
     assert after["client"]["runs_that_protect_others"] == 1, "the pool hides no client"
@@ -142,6 +141,6 @@ def test_a_run_under_global_dp_is_on_the_bill_of_records_that_another_run_releas
 
 def test_a_pool_in_the_same_run_is_told_as_no_part_of_what_a_client_pays(tmp_path: Path) -> None:
     run(experiment_from(both()), tmp_path / "a")
-    [client] = [bill for bill in bills_of(read_all([tmp_path])).bills if bill["unit"] == "client"]
+    [client] = [bill for bill in bills_of(read_all([tmp_path]))[0] if bill["unit"] == "client"]
     assert client["runs_that_protect_others"] == 1
     assert "In no sum here: 1 of the runs" in client["in_words"]

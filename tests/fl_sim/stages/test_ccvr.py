@@ -17,7 +17,7 @@ from fl_sim.errors import Malformed, RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.interface import run as run_from_python
-from fl_sim.report.bills import bills_of
+from fl_sim.report.payments import bills_of
 from fl_sim.report.runs import read_all
 from fl_sim.simulation.client_ledgers import ledgers_root
 from fl_sim.simulation.run import run
@@ -210,7 +210,7 @@ def test_a_record_pays_for_its_synthetic_pool_and_its_moments_in_one_bill(tmp_pa
     assert "NOT private" not in moments["does_not_cover"]
     assert {len(one) for one in _charges()} == {3}  # labels, generator, moments
     assert moments["shares_together"] == 2
-    [bill] = bills_of(read_all([tmp_path])).bills
+    [bill] = bills_of(read_all([tmp_path]))[0]
     [total] = bill["private_releases"]
     assert total["releases"] == 2
     assert total["epsilon_sum"] == pytest.approx(moments["epsilon"] + pooled["epsilon"])

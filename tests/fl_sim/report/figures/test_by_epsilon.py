@@ -69,7 +69,7 @@ def test_classes_and_epsilons_without_samples_say_none_and_nothing_released(writ
     (picture,), _ = pictures_of(tmp_path)
     assert "Per record: spent 0.0." in picture.details[0]
     rows = [
-        by_epsilon.Row(run, run.preprocess, read_samples(run.path / run.outcome.preprocess.pool, counts), ())
+        by_epsilon.Row(run, run.preprocess, read_samples(run.path / run.result.preprocess.pool, counts), ())
         for run, counts in zip(
             find([tmp_path]).runs, ([[0, 0, 0], [0, 0, 0]], [[2, 0, 1], [0, 0, 9]]), strict=True
         )
@@ -157,7 +157,7 @@ def test_every_image_stands_at_the_class_of_its_vector(write_experiment, finder,
     path = write(write_experiment)
     pictures_of(tmp_path, finder)
     (run,) = find([tmp_path]).runs
-    vectors = some_vectors(read_records(path / run.outcome.preprocess.pool, COUNTS), 20, 4)
+    vectors = some_vectors(read_records(path / run.result.preprocess.pool, COUNTS), 20, 4)
     row = by_epsilon._with(by_epsilon.Row(run, run.preprocess, vectors, ()), kept_images(run, vectors))
     shown = {label: [int(tile[0, 0, 0]) for tile in row.samples.some(label, 4)] for label in range(3)}
     assert shown == {0: [0, 1], 1: [], 2: [0, 10, 11, 12]}

@@ -12,10 +12,10 @@ from PIL import Image
 from fl_sim.report import picture as report_picture
 from fl_sim.report.figures import curves
 from fl_sim.report.figures.curves import curve, draw, draw_all, styles_of
-from fl_sim.report.files import Outcome, RunConfig, Seconds
+from fl_sim.report.files import ResultFile, RunConfig, Seconds
 from fl_sim.report.groups import group, labels, panels
 from fl_sim.report.picture import for_papers
-from fl_sim.report.runs import Run
+from fl_sim.report.runs import SavedRun
 from fl_sim.store.run_directory import RoundRecord
 
 TITLES = {"fedavg": "FedAvg", "fedprox": "FedProx", "centralized": "Centralized", "mine:Bound": "My bound"}
@@ -39,13 +39,13 @@ def run_of(tmp_path):
             for number, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True), start=1)
         )
         split = "centralized" if algorithm["kind"] in {"centralized", "mine:Bound"} else f"label-{labels_each}"
-        outcome = None if status == "unfinished" else Outcome(
+        result = None if status == "unfinished" else ResultFile(
             status=status, data_note=note, partition=split, engine="inprocess", rounds=len(records),
             final_accuracy=accuracies[-1], best_accuracy=max(a or 0 for a in accuracies), privacy=[],
             seconds=Seconds(preprocess=0, train=1, total=2), versions={}, pate=pate,
             titles={"algorithm": TITLES[algorithm["kind"]]} if algorithm["kind"] in TITLES else {},
         )  # fmt: skip
-        return Run(tmp_path / name, RunConfig.model_validate(settings), settings, records, outcome)
+        return SavedRun(tmp_path / name, RunConfig.model_validate(settings), settings, records, result)
 
     return make
 
@@ -75,7 +75,7 @@ def test_only_the_seed_and_the_engine_may_differ_within_a_line(run_of):
     ]  # fmt: skip
     groups, _ = group(runs)
     assert [[run.path.name for run in one.runs] for one in groups] == [["a", "b"], ["c"], ["d"]]
-    assert [(panel.note, len(panel.lines)) for panel in panels(groups)] == [("", 2), (runs[3].outcome.data_note, 1)]
+    assert [(panel.note, len(panel.lines)) for panel in panels(groups)] == [("", 2), (runs[3].result.data_note, 1)]
 
 
 def test_a_second_run_of_the_same_experiment_and_seed_is_left_out_and_the_finished_one_stays(run_of):
@@ -146,7 +146,7 @@ def test_rounds_of_a_run_that_voted_are_epochs_of_a_student_whatever_its_kind(ru
         ([voted], "epoch of the student"),
         ([voted, rounds], "communication round (PATE: epoch of the student)"),
         (
-            [voted, replace(voted, config=voted.config.model_copy(update={"seed": 1}), outcome=None)],
+            [voted, replace(voted, config=voted.config.model_copy(update={"seed": 1}), result=None)],
             "epoch of the student",
         ),
     ):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fl_sim.report.files import BytesFacts, Outcome, RunConfig, Seconds, Travelled
-from fl_sim.report.groups import Group
-from fl_sim.report.page_words import short_names, spent_beforehand, taken
-from fl_sim.report.runs import Run
+from fl_sim.report.files import BytesFacts, ResultFile, RunConfig, Seconds, Traffic
+from fl_sim.report.groups import SeedGroup, short_names
+from fl_sim.report.page_sections import target_rows
+from fl_sim.report.runs import SavedRun
 from fl_sim.store.run_directory import RoundRecord
 
 
@@ -22,13 +22,13 @@ def run(tmp_path):
             data="digits", seed=seed, clients=10, rounds=len(rounds), model="mlp", algorithm={"kind": "fedavg"},
             partition={"kind": "iid"},
         )  # fmt: skip
-        outcome = Outcome(
+        result = ResultFile(
             status=status, data_note="", partition="iid", engine="inprocess", rounds=len(rounds),
             final_accuracy=accuracies[-1], best_accuracy=max(accuracies), privacy=[], versions={},
             seconds=Seconds(preprocess=1.0, train=2.0, total=3.0),
             bytes=BytesFacts(before={"shared_records": before} if before is not None else {}),
         )  # fmt: skip
-        return Run(tmp_path, config, {}, rounds, outcome)
+        return SavedRun(tmp_path, config, {}, rounds, result)
 
     return make
 
@@ -45,14 +45,14 @@ def timed(run):
 
 
 def _taken(*runs):
-    groups = {"digits, iid": [("FedAvg", Group("FedAvg", "digits", "", "iid", runs))]}
-    (one,) = taken(groups, 0.8)
+    groups = {"digits, iid": [("FedAvg", SeedGroup("FedAvg", "digits", "", "iid", runs))]}
+    (one,) = target_rows(groups, 0.8)
     return one
 
 
 def test_rounds_bytes_and_seconds_are_means_over_the_finished_runs_that_got_there(run):
     found = _taken(run(0.5, 0.8), run(0.5, 0.6, 0.7, 0.9, seed=1), run(0.5, 0.7, seed=2), run(0.9, status="failed"))
-    assert found.cells == ("3.0 ± 1.4", "3.00 ± 1.41", "7.0 ± 2.8", "-", "2 of 3")
+    assert tuple(found.cells.values()) == ("3.0 ± 1.4", "3.00 ± 1.41", "7.0 ± 2.8", "-", "2 of 3")
     assert found.in_words == (
         "FedAvg on digits, iid: rounds 3.0 ± 1.4, MB 3.00 ± 1.41, seconds 7.0 ± 2.8 (2 of 3 runs got there)"
     )
@@ -60,7 +60,7 @@ def test_rounds_bytes_and_seconds_are_means_over_the_finished_runs_that_got_ther
 
 def test_virtual_seconds_are_told_where_there_is_a_clock(timed):
     found = _taken(timed(0.5, 0.8), timed(0.5, 0.6, 0.7, 0.9, seed=1))
-    assert found.cells[3] == "9.0 ± 4.2"
+    assert found.cells["Virtual seconds"] == "9.0 ± 4.2"
     assert "seconds 7.0 ± 2.8, virtual seconds 9.0 ± 4.2" in found.in_words
 
 
@@ -69,16 +69,17 @@ def test_a_target_that_no_run_reaches_is_a_dash_with_the_number_of_runs(run):
 
 
 def test_what_travelled_beforehand_counts_and_what_is_not_told_leaves_the_bytes_out(run):
-    assert _taken(run(0.9, before=Travelled(down=2_000_000, up=500_000))).cells[1] == "3.50"
-    assert _taken(run(0.9, each=None)).cells[:2] == ("1.0", "-")
+    assert _taken(run(0.9, before=Traffic(down=2_000_000, up=500_000))).cells["MB"] == "3.50"
+    assert list(_taken(run(0.9, each=None)).cells.values())[:2] == ["1.0", "-"]
 
 
 def test_what_is_not_known_of_one_thing_that_travelled_beforehand_is_not_known_of_all(run):
-    outcome = run(0.9).outcome
-    known = Travelled(down=2_000_000, up=500_000)
+    done = run(0.9)
+    known = Traffic(down=2_000_000, up=500_000)
     for before, spent in (([known, known], 5_000_000), ([known, None], None), ([], 0)):
         told = BytesFacts(before={str(number): one for number, one in enumerate(before)})
-        assert spent_beforehand(outcome.model_copy(update={"bytes": told})).bytes == spent
+        result = done.result.model_copy(update={"bytes": told})
+        assert replace(done, result=result).spent_beforehand.bytes == spent
 
 
 def test_short_names_keep_a_setting_and_its_brackets_together() -> None:
