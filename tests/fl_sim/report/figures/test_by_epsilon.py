@@ -83,7 +83,7 @@ def test_classes_and_epsilons_without_samples_say_none_and_nothing_released(writ
 def test_every_place_holds_the_first_samples_of_all_clients(write_experiment, tmp_path):
     counts = ((1, 0, 3), (1, 0, 3))
     path = write_experiment("a", preprocess={}, counts=counts)
-    samples = read_samples(path / find([path]).runs[0].outcome.preprocess.pool, counts)
+    samples = read_samples(path / find([path]).runs[0].result.preprocess.pool, counts)
     block = by_epsilon._block(samples, 2)
     size = 48 + by_epsilon._WITHIN
     np.testing.assert_array_equal(block[::size, ::size, 0], [[0, 10], [1, 11]])
@@ -92,7 +92,7 @@ def test_every_place_holds_the_first_samples_of_all_clients(write_experiment, tm
 def test_a_damaged_pool_is_named_and_the_rest_is_shown(write_experiment, tmp_path):
     for name, seed in (("a", 0), ("b", 1), ("c", 2)):
         write_experiment(name, preprocess={"epsilon": float(seed + 1)}, seed=seed)
-    pool = find([tmp_path]).runs[0].outcome.preprocess.pool
+    pool = find([tmp_path]).runs[0].result.preprocess.pool
     (tmp_path / "a" / pool).write_bytes(b"xxxxxxxxxxxxxxxxxxxx")
     (tmp_path / "b" / pool).unlink()
     (picture,), problems = pictures_of(tmp_path)
