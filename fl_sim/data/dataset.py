@@ -5,7 +5,7 @@ are given as such, or made of texts by LEAF's alphabet of Shakespeare's plays.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
@@ -166,6 +166,13 @@ def looks_channels_last(shape: tuple[int, ...]) -> bool:
     """Say whether images of ``shape`` (records, ...) have their channels behind height and width."""
     _, first, second, last = shape
     return last <= 4 < min(first, second) or last < first == second
+
+
+def enumerated(names: Iterable[str], most: int = 20) -> str:
+    """Return the first ``most`` names, and how many more there are."""
+    found = [*names]
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{', '.join(map(shortened, found[:most]))}{more}"
 
 
 def most_bytes() -> int:

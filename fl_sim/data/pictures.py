@@ -1,11 +1,11 @@
-"""Images as Pillow has them become bytes of one size: nothing is scaled that the settings do not ask for.
+"""Images read by Pillow, as bytes of one size; nothing is scaled unless the settings ask for it.
 
 A folder of images is PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp).
 """
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fl_sim.data.dataset import (
     COLOUR_READ_OFF,
     SIZE_READ_OFF,
+    enumerated,
     listed_classes,
     most_bytes,
     own_dataset,
@@ -42,67 +43,77 @@ _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 
 def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the images as a data set; classes are train's subfolders, numbered in the order of their names.
+    """Read a folder of images; classes are train's subfolders, numbered in the order of their names.
 
-    ``data.classes`` lists public classes, in another order. Grey images stay one channel unless any image has colour.
+    ``data.classes`` lists public classes, in another order. Grey images keep one channel unless any image has colour.
     Normalised by 0.5 and 0.5, never by statistics of the training images: those are the clients' private data. Raises
-    UserError naming the file that cannot be read, has another size than the first, or belongs to a class without
+    UserError with the file that cannot be read, has another size than the first, or belongs to a class without
     training images.
     """
-    wanted, listed, folders = image_settings(own), listed_classes(own), _subfolders(path / "train")
-    tested = _subfolders(path / "test")
-    classes = _classes(path, folders, tested, listed)
-    train = _files(path / "train", [folders.get(name) for name in classes])
-    files = [*train, *_files(path / "test", [tested.get(name) for name in classes])]
-    stack = stack_images(((str(file), partial(_image, file, wanted)) for file, _ in files), len(files))
+    settings, listed = image_settings(own), listed_classes(own)
+    trained, tested = (_subfolders(path / split) for split in ("train", "test"))
+    classes = _classes(path, trained, tested, listed)
+    train, test = (_files(path / split, found, classes) for split, found in (("train", trained), ("test", tested)))
+    files = [*train, *test]
+    stack = stack_images(((str(file), partial(_image, file, settings)) for file, _ in files), len(files))
     images = stack.images
     labels = np.array([label for _, label in files], dtype=np.int64)
     first, second = (Examples(images[rows], labels[rows]) for rows in (slice(len(train)), slice(len(train), None)))
     half = (0.5,) * images.shape[1]
     dataset = own_dataset(name, first, second, half, half, str(path), listed=listed)
-    others = sum(map(_num_others, [*folders.values(), *tested.values()]))
+    folders = [*trained.values(), *tested.values()]
+    others = sum(file.suffix.lower() not in SUFFIXES for folder in folders for file in _entries(folder))
     left = f"{others:,} files that are no images by their names are left out" if others else ""
     order = f"{len(classes):,} classes, by the folders of train in alphabetical order; test's are matched by name"
     return replace(
         dataset,
-        note=wanted.told(),
+        note=settings.described(),
         counted=tuple(filter(None, (left, "" if listed else similar_spellings("classes", classes)))),
-        classes=tuple(classes),
-        read_off=(*read_off_classes(listed), *wanted.read_off),
+        classes=classes,
+        read_off=(*read_off_classes(listed), *settings.read_off),
         inferred=(*([] if listed else [order]), *stack.inferred()),
     )
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What images are turned into: ``size`` (width, height), None as they are; ``values``: what becomes 0 and 255.
+    """The form of images: ``size`` (width, height), None for their own; ``values``: those that become 0 and 255.
 
-    The latter is for images of more than 8 bits, None where none is expected.
+    ``values`` is for images of more than 8 bits, None if none is expected.
     """
 
     size: tuple[int, int] | None = None
     values: tuple[int, int] | None = None
 
-    def told(self) -> str:
-        """Say what was done to images, nothing where they are as they were."""
+    def described(self) -> str:
+        """Describe the changes to images; empty if there are none."""
         size = f"images scaled to {self.size[0]}x{self.size[1]}" if self.size else ""
         values = f"values {self.values[0]}..{self.values[1]} of 16 bits became 0..255" if self.values else ""
         return "; ".join(filter(None, (size, values)))
 
     @property
     def read_off(self) -> tuple[str, ...]:
-        """Return what is read off the images: what ``Dataset.read_off`` says of them."""
+        """The facts that are read off the images, for ``Dataset.read_off``."""
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
 
 def image_settings(own: OwnName) -> ImageSettings:
-    """Return what the name of a data set says of images. Raises UserError for what is no size, or no range."""
-    return ImageSettings(_size_set(own.option("size")), _values_set(own.option("values")))
+    """Read the settings of images from a data set's name. Raises UserError for an invalid size or range."""
+    size, values = own.option("size"), own.option("values")
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", size)
+    if size and (found is None or max(map(int, found.groups())) > MOST_SIDE):
+        raise UserError(f"data.size = {size!r}: it is WIDTHxHEIGHT in pixels, such as 32x32, at most {MOST_SIDE}")
+    ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", values)
+    if values and (ends is None or int(ends[1]) >= int(ends[2])):
+        raise UserError(f"data.values = {values!r}: it is LOW..HIGH, two whole numbers, such as 0..65535")
+    return ImageSettings(
+        (int(found[1]), int(found[2])) if found else None, (int(ends[1]), int(ends[2])) if ends else None
+    )
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """One image, (height, width) or (height, width, 3), turned upright where its EXIF orientation says so."""
+    """One image, (height, width) or (height, width, 3), turned upright by its EXIF orientation."""
 
     values: NDArray[np.uint8]
     is_turned: bool = False
@@ -110,104 +121,103 @@ class Pixels:
 
 @dataclass(frozen=True)
 class ImageStack:
-    """Images of one size, (records, channels, height, width), and how many of them were turned upright."""
+    """Images of one size, (records, channels, height, width), and the count of those that were turned upright."""
 
     images: NDArray[np.uint8]
     turned: int
 
     def inferred(self) -> tuple[str, ...]:
-        """Return what was taken for granted of the images, a line each."""
+        """Describe the assumptions about the images, a line each."""
         kept = "grey" if self.images.shape[1] == 1 else "RGB (grey images have the same value three times)"
         turned = f"turned as their EXIF orientation says: {self.turned:,} of {len(self.images):,} images"
         return (f"images are {kept}", turned)
 
 
-def decoded(content: bytes, where: str, wanted: ImageSettings) -> Pixels:
-    """Return the pixels of an image file's ``content``. Raises UserError for those that are neither grey nor RGB.
+def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
+    """Decode an image file's ``content``. Raises UserError for images that are neither grey nor RGB.
 
-    What Pillow warns of is damage that it can live with. It is given no path: Pillow 12 turns a TIFF file twice that it
+    Warnings of Pillow are about damage that it tolerates. It gets no path: Pillow 12 turns a TIFF file twice that it
     maps into memory.
     """
-    from PIL import Image  # noqa: PLC0415 (only images need it)
+    from PIL import Image, ImageOps  # noqa: PLC0415 (only images need it)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Image.open(BytesIO(content)) as image:
-            return pixels(image, where, wanted)
-
-
-def pixels(image: Any, where: str, wanted: ImageSettings) -> Pixels:
-    """Return the pixels of one of Pillow's images. Raises UserError for those that are neither grey nor RGB."""
-    from PIL import ImageOps  # noqa: PLC0415 (only images need it)
-
-    mode, is_deep = image.mode, ";16" in str(getattr(image, "tile", ""))
-    if (pages := getattr(image, "n_frames", 1)) > 1:
-        raise UserError(f"{where} holds {pages} pages or frames; save each as a file of its own")
-    is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-    image.load()  # which turns TIFF files
-    image = ImageOps.exif_transpose(image)
-    if _has_transparency(image):
-        raise UserError(f"{where} has transparent pixels, which have no colour; save it on an opaque background")
-    if mode in _DEEP:
-        image = _with_8_bits(image, where, wanted.values)
-    elif is_deep:
-        raise UserError(f"{where}: colour with 16 bits a channel is not supported; save it with 8 bits")
-    elif mode in _GREY | _COLOUR:
-        image = image.convert("L" if mode in _GREY else "RGB")
-    else:
-        raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
-    if wanted.size is not None and image.size != wanted.size:
-        image = image.resize(wanted.size, resample=2)  # bilinear, over all pixels that one takes the place of
-    return Pixels(np.asarray(image), is_turned)
+        with Image.open(BytesIO(content)) as opened:
+            image: Any = opened
+            mode, is_deep = image.mode, ";16" in str(getattr(image, "tile", ""))
+            if (pages := getattr(image, "n_frames", 1)) > 1:
+                raise UserError(f"{where} holds {pages} pages or frames; save each as a file of its own")
+            is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+            image.load()  # which turns TIFF files
+            image = ImageOps.exif_transpose(image)
+            if _has_transparency(image):
+                raise UserError(
+                    f"{where} has transparent pixels, which have no colour; save it on an opaque background"
+                )
+            if mode in _DEEP:
+                image = Image.fromarray(_with_8_bits(image, where, settings.values))
+            elif is_deep:
+                raise UserError(f"{where}: colour with 16 bits a channel is not supported; save it with 8 bits")
+            elif mode in _GREY | _COLOUR:
+                image = image.convert("L" if mode in _GREY else "RGB")
+            else:
+                raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
+            if settings.size is not None and image.size != settings.size:
+                image = image.resize(settings.size, resample=2)  # bilinear, over all pixels of a new one's area
+            return Pixels(np.asarray(image), is_turned)
 
 
 def stack_images(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int) -> ImageStack:
-    """Return ``count`` images as (records, channels, height, width): one channel unless any image has colour.
+    """Stack ``count`` images as (records, channels, height, width): one channel unless any image has colour.
 
-    ``opened``: (where it is, a function that reads it) of each. Raises UserError where one has another size than the
-    first, or all of them would take too much memory.
+    ``opened``: (place, function that reads the image) of each. Raises UserError if one has another size than the
+    first, or all of them take too much memory.
     """
     images: list[NDArray[np.uint8]] = []
     first, turned = "", 0
     for where, read in opened:
         found = read()
         image, turned = found.values, turned + found.is_turned
+        size = f"{image.shape[1]}x{image.shape[0]}"
         if not images:
             first = where
             if 2 * 3 * count * image.shape[0] * image.shape[1] > most_bytes():
                 raise UserError(
-                    f"{count:,} images of {_size(image)} pixels take more than half of this machine's memory; scale "
+                    f"{count:,} images of {size} pixels take more than half of this machine's memory; scale "
                     "them by data.size=WIDTHxHEIGHT, or take fewer"
                 )
         elif image.shape[:2] != images[0].shape[:2]:
+            usual = f"{images[0].shape[1]}x{images[0].shape[0]}"
             raise UserError(
-                f"{where} is {_size(image)} pixels, but {first} is {_size(images[0])}; make them one size, or have all "
-                f"scaled to one, for example by data.size={_size(images[0])}"
+                f"{where} is {size} pixels, but {first} is {usual}; make them one size, or have all "
+                f"scaled to one, for example by data.size={usual}"
             )
         images.append(image)
     if all(image.ndim == 2 for image in images):
         return ImageStack(np.stack(images)[:, np.newaxis], turned)
-    return ImageStack(np.stack([_coloured(image) for image in images]).transpose(0, 3, 1, 2), turned)
+    coloured = [image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, axis=2) for image in images]
+    return ImageStack(np.stack(coloured).transpose(0, 3, 1, 2), turned)
 
 
 def _classes(
     path: Path, train: Mapping[str, Path], test: Mapping[str, Path], listed: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the classes in order. Raises UserError for a folder in test that is none in train, or not ``listed``."""
+    """Return the classes in order. Raises UserError for a folder in test that is not in train, or not ``listed``."""
     if listed:
         if {*train, *test} - {normalize("NFC", name) for name in listed}:
             raise unlisted(str(path))
         return tuple(normalize("NFC", name) for name in listed)
     if strangers := [name for name in test if name not in train]:
         raise UserError(
-            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {_some([*train])}, and test "
-            f"{_some([*test])}; rename the folders alike"
+            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {enumerated(train)}, and test "
+            f"{enumerated(test)}; rename the folders alike"
         )
     return tuple(train)
 
 
 def _subfolders(split: Path) -> dict[str, Path]:
-    """Return {class: its folder} in order; two ways in which Unicode writes a name are one."""
+    """Return {class: its folder} in order; names are in Unicode's composed form."""
     if not split.is_dir():
         raise UserError(f"there is no folder {split}; wanted are {split.parent}/train/CLASS/*.png and test/CLASS/*.png")
     found = [entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
@@ -220,16 +230,18 @@ def _subfolders(split: Path) -> dict[str, Path]:
     return dict(sorted(folders.items()))
 
 
-def _files(split: Path, folders: Iterable[Path | None]) -> list[tuple[Path, int]]:
+def _files(split: Path, folders: Mapping[str, Path], classes: tuple[str, ...]) -> list[tuple[Path, int]]:
     """Return (file, label) of every image in a part; a class may have no test images, and so no folder."""
-    files = [(file, label) for label, one in enumerate(folders) if one for file in _image_files(one)]
+    files = [
+        (file, label)
+        for label, name in enumerate(classes)
+        if name in folders
+        for file in _entries(folders[name])
+        if file.suffix.lower() in SUFFIXES
+    ]
     if not files:
         raise UserError(f"{split} holds no images; wanted are {', '.join(sorted(SUFFIXES))} files in its class folders")
     return files
-
-
-def _image_files(folder: Path) -> list[Path]:
-    return [file for file in _entries(folder) if file.suffix.lower() in SUFFIXES]
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -237,19 +249,9 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if not file.name.startswith("."))
 
 
-def _num_others(folder: Path) -> int:
-    """Return how many files in the folder of a class have no image's name."""
-    return sum(entry.suffix.lower() not in SUFFIXES for entry in _entries(folder))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"{', '.join(map(shortened, names[:20]))}{more}"
-
-
-def _image(file: Path, wanted: ImageSettings) -> Pixels:
+def _image(file: Path, settings: ImageSettings) -> Pixels:
     try:
-        return decoded(file.read_bytes(), str(file), wanted)
+        return decoded(file.read_bytes(), str(file), settings)
     except UserError:
         raise
     except Exception as error:
@@ -257,7 +259,7 @@ def _image(file: Path, wanted: ImageSettings) -> Pixels:
 
 
 def _has_transparency(image: Any) -> bool:
-    """Say whether a pixel is transparent: by its own alpha, or as a colour that the file declares to be."""
+    """Return True if a pixel is transparent: by its own alpha, or by a colour that the file declares transparent."""
     if image.mode == "RGBA":
         alpha = image
     elif image.mode in _GREY | _COLOUR and "transparency" in image.info:
@@ -267,13 +269,7 @@ def _has_transparency(image: Any) -> bool:
     return bool(alpha.getextrema()[3][0] < 255)
 
 
-def _coloured(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, axis=2)
-
-
-def _with_8_bits(image: Any, where: str, values: tuple[int, int] | None) -> Any:
-    from PIL import Image  # noqa: PLC0415 (only images need it)
-
+def _with_8_bits(image: Any, where: str, values: tuple[int, int] | None) -> NDArray[np.uint8]:
     if values is None:
         raise UserError(
             f"{where} has 16 bits a pixel: say which values become 0 and 255, data.values=0..65535 or what the device "
@@ -281,26 +277,4 @@ def _with_8_bits(image: Any, where: str, values: tuple[int, int] | None) -> Any:
         )
     low, high = values
     scaled = (np.clip(np.asarray(image, dtype=np.float64), low, high) - low) * 255 / (high - low)
-    return Image.fromarray(np.rint(scaled).astype(np.uint8))
-
-
-def _size(image: NDArray[np.uint8]) -> str:
-    return f"{image.shape[1]}x{image.shape[0]}"
-
-
-def _size_set(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
-    if found is None or max(map(int, found.groups())) > MOST_SIDE:
-        raise UserError(f"data.size = {text!r}: it is WIDTHxHEIGHT in pixels, such as 32x32, at most {MOST_SIDE}")
-    return int(found[1]), int(found[2])
-
-
-def _values_set(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    found = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text)
-    if found is None or int(found[1]) >= int(found[2]):
-        raise UserError(f"data.values = {text!r}: it is LOW..HIGH, two whole numbers, such as 0..65535")
-    return int(found[1]), int(found[2])
+    return np.rint(scaled).astype(np.uint8)

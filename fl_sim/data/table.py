@@ -1,9 +1,9 @@
 """Tables of the user's own: every column but label, client and split becomes numbers from public settings alone.
 
-A column of numbers is taken as it is, or by ``data.range.COLUMN=LOW..HIGH`` to 0..1, where what lies outside counts as
-the nearer end. A column of texts takes a feature for each category, at most one of which is 1. Means and deviations of
-the clients' records are taken only where ``data.scale=records`` asks for them. What a table was found to hold is told
-in words: a note beside results, and a line for each column.
+A column of numbers is taken as it is, or scaled by ``data.range.COLUMN=LOW..HIGH`` to 0..1; values outside count as the
+nearer end. A column of texts takes a feature for each category, at most one of which is 1. Means and deviations of
+the clients' records are taken only if ``data.scale=records`` asks for them. A note beside results, and a line for each
+column, describe what the table holds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.dataset import check_classes, listed_classes, most_bytes, own_dataset, read_off_classes, unlisted
+from fl_sim.data.dataset import (
+    check_classes,
+    enumerated,
+    listed_classes,
+    most_bytes,
+    own_dataset,
+    read_off_classes,
+    unlisted,
+)
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_columns import (
+    ROWS_TO_COUNT,
     Feature,
     Roles,
     Survey,
@@ -26,7 +35,6 @@ from fl_sim.data.table_columns import (
     check_types,
     classes_of,
     columns_to_survey,
-    counts_rows,
     features_of,
     roles_of,
     survey,
@@ -42,7 +50,7 @@ from fl_sim.data.table_file import (
     texts_of,
 )
 from fl_sim.errors import UserError
-from fl_sim.mistakes import guess, shortened
+from fl_sim.mistakes import guess
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
@@ -51,14 +59,14 @@ _FEW: Final = 6  # names that a note lists
 
 @dataclass(frozen=True)
 class TestPart:
-    """What is said of the test part: a ``share`` of the records drawn by ``seed``, an ``other`` table, or neither."""
+    """The rule for the test part: a ``share`` of the records drawn by ``seed``, an ``other`` table, or neither."""
 
     share: float = 0.0
     seed: int = 0
     other: str = ""
 
     def check(self, *, has_column: bool) -> None:
-        """Raise UserError unless exactly one thing says which records are for testing."""
+        """Raise UserError unless exactly one setting defines the test part."""
         ways = (self.share > 0) + bool(self.other) + has_column
         if ways == 1:
             return
@@ -71,13 +79,17 @@ class TestPart:
         raise UserError(f"nothing says which records are for testing; set {options}")
 
     def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-        """Return which of ``count`` records are for testing: a share of all, or of each client's where they are known.
+        """Draw the test records among ``count``: a share of all, or of each client's if ``clients`` are known.
 
-        Shares are rounded to whole records, at least one and never all; who has a single record trains on it.
+        Shares are rounded to whole records, at least one and never all; a client with one record trains on it.
         """
+
+        def size(records: int) -> int:
+            return min(max(1, round(self.share * records)), records - 1)
+
         chosen = np.zeros(count, dtype=bool)
         if clients is None:
-            chosen[rng(self.seed, "test part").permutation(count)[: self._size(count)]] = True
+            chosen[rng(self.seed, "test part").permutation(count)[: size(count)]] = True
             return chosen
         order = np.argsort(clients, kind="stable")
         numbers, starts = np.unique(clients[order], return_index=True)
@@ -85,11 +97,11 @@ class TestPart:
         for place in np.flatnonzero(np.diff(bounds) > 1).tolist():  # of a million clients most may have one record
             of_client = order[bounds[place] : bounds[place + 1]]
             coins = rng(self.seed, "test part", int(numbers[place]))
-            chosen[of_client[coins.permutation(len(of_client))[: self._size(len(of_client))]]] = True
+            chosen[of_client[coins.permutation(len(of_client))[: size(len(of_client))]]] = True
         return chosen
 
-    def told(self, column: str, *, by_client: bool = False) -> str:
-        """Say it in words."""
+    def described(self, column: str, *, by_client: bool) -> str:
+        """Describe the test part in words."""
         if self.other:
             return f"tested on {self.other}"
         if column:
@@ -97,12 +109,9 @@ class TestPart:
         whose = "every client's records" if by_client else "the records"
         return f"{self.share:g} of {whose} are for testing, drawn by test_seed {self.seed}"
 
-    def _size(self, count: int) -> int:
-        return min(max(1, round(self.share * count)), count - 1)
-
 
 def test_part_by_setting(own: OwnName) -> TestPart:
-    """Return what the name of a data set says of its test part. Raises UserError for what is no share, or no seed."""
+    """Read the rule for the test part from a data set's name. Raises UserError for an invalid share or seed."""
     share, seed, file = (own.option(key) for key in ("test", "test_seed", "test_file"))
     if seed and not share:
         raise UserError("data.test_seed draws a share of the records for testing: set data.test, too, or leave it out")
@@ -116,80 +125,96 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """All that is known before records are read; ``clients`` are in order. ``listed``: the user lists the classes."""
+    """All facts before records are read; ``clients`` are in order. ``listed``: True if the user lists the classes."""
 
     tables: tuple[TableReader, ...]
-    found: Survey
+    survey: Survey
     roles: Roles
     features: tuple[Feature, ...]
     classes: tuple[str, ...]
     clients: tuple[str, ...]
-    held: TestPart
+    test_part: TestPart
     drops: bool
     listed: bool
 
     @property
+    def where(self) -> str:
+        """The name of the (training) table in messages."""
+        return self.tables[0].where
+
+    @property
     def counting(self) -> tuple[str, ...]:
-        """Return the features that number the rows."""
-        seen, rows = self.found.columns, min(self.found.rows)
-        is_number = [one.name for one in self.features if not one.categories]
-        return tuple(name for name in is_number if counts_rows(seen[name], rows))
+        """The features that number the rows, as the index that a program has written."""
+        if min(self.survey.rows) < ROWS_TO_COUNT:
+            return ()
+        seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
+        return tuple(name for name, column in seen if column.counts and column.number is not None)
+
+    @cached_property
+    def unscaled(self) -> dict[str, None]:
+        """The columns of numbers without a range, in order."""
+        return dict.fromkeys(one.name for one in self.features if not one.categories and one.bounds is None)
+
+    @property
+    def test_records(self) -> str:
+        """The test part in words."""
+        return self.test_part.described(self.roles.split, by_client=bool(self.clients))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that are kept: numbers, labels, clients (0 where there are none), and which are for testing."""
+    """The rows in use: numbers, labels, clients (0 if there are none), and a mask of the test rows."""
 
     inputs: NDArray[np.float32]
     labels: NDArray[np.int64]
     clients: NDArray[np.int64]
     is_test: NDArray[np.bool_]
 
-    def part(self, *, test: bool, has_clients: bool) -> Examples:
-        """Return the training records, or the test records."""
-        mask = self.is_test if test else ~self.is_test
-        return Examples(self.inputs[mask], self.labels[mask], self.clients[mask] if has_clients else None)
-
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the table at ``path``. Raises UserError, with row and column, for what is no classification data."""
-    held, delimiter = test_part_by_setting(own), own.option("delimiter") or "comma"
+    """Read the table at ``path``. Raises UserError, with row and column, for anything but classification data."""
+    test_part, delimiter = test_part_by_setting(own), own.option("delimiter") or "comma"
     tables = [open_table(path, own.kind, delimiter)]
-    if held.other:
+    if test_part.other:
         tables.append(open_table(Path(own.option("test_file")).expanduser().absolute(), own.kind, delimiter))
-    return dataset_of(name, own, tables, held)
+    return dataset_of(name, own, tables, test_part)
 
 
-def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], held: TestPart) -> Dataset:
-    """Return the records of one table, or of one to train and one to test on."""
+def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part: TestPart) -> Dataset:
+    """Return the records of one table, or of a training and a test table."""
     scales = _choice(own, "scale", ("ranges", "records")) == "records"
-    plan = planned(own, tables, roles_of(own, tables[0]), held)
+    plan = planned(own, tables, roles_of(own, tables[0]), test_part)
     rows = rows_of(plan)
-    train, test = (rows.part(test=part, has_clients=bool(plan.roles.client)) for part in (False, True))
-    mean, std = _constants(rows, plan.features, from_records=scales)
-    dropped = sum(plan.found.rows) - len(rows.labels)
-    told = TableFacts(
-        plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped, plan.listed, plan.drops,
-        plan.counting,
-    )  # fmt: skip
+    train, test = (
+        Examples(rows.inputs[mask], rows.labels[mask], rows.clients[mask] if plan.roles.client else None)
+        for mask in (~rows.is_test, rows.is_test)
+    )
+    mean, std = np.zeros(train.inputs.shape[1]), np.ones(train.inputs.shape[1])
+    for feature in plan.features if scales else ():
+        if feature.name in plan.unscaled:
+            column = train.inputs[:, feature.first].astype(np.float64)
+            mean[feature.first], std[feature.first] = column.mean(), column.std() or 1.0
+    constants = tuple(mean.tolist()), tuple(std.tolist())
+    dropped = sum(plan.survey.rows) - len(rows.labels)
+    left_out = (f"{dropped:,} records {_lacking(plan)} are left out",) if dropped else ()
     public = all(feature.is_public for feature in plan.features)
     return replace(
-        own_dataset(name, train, test, mean, std, tables[0].where, listed=plan.classes if plan.listed else ()),
-        note=note(told),
-        counted=counted(told),
+        own_dataset(name, train, test, *constants, plan.where, listed=plan.classes if plan.listed else ()),
+        note=_note(plan, scales=scales),
+        counted=(*left_out, *_oddities(plan)),
         columns=tuple(feature.column() for feature in plan.features) if public else (),
         classes=plan.classes,
         names=tuple(name for feature in plan.features for name in feature.names),
-        shown=shown(told),
-        inferred=inferred(told, own),
-        read_off=read_off(told),
+        shown=_shown(plan, scales=scales),
+        inferred=_inferred(plan, own),
+        read_off=_read_off(plan),
     )
 
 
-def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, held: TestPart) -> TablePlan:
-    """Look at all that ``roles`` name. Raises UserError for what holds no classes, or has missing cells."""
+def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part: TestPart) -> TablePlan:
+    """Survey the columns in ``roles``. Raises UserError for a table without classes, and for missing cells."""
     where = tables[0].where
-    held.check(has_column=bool(roles.split))
+    test_part.check(has_column=bool(roles.split))
     for table in tables[1:]:
         if missing := sorted(set(roles.columns) - set(table.names)):
             raise UserError(
@@ -214,15 +239,15 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, held: Tes
         if (of := seen[roles.client].texts) is None:
             raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
         clients = tuple(sorted(of, key=in_order))
-    return TablePlan(tuple(tables), found, roles, features, classes, clients, held, drops, bool(listed))
+    return TablePlan(tuple(tables), found, roles, features, classes, clients, test_part, drops, bool(listed))
 
 
 def rows_of(plan: TablePlan) -> Rows:
-    """Read all records. Raises UserError where they would take too much memory, or numbers are too large."""
-    count, width = sum(plan.found.rows), sum(feature.width for feature in plan.features)
-    if 2 * 4 * count * width > most_bytes():  # all of it, and once more when it is parted
+    """Read all records. Raises UserError if they take too much memory, or numbers are too large."""
+    count, width = sum(plan.survey.rows), sum(feature.width for feature in plan.features)
+    if 2 * 4 * count * width > most_bytes():  # all records, and a second copy when they are split
         raise UserError(
-            f"{plan.tables[0].where}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
+            f"{plan.where}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
             "more than half of this machine's memory; take fewer records, or leave columns out by data.drop"
         )
     inputs, (labels, clients) = np.zeros((count, width), dtype=np.float32), np.zeros((2, count), dtype=np.int64)
@@ -230,112 +255,82 @@ def rows_of(plan: TablePlan) -> Rows:
     kept = _fill(rows, plan)
     if not kept.all():
         rows = Rows(rows.inputs[kept], rows.labels[kept], rows.clients[kept], rows.is_test[kept])
-    _check_finite(rows.inputs, plan)
-    if plan.held.share:
-        rows = replace(rows, is_test=plan.held.drawn(len(rows.labels), rows.clients if plan.roles.client else None))
-    _check_parts(rows, plan)
+    for feature in plan.features:
+        if feature.width == 1 and not np.isfinite(rows.inputs[:, feature.first]).all():
+            raise UserError(
+                f"{plan.where}: column {feature.name!r} holds numbers beyond 3.4e38, the largest of 32 bits; "
+                f"scale it by data.range.{feature.name}=LOW..HIGH"
+            )
+    if plan.test_part.share:
+        is_test = plan.test_part.drawn(len(rows.labels), rows.clients if plan.roles.client else None)
+        rows = replace(rows, is_test=is_test)
+    if not len(rows.labels) or rows.is_test.all() or not rows.is_test.any():
+        part = "training" if rows.is_test.all() else "test"
+        raise UserError(f"{plan.where}: no records in the {part} part; take other records")
+    if not plan.listed:
+        where = f"{plan.where}, column {plan.roles.label!r}"
+        check_classes(rows.labels[~rows.is_test], rows.labels[rows.is_test], plan.classes, where)
     return rows
 
 
-@dataclass(frozen=True)
-class TableFacts:
-    """What is to be told.
-
-    ``scales``: numbers are scaled by the records. ``dropped``: how many rows are left out, where the user ``drops``
-    those with an empty cell. ``listed``: the user lists the classes; all others are read off the records.
-    """
-
-    roles: Roles
-    features: tuple[Feature, ...]
-    classes: tuple[str, ...]
-    clients: tuple[str, ...]
-    held: TestPart
-    scales: bool
-    dropped: int
-    listed: bool
-    drops: bool
-    counting: tuple[str, ...] = ()
-
-    @cached_property
-    def as_they_are(self) -> dict[str, None]:
-        """Return the columns of numbers that have no range, in order."""
-        kept = (feature.name for feature in self.features if not feature.categories and feature.bounds is None)
-        return dict.fromkeys(kept)
-
-    @property
-    def test_part(self) -> str:
-        """Say which records are for testing."""
-        return self.held.told(self.roles.split, by_client=bool(self.clients))
-
-
-def note(told: TableFacts) -> str:
-    """Return what stands beside results: one line, however many columns there are, and nothing that records say."""
-    ranged = [feature.name for feature in told.features if feature.bounds is not None]
-    categories = [f"{feature.name} ({feature.width})" for feature in told.features if feature.categories]
-    unscaled = f"scaled by the training records' mean and deviation: {_some(told.as_they_are)}"
+def _note(plan: TablePlan, *, scales: bool) -> str:
+    """Describe the table beside results: one line, however many columns there are, and no fact about records."""
+    ranged = [feature.name for feature in plan.features if feature.bounds is not None]
+    categories = [f"{feature.name} ({feature.width})" for feature in plan.features if feature.categories]
+    how = "scaled by the training records' mean and deviation" if scales else "numbers as they are, not scaled"
     parts = [
-        f"label {told.roles.label}: {_some(told.classes) if told.listed else f'{len(told.classes)} classes'}",
-        f"{len(told.clients):,} clients by {told.roles.client}" if told.clients else "",
+        f"label {plan.roles.label}: {_some(plan.classes) if plan.listed else f'{len(plan.classes)} classes'}",
+        f"{len(plan.clients):,} clients by {plan.roles.client}" if plan.clients else "",
         f"numbers scaled by their range: {_some(ranged)}" if ranged else "",
-        (unscaled if told.scales else f"numbers as they are, not scaled: {_some(told.as_they_are)}")
-        if told.as_they_are
-        else "",
+        f"{how}: {_some(plan.unscaled)}" if plan.unscaled else "",
         f"categories: {_some(categories)}" if categories else "",
-        told.test_part,
-        f"records {_lacking(told)} are left out" if told.drops else "",
+        plan.test_records,
+        f"records {_lacking(plan)} are left out" if plan.drops else "",
     ]
     return "; ".join(filter(None, parts))
 
 
-def counted(told: TableFacts) -> tuple[str, ...]:
-    """Return what was counted and noticed among the records, which stands beside no result of a private run."""
-    left_out = [f"{told.dropped:,} records {_lacking(told)} are left out"] if told.dropped else []
-    return (*left_out, *_oddities(told))
+def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
+    """Return (column, its use) for each, in the order of the file's features."""
+    scaled = ", scaled by the mean and deviation of the training records" if scales else ""
+    lines = [(plan.roles.label, f"label: {', '.join(plan.classes)}")]
+    if plan.clients:
+        lines.append((plan.roles.client, f"client: {len(plan.clients):,} of them"))
+    if plan.roles.split:
+        lines.append((plan.roles.split, "says train or test"))
+    features = ((one.name, f"{one.described()}{scaled if one.name in plan.unscaled else ''}") for one in plan.features)
+    return (*lines, *features)
 
 
-def shown(told: TableFacts) -> tuple[tuple[str, str], ...]:
-    """Return (column, how it is read) for each, in the order of the file's features."""
-    scaled = ", scaled by the mean and deviation of the training records" if told.scales else ""
-    lines = [(told.roles.label, f"label: {', '.join(told.classes)}")]
-    if told.clients:
-        lines.append((told.roles.client, f"client: {len(told.clients):,} of them"))
-    if told.roles.split:
-        lines.append((told.roles.split, "says train or test"))
-    for feature in told.features:
-        is_scaled = scaled if feature.name in told.as_they_are else ""
-        lines.append((feature.name, f"{feature.told()}{is_scaled}"))
-    return tuple(lines)
-
-
-def inferred(told: TableFacts, own: OwnName) -> tuple[str, ...]:
-    """Return what was taken for granted of the file, a line each."""
-    spelling = spelling_by(own.option("decimal"), own.option("thousands"))
-    roles = {"label": told.roles.label, "client": told.roles.client, "split": told.roles.split}
+def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
+    """Describe the assumptions about the file, a line each."""
+    cells = "types of columns are those that the file declares"
+    if own.kind == "csv":
+        spelling = spelling_by(own.option("decimal"), own.option("thousands"))
+        cells = f"cells stand between signs called {own.option('delimiter') or 'comma'}; {spelling.described()}"
+    roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
     by_name = [role for role, name in roles.items() if name and not own.option(role)]
-    cells = {
-        "csv": f"cells stand between signs called {own.option('delimiter') or 'comma'}; {spelling.told()}",
-    }.get(own.kind, "types of columns are those that the file declares")
-    numbers = [feature for feature in told.features if not feature.categories]
-    kinds = f"{len(numbers):,} columns of numbers, {len(told.features) - len(numbers):,} of categories"
+    numbers = [feature for feature in plan.features if not feature.categories]
+    are_numbers = all(name.lstrip("-").isdigit() for name in plan.classes)
     return (
         cells,
-        kinds,
+        f"{len(numbers):,} columns of numbers, {len(plan.features) - len(numbers):,} of categories",
         *([f"columns by their names: {', '.join(by_name)}"] if by_name else []),
-        f"{len(told.classes):,} classes, in {_order(told.classes)}",
+        f"{len(plan.classes):,} classes, in {'the order of their numbers' if are_numbers else 'alphabetical order'}",
     )
 
 
-def read_off(told: TableFacts) -> tuple[str, ...]:
-    """Return what of all this was read off the records, with the settings that make it public."""
-    inferred = [feature.name for feature in told.features if feature.categories and not feature.is_given]
+def _read_off(plan: TablePlan) -> tuple[str, ...]:
+    """Return the facts that were read off the records, with the settings that make them public."""
+    inferred = [feature.name for feature in plan.features if feature.categories and not feature.is_given]
     if not inferred:
-        return read_off_classes(told.listed)
+        return read_off_classes(plan.listed)
     categories = f"the categories of {_some(inferred)} (data.category.{inferred[0]}=A+B lists public ones)"
-    return (*read_off_classes(told.listed), categories)
+    return (*read_off_classes(plan.listed), categories)
 
 
 def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
-    """Raise UserError for a column whose cells mean another thing in ``other`` than in ``first``."""
+    """Raise UserError for a column whose cells have another meaning in ``other`` than in ``first``."""
     kinds, others = (dict(zip(table.names, table.declared, strict=True)) for table in (first, other))
     for name in roles.columns:
         if others[name] in {"time", "other"} and others[name] != kinds[name]:
@@ -346,45 +341,34 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
         codes = [table.codes.get(name, ()) for table in (first, other)]
         if all(codes) and codes[0] != codes[1]:
             raise UserError(
-                f"{other.where}: the codes of column {name!r} stand for {_names(codes[1])}, and in {first.where} for "
-                f"{_names(codes[0])}: write both with the same names, or names in place of codes"
+                f"{other.where}: the codes of column {name!r} stand for {enumerated(codes[1], 10)}, and in "
+                f"{first.where} for {enumerated(codes[0], 10)}: write both with the same names, or names in place of "
+                "codes"
             )
 
 
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{', '.join(map(shortened, names[:10]))}{more}"
-
-
 def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
-    """Write what the tables hold into ``rows``, all zeros so far; return which of them are kept."""
+    """Write the tables into ``rows``, all zeros so far; return the mask of the rows to keep."""
+    compute = pyarrow().compute
     kept, first = np.ones(len(rows.labels), dtype=bool), 0
     for number, table in enumerate(plan.tables):
         for batch in table.batches(plan.roles.columns):
-            some = slice(first, first + len(batch[plan.roles.label]))
+            labels = batch[plan.roles.label]
+            some = slice(first, first + len(labels))
             for feature in plan.features:
                 feature.put_into(rows.inputs[some], batch[feature.name])
-            labels = batch[plan.roles.label]
             rows.labels[some] = _codes(labels, plan.classes)
+            rows.is_test[some] = number == 1
             if plan.roles.client:
                 rows.clients[some] = _codes(batch[plan.roles.client], plan.clients)
-            rows.is_test[some] = _is_test(batch[plan.roles.split]) if plan.roles.split else number == 1
+            if plan.roles.split:
+                is_test = compute.equal(compute.utf8_lower(texts_of(batch[plan.roles.split])), "test")
+                rows.is_test[some] = np.asarray(is_test.fill_null(fill_value=False))
             if plan.drops:
-                is_class = pyarrow().compute.is_in(texts_of(labels), value_set=_texts(plan.classes))
                 kept[some] = np.all([np.asarray(cells.is_valid()) for cells in batch.values()], axis=0)
-                kept[some] &= np.asarray(is_class)
+                kept[some] &= np.asarray(compute.is_in(texts_of(labels), value_set=_texts(plan.classes)))
             first = some.stop
     return kept
-
-
-def _check_parts(rows: Rows, plan: TablePlan) -> None:
-    labels, is_test = rows.labels, rows.is_test
-    where = f"{plan.tables[0].where}, column {plan.roles.label!r}"
-    if not len(labels) or is_test.all() or not is_test.any():
-        part = "training" if is_test.all() else "test"
-        raise UserError(f"{plan.tables[0].where}: no records in the {part} part; take other records")
-    if not plan.listed:
-        check_classes(labels[~is_test], labels[is_test], plan.classes, where)
 
 
 def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
@@ -394,9 +378,9 @@ def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
     return chosen
 
 
-def _codes(cells: Any, values: Sequence[str]) -> NDArray[np.int64]:
-    """Return the place of each cell among ``values``, 0 where it is empty (such a record is left out)."""
-    found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(tuple(values)))
+def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
+    """Return the place of each cell among ``values``, 0 for an empty cell (such a record is left out)."""
+    found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
@@ -405,46 +389,15 @@ def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 
 
-def _is_test(cells: Any) -> NDArray[np.bool_]:
-    lower = pyarrow().compute.utf8_lower(texts_of(cells))
-    return np.asarray(pyarrow().compute.equal(lower, "test").fill_null(fill_value=False))
-
-
-def _check_finite(inputs: NDArray[np.float32], plan: TablePlan) -> None:
-    for feature in plan.features:
-        if feature.width == 1 and not np.isfinite(inputs[:, feature.first]).all():
-            raise UserError(
-                f"{plan.tables[0].where}: column {feature.name!r} holds numbers beyond 3.4e38, the largest of 32 bits; "
-                f"scale it by data.range.{feature.name}=LOW..HIGH"
-            )
-
-
-def _constants(
-    rows: Rows, features: Sequence[Feature], *, from_records: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    train = rows.inputs[~rows.is_test]
-    width = train.shape[1]
-    mean, std = np.zeros(width), np.ones(width)
-    for feature in features if from_records else ():
-        if not feature.categories and feature.bounds is None:
-            column = train[:, feature.first].astype(np.float64)
-            mean[feature.first], std[feature.first] = column.mean(), column.std() or 1.0
-    return tuple(mean.tolist()), tuple(std.tolist())
-
-
-def _order(classes: tuple[str, ...]) -> str:
-    return "the order of their numbers" if all(name.lstrip("-").isdigit() for name in classes) else "alphabetical order"
-
-
-def _oddities(told: TableFacts) -> list[str]:
-    """Say what looks like a mistake in the file, and is read as it stands."""
-    found = [similar_spellings("classes", told.classes), similar_spellings("clients", told.clients, with_names=False)]
+def _oddities(plan: TablePlan) -> list[str]:
+    """Describe what looks like a mistake in the file, and is read as it stands."""
+    found = [similar_spellings("classes", plan.classes), similar_spellings("clients", plan.clients, with_names=False)]
     found += [
-        similar_spellings(f"categories of {one.name}", one.categories) for one in told.features if not one.is_given
+        similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given
     ]
-    found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in told.counting if name]
-    if any(not one.name for one in told.features):
-        rows = " and numbers the rows" if "" in told.counting else ""
+    found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in plan.counting if name]
+    if any(not one.name for one in plan.features):
+        rows = " and numbers the rows" if "" in plan.counting else ""
         found.append(
             f"a column has no name{rows}, as the index that spreadsheets and DataFrame.to_csv write: leave it out by "
             "data.drop= with nothing behind, or give it a name"
@@ -452,8 +405,8 @@ def _oddities(told: TableFacts) -> list[str]:
     return [one for one in found if one]
 
 
-def _lacking(told: TableFacts) -> str:
-    return "with an empty cell or a class that is not listed" if told.listed else "with an empty cell"
+def _lacking(plan: TablePlan) -> str:
+    return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
 
 
 def _some(names: Iterable[str]) -> str:

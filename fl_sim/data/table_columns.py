@@ -1,7 +1,6 @@
-"""What columns and rows of a table are for, as the name of the data set says: label, client, test part, or a feature.
+"""The columns of a table: a survey of their cells, their roles (label, client, split, feature), and their encoding.
 
-Rows are for testing where a column or another file says so, or are a share of them, or of every client's, drawn by a
-stated seed. Features become the numbers of a record by public settings, or as they are.
+The name of the data set sets the roles. Features become the numbers of a record by public settings, or as they are.
 """
 
 import re
@@ -12,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_sim.data.dataset import enumerated
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_file import (
     LIKE_A_NUMBER,
@@ -33,43 +33,45 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Column
 
 MOST_CATEGORIES: Final = 200
-"""A text column with more different texts is a name or a remark, not a category."""
+"""A text column with more different texts holds names or remarks, not categories."""
 
 MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
 
-_SAMPLES: Final = 200  # of texts that look like numbers, by which their spelling is told
-_LEAST_COUNTED: Final = 10  # rows of a table whose numbers 0, 1, 2 ... are those of its rows
+_SAMPLES: Final = 200  # of texts that look like numbers, to find their spelling
+ROWS_TO_COUNT: Final = 10  # rows from which on the numbers 0, 1, 2 ... of a column count as those of the rows
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
-_PARTS = 10  # different entries of a column that says train or test
+_PARTS = 10  # different entries of a split column
+_MOST_NAMES: Final = 30  # of columns in a message
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 STEPS: Final = 20
-"""A number with a range has so many steps for generators that count; whole numbers with fewer have one each."""
+"""The steps of a number with a range, for generators that count; whole numbers with fewer values have one each."""
 
 
 @dataclass(frozen=True)
 class CellPlace:
-    """One cell of a table: the file, the row in it (from 1, below the names), and what it holds."""
+    """One cell of a table: its file, its row (from 1, below the names) and its value."""
 
     file: str
     row: int
     value: str = ""
 
-    def told(self, column: str) -> str:
-        """Say where it is."""
+    def at(self, column: str) -> str:
+        """Return the place in words: file, row and column."""
         return f"{self.file}: row {self.row}, column {column!r}"
 
 
 @dataclass
 class ColumnContent:
-    """What has been seen of a column so far.
+    """The content of a column so far.
 
-    ``most``: how many different texts are kept; None in ``texts``: there are more. ``as_text``: its numbers are names.
-    ``spelled``: texts that look like numbers in another ``spelling``; ``word``: the first text that does not.
-    ``fraction``: the first text that is a number, and no whole one. ``counts``: its numbers are those of the rows.
+    ``most``: the limit of different ``texts``; None in ``texts``: there are more. ``as_text``: its numbers are names.
+    ``missing``, ``number``, ``text``, ``infinite``: the first such cells. ``spelled``: texts that look like numbers in
+    another ``spelling``; ``word``: the first text that does not. ``fraction``: the first text that is a number with a
+    fraction. ``counts``: its numbers are those of the rows.
     """
 
     name: str
@@ -88,7 +90,7 @@ class ColumnContent:
     counts: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
-        """Take the next cells, of rows after ``rows_before`` of ``file``, into account."""
+        """Survey the next cells, in the rows after ``rows_before`` of ``file``."""
         compute = pyarrow().compute
         present = cells.is_valid()
         self.missing = self.missing or _first(compute.invert(present), file, rows_before, cells)
@@ -133,14 +135,14 @@ class ColumnContent:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a pass over all rows has found: how many rows each file has, and {column: what is in it}."""
+    """The result of a pass over all rows: the row count of each file, and {column: its content}."""
 
     rows: tuple[int, ...]
     columns: Mapping[str, ColumnContent]
 
 
 def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -> Survey:
-    """Look at all cells of ``columns``, in every file. Raises UserError for a file without rows."""
+    """Survey all cells of ``columns`` in every file. Raises UserError for a file without rows."""
     rows = []
     for file in files:
         found = 0
@@ -155,28 +157,26 @@ def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -
 
 
 def is_category(seen: ColumnContent) -> bool:
-    """Say whether a column of features holds categories, not numbers.
+    """Return True if a feature column holds categories, False for numbers.
 
-    Raises UserError, which names row and column, for one that holds neither, or both.
+    Raises UserError with row and column if it holds neither, or both.
     """
     name = seen.name
     if seen.declared in {"time", "other"}:
         what = "dates or times" if seen.declared == "time" else "lists or other cells that are neither number nor text"
         raise UserError(f"column {name!r} holds {what}: leave it out by data.drop={name}, or write it as numbers")
-    if seen.as_text:
-        _check_texts(seen)
-        return True
-    _check_spelling(seen)
-    if seen.declared == "text":
+    if not seen.as_text:
+        _check_spelling(seen)
+    if seen.as_text or seen.declared == "text":
         _check_texts(seen)
         return True
     if seen.number and seen.text:
         raise UserError(
-            f"{seen.text.told(name)}: {shortened(seen.text.value)!r} is no number, and row {seen.number.row} holds "
+            f"{seen.text.at(name)}: {shortened(seen.text.value)!r} is no number, and row {seen.number.row} holds "
             f"{seen.number.value}: mend the cell, or take all of the column as names by data.text={name}"
         )
     if seen.infinite:
-        raise UserError(f"{seen.infinite.told(name)}: the number is not finite; mend the cell")
+        raise UserError(f"{seen.infinite.at(name)}: the number is not finite; mend the cell")
     if not seen.number and not seen.text:
         raise UserError(f"column {name!r} is empty in every row: leave it out by data.drop={name}")
     if seen.text:
@@ -184,14 +184,9 @@ def is_category(seen: ColumnContent) -> bool:
     return seen.text is not None
 
 
-def counts_rows(seen: ColumnContent, num_rows: int) -> bool:
-    """Say whether a column's numbers are those of the rows, as the index that a program has written is."""
-    return seen.counts and seen.number is not None and num_rows >= _LEAST_COUNTED
-
-
 @dataclass(frozen=True)
 class Roles:
-    """Columns by what they are for; ``client`` and ``split`` are empty where there is no such column."""
+    """Columns by role; ``client`` and ``split`` are empty if there is no such column."""
 
     label: str
     client: str
@@ -200,20 +195,20 @@ class Roles:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return all that is read."""
+        """All columns to read."""
         return (*filter(None, (self.label, self.client, self.split)), *self.features)
 
 
 def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) -> Roles:
-    """Return what the columns of ``table`` are for. Raises UserError for a column that is not there, or has two uses.
+    """Return the roles of the columns of ``table``. Raises UserError for a missing column, or one with two roles.
 
-    Label, client and test part may go without saying where columns have these very names: label, client, split.
+    Columns that are called label, client and split have these roles by default.
     """
     label = own.option("label") or ("label" if "label" in table.names else "")
     if not label:
         raise UserError(
             f"{table.where} has no column called label: say which one is, data.label=COLUMN; its columns are "
-            f"{_list(table.names)}"
+            f"{enumerated(table.names, _MOST_NAMES)}"
         )
     has_test = any(own.option(key) for key in ("test", "test_file"))
     client = own.option("client") or ("client" if "client" in table.names else "")
@@ -229,7 +224,7 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) ->
 
 
 def columns_to_survey(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
-    """Return what is to be found out about each column."""
+    """Return the empty content of each column to survey."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
     texts = {*own.options.get("text", ()), *own.of_columns("category"), *most}
@@ -244,7 +239,7 @@ def columns_to_survey(own: OwnName, roles: Roles, table: TableReader) -> dict[st
 
 
 def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
-    """Raise UserError for a label, a client or a test part that a file declares to be of no such type."""
+    """Raise UserError for a label, client or split column whose declared type is neither text nor number."""
     for name in filter(None, (roles.label, roles.client, roles.split)):
         if seen[name].declared not in {"time", "other"}:
             continue
@@ -280,21 +275,23 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
 
 
 def check_missing(found: Survey) -> None:
-    """Raise UserError, which names the first row and all columns, for cells without a value."""
+    """Raise UserError with the first row and all columns if there are empty cells."""
     lacking = [seen for seen in found.columns.values() if seen.missing]
     if not lacking:
         return
     name, first = lacking[0].name, lacking[0].missing
     assert first is not None
-    others = f" (so are cells of {_list(seen.name for seen in lacking[1:])})" if len(lacking) > 1 else ""
+    others = (
+        f" (so are cells of {enumerated([seen.name for seen in lacking[1:]], _MOST_NAMES)})" if len(lacking) > 1 else ""
+    )
     raise UserError(
-        f"{first.told(name)} is empty{others}: fill it in, leave the column out by data.drop={name}, or leave out "
+        f"{first.at(name)} is empty{others}: fill it in, leave the column out by data.drop={name}, or leave out "
         "every record with an empty cell by data.missing=drop"
     )
 
 
 def check_split(seen: ColumnContent, where: str) -> None:
-    """Raise UserError unless a column says train and test, and nothing else."""
+    """Raise UserError unless all entries of a column are train or test."""
     known = {"train", "test"}
     if seen.texts is None or (others := sorted({text.lower() for text in seen.texts} - known)):
         said = "more than ten entries" if seen.texts is None else ", ".join(map(shortened, others))
@@ -305,9 +302,9 @@ def check_split(seen: ColumnContent, where: str) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """How one column is read: a number, within ``bounds`` where they are given, or one of ``categories``.
+    """A feature column: numbers, scaled by ``bounds`` if given, or ``categories``.
 
-    ``first``: its place among the numbers of a record. ``is_given``: the settings say which categories there are.
+    ``first``: the place of its first number in a record. ``is_given``: the settings list the categories.
     """
 
     name: str
@@ -319,21 +316,21 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """Return how many numbers of a record it takes."""
+        """The count of its numbers in a record."""
         return len(self.categories) or 1
 
     @property
     def is_public(self) -> bool:
-        """Say whether nothing of how it is read comes from the records."""
+        """True if no part of its encoding comes from the records."""
         return self.is_given if self.categories else self.bounds is not None
 
     @property
     def names(self) -> list[str]:
-        """Return a name for each of its numbers."""
+        """A name for each of its numbers."""
         return [f"{self.name}={category}" for category in self.categories] or [self.name]
 
-    def told(self) -> str:
-        """Say how it is read."""
+    def described(self) -> str:
+        """Describe the encoding."""
         if self.categories:
             given = " (as set; all others are zeros)" if self.is_given else ""
             return f"category: {', '.join(self.categories)}{given}"
@@ -342,7 +339,7 @@ class Feature:
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return what is public of it."""
+        """Return its public facts."""
         if self.categories:
             return Column(self.name, categories=len(self.categories))
         assert self.bounds is not None
@@ -352,7 +349,7 @@ class Feature:
         return Column(self.name, tuple(step / steps for step in range(steps + 1)))
 
     def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
-        """Write the column's ``cells`` into the ``rows`` of their records, which are zeros so far."""
+        """Encode ``cells`` into the ``rows`` of their records, which are zeros so far."""
         if self.categories:
             values = pyarrow().array(self.categories)
             codes = np.asarray(pyarrow().compute.index_in(texts_of(cells), value_set=values).fill_null(-1))
@@ -368,18 +365,31 @@ class Feature:
 
 
 def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feature, ...]:
-    """Return how the columns ``names`` are read. Raises UserError for settings that do not fit what they hold."""
-    ranges, categories = own.of_columns("range"), own.of_columns("category")
+    """Return the encodings of the columns ``names``. Raises UserError for settings that do not fit their content."""
+    ranges, given = own.of_columns("range"), own.of_columns("category")
     features: list[Feature] = []
     first = 0
     for name in names:
-        features.append(_feature(name, first, ranges, categories, found))
+        if name in given:
+            if name in ranges:
+                raise UserError(f"data.range.{name} and data.category.{name}: a column is a number or a category")
+            categories = tuple(map(one_spelling, given[name]))
+            if "" in categories or len(set(categories)) < len(categories):
+                raise UserError(f"data.category.{name} lists its categories, each once: data.category.{name}=A+B+C")
+            features.append(Feature(name, first, categories=categories, is_given=True))
+        elif is_category(seen := found.columns[name]):
+            if name in ranges:
+                raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
+            features.append(Feature(name, first, categories=tuple(sorted(seen.texts or (), key=in_order))))
+        else:
+            bounds = _bounds(name, ranges[name]) if name in ranges else None
+            features.append(Feature(name, first, bounds, spelling=seen.spelling))
         first += features[-1].width
     return tuple(features)
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Say whether ``numbers`` are those of a file's rows after ``rows_before``, counted from 0 or from 1."""
+    """Return True if ``numbers`` are those of the rows after ``rows_before``, counted from 0 or from 1."""
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)
@@ -393,7 +403,7 @@ def _first(mask: Any, file: str, rows_before: int, cells: Any) -> CellPlace | No
 
 
 def _check_spelling(seen: ColumnContent) -> None:
-    """Raise UserError for texts that all look like numbers, and are not read as such."""
+    """Raise UserError for texts that all look like numbers in another spelling."""
     name = seen.name
     kept = f"or take all of the column as names by data.text={name}"
     if seen.text and not seen.word:
@@ -401,12 +411,12 @@ def _check_spelling(seen: ColumnContent) -> None:
         is_set = seen.declared == "text"
         cure = "write the column as numbers" if is_set else cure_of([*seen.spelled, *plain])
         raise UserError(
-            f"{seen.text.told(name)}: {shortened(seen.text.value)!r} looks like a number in another spelling: {cure}, "
+            f"{seen.text.at(name)}: {shortened(seen.text.value)!r} looks like a number in another spelling: {cure}, "
             f"leave it out by data.drop={name}, {kept}"
         )
     if seen.declared == "text" and seen.fraction and not seen.text:
         raise UserError(
-            f"{seen.fraction.told(name)}: the file says that the column holds texts, and {seen.fraction.value!r} is a "
+            f"{seen.fraction.at(name)}: the file says that the column holds texts, and {seen.fraction.value!r} is a "
             f"number, as all others are: write the column as numbers, {kept}"
         )
 
@@ -428,7 +438,7 @@ def _check_texts(seen: ColumnContent) -> None:
 
 
 def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tuple[str, ...]:
-    """Return the columns without another use, as far as they are not left out."""
+    """Return the columns without another role that are not left out."""
     dropped = {*own.options.get("drop", ())}
     for key in ("drop", "text"):
         for name in own.options.get(key, ()):
@@ -437,7 +447,7 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tupl
         raise UserError(f"data.drop leaves out {clash[0]!r}, which is data.{uses[clash[0]]}: take one of them away")
     features = tuple(name for name in table.names if name not in uses and name not in dropped)
     if not features:
-        raise UserError(f"{table.where} has no column beside {_list(uses)} to learn from")
+        raise UserError(f"{table.where} has no column beside {enumerated(uses, _MOST_NAMES)} to learn from")
     for key in ("range", "category"):
         for name in own.of_columns(key):
             _check_column(name, key, table)
@@ -453,41 +463,8 @@ def _check_column(name: str, key: str, table: TableReader) -> None:
             several = "; several labels a record (multi-label) are not supported"
         raise UserError(
             f"data.{key}: {table.where} has no column {shortened(name)!r}{guess(name, table.names)}{several}; its "
-            f"columns are {_list(table.names)}"
+            f"columns are {enumerated(table.names, _MOST_NAMES)}"
         )
-
-
-def _list(names: Iterable[str]) -> str:
-    shown = [*names]
-    more = f" and {len(shown) - 30} more" if len(shown) > 30 else ""
-    return f"{', '.join(shown[:30])}{more}"
-
-
-def _feature(
-    name: str,
-    first: int,
-    ranges: Mapping[str, tuple[str, ...]],
-    categories: Mapping[str, tuple[str, ...]],
-    found: Survey,
-) -> Feature:
-    if name in categories:
-        if name in ranges:
-            raise UserError(f"data.range.{name} and data.category.{name}: a column is a number or a category")
-        return Feature(name, first, categories=_categories(name, categories[name]), is_given=True)
-    seen = found.columns[name]
-    if is_category(seen):
-        if name in ranges:
-            raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
-        return Feature(name, first, categories=tuple(sorted(seen.texts or (), key=in_order)))
-    bounds = _bounds(name, ranges[name]) if name in ranges else None
-    return Feature(name, first, bounds, spelling=seen.spelling)
-
-
-def _categories(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    given = tuple(map(one_spelling, given))
-    if "" in given or len(set(given)) < len(given):
-        raise UserError(f"data.category.{name} lists its categories, each once: data.category.{name}=A+B+C")
-    return given
 
 
 def _bounds(name: str, given: tuple[str, ...]) -> tuple[float, float]:

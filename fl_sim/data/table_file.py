@@ -17,21 +17,21 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
 
 Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
-"""What a file says of a column's type: a csv file nothing."""
+"""The declared type of a column; empty in a csv file."""
 
 DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 
 MISSING: Final = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "?")
-"""What a cell without a value is written as, beside ``nan``; spaces around a text do not count."""
+"""The texts of a cell without a value, beside ``nan``; spaces around a text do not count."""
 
 _NAN: Final = r"^(?i:[+-]?nan(\(.*\))?|[+-]?1\.#(qnan|snan|ind))$"
-"""What programs write for a number that is none."""
+"""Spellings of NaN in other programs."""
 
 _BLOCK: Final = 2**24
-"""Bytes of a csv file that are looked at together: of a table with many columns these are few rows."""
+"""Bytes of a csv file per batch."""
 
 ROWS: Final = 2**16
-"""How many are read at a time."""
+"""Rows of a parquet file per batch."""
 
 DECIMALS: Final[Mapping[str, str]] = {"point": r"\.", "comma": ","}
 _SPACES: Final = " \u00a0\u202f\u2009"
@@ -41,7 +41,7 @@ THOUSANDS: Final[Mapping[str, str]] = {
     "space": f"[{_SPACES}]",
     "apostrophe": "['\u2019]",
 }
-"""{what a setting calls a sign: the pattern of it}"""
+"""{name of a sign in a setting: its pattern}"""
 
 _EXPONENT: Final = r"(?:[eE][+-]?\d+)?"
 _CURRENCY: Final = r"(?:[$€£¥₹₩₽]|EUR|USD|GBP|CHF|JPY|CNY|INR|SEK|NOK|DKK|PLN)"
@@ -61,7 +61,7 @@ LIKE_A_NUMBER: Final = (
     rf"^(?:(?:[<>≤≥~≈]=?[{_SPACES}]?)?{_SIGN}(?:{_CURRENCY}[{_SPACES}]?)?{_SIGN}(?:{_ANY_NUMBER}){_EXPONENT}"
     rf"(?:[{_SPACES}]?{_CURRENCY}|{_UNIT})?-?|\((?:{_ANY_NUMBER})\))$"
 )
-"""What people read as a number, in any spelling: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
+"""Texts that people read as numbers, in any spelling: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
 
 _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 
@@ -70,9 +70,8 @@ _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 class TableReader:
     """A table that can be read again and again.
 
-    ``where``: what it is called in messages; ``written``: its columns as they are written; ``declared``: what is said
-    of their types; ``rows``: a function from columns, as written, to batches of their cells; ``codes``: what the file
-    says that the codes 0, 1 ... of a column stand for.
+    ``where``: its name in messages; ``written``: its columns as written; ``declared``: their types; ``rows``: a
+    function from columns, as written, to batches of their cells; ``codes``: {column: the names of its codes 0, 1 ...}.
     """
 
     where: str
@@ -83,13 +82,13 @@ class TableReader:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Return its columns in order, without spaces around their names."""
+        """Its columns in order, without spaces around their names."""
         return tuple(normalize("NFC", name).strip() for name in self.written)
 
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield {column: its next cells} as pyarrow's arrays: texts without spaces around them, None where missing.
+        """Yield {column: its next cells} as pyarrow's arrays: texts without spaces around them, None if missing.
 
-        Raises UserError where the file is damaged.
+        Raises UserError if the file is damaged.
         """
         written = dict(zip(self.names, self.written, strict=True))
         try:
@@ -103,7 +102,7 @@ class TableReader:
 
 
 def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableReader:
-    """Return the table in ``path``. Raises UserError for one that cannot be read, or has two columns of one name."""
+    """Open the table in ``path``. Raises UserError if it cannot be read, or has two columns of one name."""
     if delimiter not in DELIMITERS:
         valid = ", ".join(DELIMITERS)
         raise UserError(f"data.delimiter = {delimiter!r}: valid are {valid}{guess(delimiter, DELIMITERS)}")
@@ -123,18 +122,26 @@ def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableReader:
 
 
 def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableReader:
-    """Return a table with the columns of ``schema``, whose types count if it ``is_typed``.
+    """Return a table with the columns of ``schema``; its types count if it ``is_typed``.
 
     Raises UserError for two columns of one name.
     """
     declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
     table = TableReader(where, tuple(schema.names), declared, rows, _codes(schema))
-    _check_names(where, table.names)
+    names = table.names
+    if len(set(names)) < len(names):
+        name, count = Counter(names).most_common(1)[0]
+        raise UserError(f"{where} has {count} columns called {shortened(name)!r}; rename all but one of them")
+    if len(names) == 1 and (found := [word for word, sign in DELIMITERS.items() if sign in names[0]]):
+        raise UserError(
+            f"{where} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
+            f"data.delimiter={found[0]}"
+        )
     return table
 
 
 def pyarrow() -> Any:
-    """Return pyarrow, with all of it that is used here. Raises UserError where it is not installed."""
+    """Import pyarrow and its submodules. Raises UserError if it is not installed."""
     try:
         import pyarrow as pa  # noqa: PLC0415 (an extra, and slow to import)
         import pyarrow.compute  # noqa: PLC0415
@@ -150,21 +157,21 @@ def pyarrow() -> Any:
 
 @dataclass(frozen=True)
 class Spelling:
-    """The signs of numbers in a csv file: ``decimal`` and ``thousands``, the latter empty where there is none."""
+    """The signs in numbers of a csv file: ``decimal`` and ``thousands`` (empty if there is none)."""
 
     decimal: str = "point"
     thousands: str = ""
 
     @cached_property
     def pattern(self) -> str:
-        """Return the regular expression of a number."""
+        """The regular expression of a number."""
         decimal = DECIMALS[self.decimal]
         grouped = rf"|[1-9]\d{{0,2}}(?:{THOUSANDS[self.thousands]}\d{{3}})+" if self.thousands else ""
         digits = rf"(?:(?:\d+{grouped})(?:{decimal}\d*)?|{decimal}\d+){_EXPONENT}"
         return rf"^(?:[+-]?{digits}|[+-]?(?i:inf|infinity))$"
 
     def numbers(self, cells: Any) -> Any:
-        """Return texts as float64, None where one is no number."""
+        """Return texts as float64, None for a text that is no number."""
         arrow = pyarrow()
         compute = arrow.compute
         if self == Spelling():
@@ -180,27 +187,27 @@ class Spelling:
         return kept.cast(arrow.float64())
 
     def reads(self, texts: Iterable[str]) -> bool:
-        """Say whether each of ``texts`` is a number so spelled."""
+        """Return True if each of ``texts`` is a number in this spelling."""
         return all(re.match(self.pattern, text) for text in texts)
 
     def value(self, text: str) -> str:
-        """Return the number that ``text`` is, as a program writes it."""
+        """Return the number in ``text`` as a program writes it."""
         plain = re.sub(THOUSANDS[self.thousands], "", text) if self.thousands else text
         return f"{float(plain.replace(',', '.') if self.decimal == 'comma' else plain):.15g}"
 
     def settings(self) -> str:
-        """Return the settings that say so."""
+        """Return the settings for this spelling."""
         decimal = f"data.decimal={self.decimal}" if self.decimal != "point" else ""
         thousands = f"data.thousands={self.thousands}" if self.thousands else ""
         return " ".join(filter(None, (decimal, thousands))) or "no data.decimal and no data.thousands"
 
-    def told(self) -> str:
-        """Say it in words."""
+    def described(self) -> str:
+        """Return the spelling in words."""
         return f"numbers have a decimal {self.decimal}, and {self.thousands or 'no sign'} between thousands"
 
 
 def spelling_by(decimal: str, thousands: str) -> Spelling:
-    """Return what the settings say. Raises UserError for other signs, and for one sign with two meanings."""
+    """Return the spelling by settings. Raises UserError for other signs, and for one sign with two meanings."""
     for key, given, valid in (("decimal", decimal, DECIMALS), ("thousands", thousands, THOUSANDS)):
         if given and given not in valid:
             meant = {",": " (did you mean 'comma'?)", ".": " (did you mean 'point'?)"}.get(given, guess(given, valid))
@@ -214,7 +221,7 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 
 
 def cure_of(texts: Iterable[str]) -> str:
-    """Say how a csv file's ``texts``, each like a number, are read as numbers: by which settings, or written anew."""
+    """Return the cure for a csv file's ``texts`` that look like numbers: settings, or to write them anew."""
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
     for decimal in DECIMALS:
@@ -231,18 +238,13 @@ def cure_of(texts: Iterable[str]) -> str:
     return f"set {' or '.join(several)}"
 
 
-def unified(texts: Any) -> Any:
-    """Return texts of cells in one spelling of each: whole numbers without ``.0`` behind them."""
-    return pyarrow().compute.replace_substring_regex(texts, _WHOLE, r"\1")
-
-
 def one_spelling(text: str) -> str:
-    """Return one text as ``unified`` has it, in Unicode's composed form."""
+    """Return ``text`` without ``.0`` behind a whole number, in Unicode's composed form."""
     return re.sub(_WHOLE, r"\1", unicodedata.normalize("NFC", text))
 
 
 def doubles(texts: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the texts that differ from one another in case, spaces and leading zeros alone."""
+    """Return groups of texts that differ in case, spaces and leading zeros alone."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         bare = "".join(unicodedata.normalize("NFKC", text).casefold().split())
@@ -251,7 +253,7 @@ def doubles(texts: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
-    """Say which of ``texts`` look like two spellings of one; nothing where there are none."""
+    """Describe the texts that look like spellings of one another; empty if there are none."""
     found = doubles(texts)
     if not found:
         return ""
@@ -263,14 +265,14 @@ def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = Tru
 
 
 def as_numbers(cells: Any, spelling: Spelling | None = None) -> Any:
-    """Return ``cells`` as float64, None where a text is no number; whole numbers beyond 2^53 lose their last digits."""
+    """Return ``cells`` as float64, None for a text that is no number; whole numbers beyond 2^53 lose digits."""
     if are_texts(cells):
         return (spelling or Spelling()).numbers(cells)
     return cells.cast(pyarrow().float64(), safe=False)
 
 
 def as_number(text: str) -> float | None:
-    """Return the finite number that ``text`` is, None where it is none."""
+    """Parse a finite number; None for any other text."""
     try:
         number = float(text)
     except ValueError:
@@ -279,13 +281,15 @@ def as_number(text: str) -> float | None:
 
 
 def in_order(text: str) -> tuple[float, str]:
-    """Return what texts are sorted by: whole numbers by size, in front of all others by the alphabet."""
+    """Sort key of texts: whole numbers by size, before all others by the alphabet."""
     return (float(text), text) if text.isascii() and text.isdigit() else (math.inf, text)
 
 
 def texts_of(cells: Any) -> Any:
     """Return ``cells`` as texts; a whole number is written as such, whatever its type, and 1.0 in a text as 1."""
-    return unified(cells) if are_texts(cells) else cells.cast(pyarrow().string())
+    if not are_texts(cells):
+        return cells.cast(pyarrow().string())
+    return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
 
 
 def _of_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
@@ -305,7 +309,7 @@ def _open_csv(path: Path, delimiter: str, convert: Any) -> Any:
     arrow = pyarrow()
     return arrow.csv.open_csv(
         path,
-        # one thread, so that a mistake is told with its row
+        # one thread, so that an error names its row
         read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
         parse_options=arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=convert,
@@ -318,19 +322,8 @@ def _unreadable(where: str, error: Exception) -> UserError:
     return UserError(f"{where} cannot be read as a table ({in_one_line(error)}); mend the file, or write it again")
 
 
-def _check_names(where: str, names: tuple[str, ...]) -> None:
-    if len(set(names)) < len(names):
-        name, count = Counter(names).most_common(1)[0]
-        raise UserError(f"{where} has {count} columns called {shortened(name)!r}; rename all but one of them")
-    if len(names) == 1 and (found := [word for word, sign in DELIMITERS.items() if sign in names[0]]):
-        raise UserError(
-            f"{where} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
-            f"data.delimiter={found[0]}"
-        )
-
-
 def _codes(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return what Hugging Face's ``datasets`` writes into a file of the names of classes: {column: names}."""
+    """Return the class names that Hugging Face's ``datasets`` writes into a file: {column: names}."""
     try:
         written = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {
