@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from fl_sim.local_plan import LocalPlan
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import describe, slower_here
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.training.loop import train
@@ -74,7 +75,7 @@ def measure(kernel: Kernel, name: str, pairs: int) -> tuple[float, float, float,
     assert stack is not None
     inputs, labels = torch.randn(batch, *shape), torch.randint(0, CLASSES, (batch,))
     task = LocalTask(1, 0, 1, batch, LocalSettings(0.01, 0.9, 0.0, batch, 1), params)
-    lesson = Lesson(task, LocalPlan(), inputs, labels, Draws.of(task, LocalPlan(), batch, rng(0, "large")))
+    lesson = KernelJob(task, LocalPlan(), inputs, labels, Draws.of(task, LocalPlan(), batch, rng(0, "large")))
     seconds = []
     for _ in range(pairs + 1):
         start = time.process_time()

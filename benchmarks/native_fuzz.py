@@ -35,9 +35,9 @@ from torch import nn
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.models import ResidualBlock
 from fl_sim.native.compiling import compile_kernel
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
-from fl_sim.native.request import RECEIVED
+from fl_sim.native.request import RECEIVED, Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
@@ -317,11 +317,11 @@ def fault_of(kernel: Kernel, case: Case) -> str:
     return found[0] if len(found) == RECORD_SETS else leftover(kernel, stack, case)
 
 
-def lesson_of(case: Case, seed: int = 0, params: Params | None = None) -> Lesson:
+def lesson_of(case: Case, seed: int = 0, params: Params | None = None) -> KernelJob:
     """Return what the compiled trainer is asked for."""
     params = params or detached(case.model.named_parameters())
     task, plan = LocalTask(1, 0, 1, case.count, case.settings, params), case.plan(params)
-    return Lesson(task, plan, *case.records(seed), Draws.of(task, plan, case.count, rng(0, "draws")))
+    return KernelJob(task, plan, *case.records(seed), Draws.of(task, plan, case.count, rng(0, "draws")))
 
 
 def _distance(kernel: Kernel, stack: Stack, case: Case, seed: int) -> str:
@@ -344,7 +344,7 @@ def _distance(kernel: Kernel, stack: Stack, case: Case, seed: int) -> str:
     return _logits_apart(kernel, stack, case, lesson)
 
 
-def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
+def _by_pytorch(case: Case, lesson: KernelJob, dtype: torch.dtype) -> Trained:
     def cast(params: Params | None) -> Params | None:
         return None if params is None else {name: value.to(dtype) for name, value in params.items()}
 
@@ -362,7 +362,7 @@ def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
     return train(model, task, plan, inputs.to(dtype), labels, rng(0, "draws"))
 
 
-def _logits_apart(kernel: Kernel, stack: Stack, case: Case, lesson: Lesson) -> str:
+def _logits_apart(kernel: Kernel, stack: Stack, case: Case, lesson: KernelJob) -> str:
     found = kernel.infer(stack, flattened(lesson.task.params).flat, lesson.inputs).double()
     with torch.no_grad():
         model = copy.deepcopy(case.model).eval()

@@ -20,8 +20,9 @@ from torch import nn
 
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Pull, Suppression
 from fl_sim.models import MODELS
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, LocalTask, Params
@@ -100,7 +101,7 @@ def measure(kernel: Kernel, name: str, settings: LocalSettings, records: int, re
     task = LocalTask(1, 0, 1, records, settings, params)
 
     def seconds(plan: LocalPlan) -> float:
-        lesson = Lesson(task, plan, inputs, labels, Draws.of(task, plan, records, rng(0, "cost")))
+        lesson = KernelJob(task, plan, inputs, labels, Draws.of(task, plan, records, rng(0, "cost")))
         start = time.process_time()
         kernel.train(stack, [lesson])
         return time.process_time() - start

@@ -96,7 +96,7 @@ def watched(clock: Clock) -> Iterator[None]:
     places: list[tuple[str, Any, str]] = [
         ("training kernel", fl_sim.training.trainer, "train"),  # PyTorch, where there is no kernel
         ("around the kernel", fl_sim.training.trainer.Trainer, "prepare"),
-        ("around the kernel", fl_sim.native.kernel.Prepared, "train"),
+        ("around the kernel", fl_sim.native.kernel.PreparedTraining, "train"),
         ("records", fl_sim.simulation.client_runtime, "_records"),
         ("client states", clients.client_task, "load_state"),
         ("client states", clients.train, "save_state"),

@@ -32,9 +32,10 @@ from speed_work import SHAPES
 from fl_sim.local_plan import LocalPlan
 from fl_sim.models import MODELS
 from fl_sim.native.compiling import NoCompiler, compile_kernel, compile_plain, lanes_of, processor
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import KINDS, Stack, describe, products_in_output, products_of, shapes_of
 from fl_sim.native.layers import rows_of as layers_of
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, LocalTask, Precision
@@ -123,7 +124,7 @@ def measure(
     settings = LocalSettings(0.01, 0.9, 0.0, batch, 1)
     task = LocalTask(1, 0, 1, batch, settings, params)
     draws = Draws.of(task, LocalPlan(), batch, rng(0, "roofline"))
-    lesson = Lesson(task, LocalPlan(), records, torch.from_numpy(classes.astype(np.int64)), draws)
+    lesson = KernelJob(task, LocalPlan(), records, torch.from_numpy(classes.astype(np.int64)), draws)
     taken = []
     for _ in range(repeats + 1):
         ticks(kernel, precision)

@@ -22,8 +22,9 @@ from torch.nn import functional
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.models import MODELS, ResidualBlock
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, LocalTask, Params, Precision
@@ -43,7 +44,7 @@ def by_kernel(
     assert stack is not None
     task = LocalTask(1, 0, 1, RECORDS, LocalSettings(RATE, 0.0, 0.0, RECORDS, 1), params)
     draws = Draws.of(task, LocalPlan(), RECORDS, rng(0, "rounding"))
-    [trained] = kernel.train(stack, [Lesson(task, LocalPlan(), inputs, labels, draws)], precision)
+    [trained] = kernel.train(stack, [KernelJob(task, LocalPlan(), inputs, labels, draws)], precision)
     return {name: (value.double() - trained.params[name].double()) / RATE for name, value in params.items()}
 
 

@@ -2,21 +2,20 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_sim.local_plan import LocalPlan
 from fl_sim.native.compiling import AMX, BFLOAT16, SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
 from fl_sim.native.layers import FIELDS, Stack
-from fl_sim.native.request import Held, Request, check_records, check_vector, has_momentum, padded, vector_of
+from fl_sim.native.request import KernelJob, Request, RequestBuffers, check_records, check_tensor, padded
 from fl_sim.params import FlatParams, num_in
-from fl_sim.types import LocalTask, Precision, Trained
+from fl_sim.types import Precision, Trained
 
 Rows: TypeAlias = Literal["logits", "features"]
 
@@ -29,78 +28,33 @@ _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
 
 @dataclass(frozen=True)
-class Draws:
-    """What chance decides in one client's training.
-
-    ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
-    (steps,), records of the mixing pool, empty where the plan does not mix. ``moves``: (passes, n, 3), what
-    ``Augment.draw`` gives for the records in the order of each epoch, empty where images stay as they are. ``masks``:
-    the key, 0 .. 2^63 - 1, of the generator that says what dropout leaves out (dropout.h).
-    """
-
-    order: NDArray[np.int64]
-    partners: NDArray[np.int64]
-    moves: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0, 3), np.int64))
-    masks: int = 0
-
-    @classmethod
-    def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
-        """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records, and the masks last."""
-        settings = task.settings
-        passes, batches = settings.num_passes(count), settings.num_batches(count)
-        order = np.empty((passes, count), np.int64)
-        partners = np.empty(settings.num_steps(count) if plan.mix is not None else 0, np.int64)
-        moves = np.empty((passes if settings.augment.moves else 0, count, 3), np.int64)
-        for epoch in range(passes):
-            order[epoch] = generator.permutation(count)
-            if len(moves):
-                moves[epoch] = settings.augment.draw(count, generator)
-            for step in range(epoch * batches, min((epoch + 1) * batches, len(partners))):
-                partners[step] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
-        return cls(order, partners, moves, int(generator.integers(2**63)))
-
-
-class Lesson(NamedTuple):
-    """One client's training: what ``fl_sim.training.loop.train`` takes, with what chance decides already decided.
-
-    ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
-    """
-
-    task: LocalTask
-    plan: LocalPlan
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    draws: Draws
-
-
-@dataclass(frozen=True)
-class Prepared:
+class PreparedTraining:
     """Clients whose training is laid out for one call of the library. ``params``, ``buffers``: where results go.
 
     ``held``: what the ``requests`` point to.
     """
 
     stack: Stack
-    lessons: Sequence[Lesson]
+    jobs: Sequence[KernelJob]
     params: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
-    held: Held
+    held: RequestBuffers
     requests: ctypes.Array[Request]
     function: Callable[..., int]
 
     def train(self) -> list[Trained]:
         """Train them, as ``Kernel.train`` does. Other threads run meanwhile."""
-        losses = (ctypes.c_double * len(self.lessons))()
-        if failed := self.function(self.requests, ctypes.c_int64(len(self.lessons)), losses):
+        losses = (ctypes.c_double * len(self.jobs))()
+        if failed := self.function(self.requests, ctypes.c_int64(len(self.jobs)), losses):
             raise _failure(failed, self.stack, "local training")
         return [
             Trained(
                 params=FlatParams(params, self.stack.layout),
-                momentum_buffers=FlatParams(buffers, self.stack.layout) if has_momentum(lesson) else {},
-                num_steps=lesson.task.settings.num_steps(len(lesson.labels)),
+                momentum_buffers=FlatParams(buffers, self.stack.layout) if job.has_momentum else {},
+                num_steps=job.task.settings.num_steps(len(job.labels)),
                 loss=loss,
             )
-            for lesson, params, buffers, loss in zip(self.lessons, self.params, self.buffers, losses, strict=True)
+            for job, params, buffers, loss in zip(self.jobs, self.params, self.buffers, losses, strict=True)
         ]
 
 
@@ -117,7 +71,7 @@ class Kernel:
     has_bfloat16: bool = False
     has_amx: bool = False
 
-    def train(self, stack: Stack, lessons: Sequence[Lesson], precision: Precision = "float32") -> list[Trained]:
+    def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
         """Train clients, one after another, each as ``fl_sim.training.loop.train`` does but for float32 rounding.
 
         With ``precision`` "bfloat16", which needs ``has_bfloat16``, the factors of products are rounded to 8 bits, and
@@ -128,20 +82,20 @@ class Kernel:
         Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
         tensors of other lengths or types than the model and the task ask for, and a precision that is not here.
         """
-        return self.prepare(stack, lessons, precision).train()
+        return self.prepare(stack, jobs, precision).train()
 
-    def prepare(self, stack: Stack, lessons: Sequence[Lesson], precision: Precision = "float32") -> "Prepared":
-        """Return what is left to do of ``train`` once the lessons are checked and laid out: little in Python.
+    def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
+        """Return what is left to do of ``train`` once the jobs are checked and laid out: little in Python.
 
         Raises ValueError as ``train`` does.
         """
         if precision == "bfloat16" and not self.has_bfloat16:
             raise ValueError("this processor has no products of bfloat16 numbers")
         size = num_in(stack.layout)
-        params, buffers = (torch.empty(len(lessons), padded(size))[:, :size].unbind() for _ in range(2))
-        held = Held(stack)
-        requests = (Request * len(lessons))(*map(held.request, lessons, params, buffers))
-        return Prepared(stack, lessons, params, buffers, held, requests, self.function("train", precision))
+        params, buffers = (torch.empty(len(jobs), padded(size))[:, :size].unbind() for _ in range(2))
+        held = RequestBuffers(stack)
+        requests = (Request * len(jobs))(*map(held.request, jobs, params, buffers))
+        return PreparedTraining(stack, jobs, params, buffers, held, requests, self.function("train", precision))
 
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
         """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
@@ -151,9 +105,9 @@ class Kernel:
         for the same records in the same order; last bits of a record's logits depend on who it goes through with.
         Raises ValueError as ``train`` does.
         """
-        weights = vector_of("the model's weights", FlatParams(params, stack.layout), stack.layout)
+        check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        records = inputs.contiguous()  # both are held until the call is over
+        weights, records = params.contiguous(), inputs.contiguous()  # both are held until the call is over
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows
@@ -174,11 +128,11 @@ class Kernel:
 
         ``vectors``: at least one, float32, (n,) each. Raises ValueError for others.
         """
-        size = vectors[0].numel()
-        for vector in vectors:
-            check_vector("a vector of the sum", vector, size)
-        held = [vector.contiguous() for vector in vectors]
-        pointers = (ctypes.c_void_p * len(held))(*(vector.data_ptr() for vector in held))
+        size, held, pointers = vectors[0].numel(), [], (ctypes.c_void_p * len(vectors))()
+        for place, vector in enumerate(vectors):
+            check_tensor("a vector of the sum", vector, torch.float32, (size,))
+            held.append(vector.contiguous())  # until the call is over
+            pointers[place] = held[-1].data_ptr()
         numbers, total = (ctypes.c_double * len(held))(*factors), torch.empty(size)
         self.function("weighted_sum")(
             pointers, numbers, ctypes.c_int64(len(held)), ctypes.c_int64(size), ctypes.c_void_p(total.data_ptr())

@@ -22,12 +22,18 @@ def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
         raise ValueError(f"a mean needs a positive total weight, got {total}")
     factors = [weight / total for weight in weights]
     first = items[0]
-    if isinstance(first, FlatParams) and all(
+    if not isinstance(first, FlatParams) or not all(
         isinstance(item, FlatParams) and item.layout == first.layout for item in items
     ):
-        vectors = [item.flat for item in items if isinstance(item, FlatParams)]
-        return FlatParams(_weighted_sum(vectors, factors), first.layout)
-    return {name: by_torch([item[name] for item in items], factors) for name in first}
+        return {name: by_torch([item[name] for item in items], factors) for name in first}
+    # The kernel is imported here, because it imports torch, and the settings import this file.
+    from fl_sim.native.kernel import load_kernel  # noqa: PLC0415
+
+    vectors = [item.flat for item in items if isinstance(item, FlatParams)]
+    kernel, _ = load_kernel()
+    is_plain = all(vector.device.type == "cpu" and vector.dtype is torch.float32 for vector in vectors)
+    mean = kernel.weighted_sum if kernel is not None and is_plain else by_torch
+    return FlatParams(mean(vectors, factors), first.layout)
 
 
 def by_torch(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
@@ -36,12 +42,3 @@ def by_torch(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.
     for value, factor in zip(values, factors, strict=True):
         total.add_(value, alpha=factor)
     return total.to(values[0].dtype)
-
-
-def _weighted_sum(vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (imports torch, and settings come this way)
-
-    kernel, _ = load_kernel()
-    if kernel is None or any(vector.device.type != "cpu" or vector.dtype is not torch.float32 for vector in vectors):
-        return by_torch(vectors, factors)
-    return kernel.weighted_sum(vectors, factors)

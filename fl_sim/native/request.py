@@ -1,19 +1,17 @@
 """The input of the compiled trainer: checked against the model, then laid out as numbers and pointers."""
 
 import ctypes
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan, check_optimizer, fields_in_use
-from fl_sim.native.layers import FIELDS, Stack
+from fl_sim.native.layers import Stack
 from fl_sim.params import Layout, check_layout, num_in, vector_in
-from fl_sim.types import LocalSettings, Params
-
-if TYPE_CHECKING:
-    from fl_sim.native.kernel import Lesson
+from fl_sim.types import LocalSettings, LocalTask, Params
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps", "augment", "optimizer",
@@ -31,88 +29,64 @@ RECEIVED = frozenset({"distillation", "contrast"})
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
-if TYPE_CHECKING:
-    from fl_sim.native.kernel import Lesson
-
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its widest vectors
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What chance decides in one client's training.
+
+    ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
+    (steps,), records of the mixing pool, empty where the plan does not mix. ``moves``: (passes, n, 3), what
+    ``Augment.draw`` gives for the records in the order of each epoch, empty where images stay as they are. ``masks``:
+    the key, 0 .. 2^63 - 1, of the generator that says what dropout leaves out (dropout.h).
+    """
+
+    order: NDArray[np.int64]
+    partners: NDArray[np.int64]
+    moves: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0, 3), np.int64))
+    masks: int = 0
+
+    @classmethod
+    def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
+        """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records, and the masks last."""
+        settings = task.settings
+        passes, batches = settings.num_passes(count), settings.num_batches(count)
+        order = np.empty((passes, count), np.int64)
+        partners = np.empty(settings.num_steps(count) if plan.mix is not None else 0, np.int64)
+        moves = np.empty((passes if settings.augment.moves else 0, count, 3), np.int64)
+        for epoch in range(passes):
+            order[epoch] = generator.permutation(count)
+            if len(moves):
+                moves[epoch] = settings.augment.draw(count, generator)
+            for step in range(epoch * batches, min((epoch + 1) * batches, len(partners))):
+                partners[step] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
+        return cls(order, partners, moves, int(generator.integers(2**63)))
+
+
+class KernelJob(NamedTuple):
+    """One client's training: what ``fl_sim.training.loop.train`` takes, with what chance decides already decided.
+
+    ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
+    """
+
+    task: LocalTask
+    plan: LocalPlan
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    draws: Draws
+
+    @property
+    def has_momentum(self) -> bool:
+        """Return True if the optimizer has momentum buffers."""
+        return bool(self.task.settings.momentum or self.plan.momentum_buffers)
+
+
 def unknown_settings(settings: LocalSettings) -> list[str]:
     """Return the settings in use that the compiled trainer does not take."""
     return sorted(fields_in_use(settings) - TAKES)
-
-
-def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
-    """Return ``params`` as one contiguous vector in the order of ``layout``.
-
-    Raises ValueError, which names ``what`` they are, where names, shapes, type or device are not the model's.
-    """
-    check_layout(what, params, layout)
-    vector = vector_in(params, layout)
-    check_vector(what, vector, num_in(layout))
-    return vector.contiguous()
-
-
-def check_vector(what: str, vector: torch.Tensor, size: int) -> None:
-    """Raise ValueError, which names ``what`` it is, where ``vector`` is not one of ``size`` float32 numbers."""
-    _expect(what, vector, _REAL, (size,))
-
-
-def check_lesson(stack: Stack, lesson: "Lesson") -> None:
-    """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model.
-
-    UserError where momentum stands beside an optimiser that has its own.
-    """
-    task, plan, inputs, labels, draws = lesson
-    count, settings = len(labels), task.settings
-    if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
-        raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
-    check_optimizer(plan, settings)
-    if count < 1 or settings.batch_size < 1 or settings.num_steps(count) < 1:
-        raise ValueError(
-            "local training needs a record, a batch and a part of an epoch at least, not "
-            f"{count} records in batches of {settings.batch_size} for {settings.epochs} epochs"
-        )
-    check_records(stack, "the records", inputs, count)
-    _expect("the labels", labels, _COUNTING, (count,))
-    _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.num_passes(count), count))
-    for what, values, dtype, shape in tensors_of(plan, stack):
-        _expect(what, values, dtype, shape)
-    if settings.augment.moves:
-        _check_moves(stack, lesson)
-    if (mix := plan.mix) is not None:
-        if terms := sorted(fields_in_use(plan) & TERMS):
-            raise ValueError(f"the compiled trainer knows no mixing with {', '.join(terms)}")
-        check_records(stack, "the mixing pool's records", mix.inputs, len(mix.inputs))
-        _expect("the mixing pool's labels", mix.labels, _REAL, (len(mix.inputs), stack.num_classes))
-        _expect("the mixing partners", torch.from_numpy(draws.partners), _COUNTING, (settings.num_steps(count),))
-
-
-def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]]:
-    """Return the tensors of the terms in use: what they are, the values, and the type and shape that they must have."""
-    taught, lowered, pull = plan.distillation, plan.suppression, plan.pull
-    given = [
-        ("the scale of the logits", plan.logit_scale, _REAL, ("outputs",)),
-        ("the shift of the logits", plan.logit_shift, _REAL, ("outputs",)),
-        ("the distilled classes", None if taught is None else taught.classes, _CHOICE, ("outputs",)),
-        ("the shares of the classes", None if lowered is None else lowered.shares, _REAL, ("outputs",)),
-        ("the prototypes", None if pull is None else pull.prototypes, _REAL, ("outputs", "inputs")),
-        ("the present classes", None if pull is None else pull.present, _CHOICE, ("outputs",)),
-    ]
-    sized = [(what, values, dtype, sizes) for what, values, dtype, sizes in given if values is not None]
-    return [
-        (what, values, dtype, tuple(int(stack.layers[-1, FIELDS.index(size)]) for size in sizes))
-        for what, values, dtype, sizes in sized
-    ]
-
-
-def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:
-    """Raise ValueError where ``inputs`` are not ``count`` records of the shape that the model takes."""
-    shape = (*inputs.shape[1:], 1, 1)
-    has_axes = inputs.ndim in {2, 4} and tuple(stack.input_shape.tolist()) == shape[:3]
-    _expect(what, inputs, _REAL, (count, *(inputs.shape[1:] if has_axes else stack.input_shape.tolist())))
 
 
 class Distilled(ctypes.Structure):
@@ -184,29 +158,30 @@ class Request(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Held:
-    """Holds what the kernel reads until the call is over; what clients share, such as the model, is there once."""
+class RequestBuffers:
+    """The memory that the kernel reads during a call; the model and all else that clients share is there once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._padded: dict[int, torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
 
-    def request(self, lesson: "Lesson", params: torch.Tensor, buffers: torch.Tensor) -> Request:
+    def request(self, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor) -> Request:
         """Ask for one client's training, whose results go to ``params`` and, with momentum, ``buffers``."""
-        check_lesson(self._stack, lesson)
-        task, plan, inputs, labels, draws = lesson
+        check_job(self._stack, job)
+        task, plan, inputs, labels, draws = job
         settings, stack = task.settings, self._stack
-        records, targets = self._whole(inputs), self._whole(labels)
+        records, targets = self._pointer(inputs), self._pointer(labels)
         request = Request(
             layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
             num_params=num_in(stack.layout), params=params.data_ptr(),
-            buffers=buffers.data_ptr() if has_momentum(lesson) else None,
+            buffers=buffers.data_ptr() if job.has_momentum else None,
             anchor=self._vector("the weights", task.params),
             warm=self._vector("the momentum buffers", plan.momentum_buffers or None),
             offset=self._vector("the gradient offsets", plan.gradient_offset or None),
             drift=self._vector("the step offsets", plan.step_offset or None),
-            inputs=records, labels=targets, order=self._array(draws.order), masks=draws.masks, num_examples=len(labels),
+            inputs=records, labels=targets, order=self._pointer(draws.order), masks=draws.masks,
+            num_examples=len(labels),
             num_steps=settings.num_steps(len(labels)), batch_size=min(settings.batch_size, len(labels)),
             adam=int(settings.optimizer != "sgd"), learning_rate=settings.learning_rate, momentum=settings.momentum,
             weight_decay=0 if settings.optimizer == "adamw" else settings.weight_decay,
@@ -217,42 +192,39 @@ class Held:
         if (ascent := plan.ascent) is not None and ascent.share:
             request.ascent = Climbed(ascent.radius, ascent.share, int(ascent.adaptive))
         if (augment := settings.augment).moves:
-            black = None if augment.reflect else self._whole(torch.tensor(augment.black, dtype=torch.float32))
-            request.moves = Moved(self._array(draws.moves), black, augment.crop)
+            black = None if augment.reflect else self._pointer(torch.tensor(augment.black, dtype=torch.float32))
+            request.moves = Moved(self._pointer(draws.moves), black, augment.crop)
         if (mix := plan.mix) is not None:
-            request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
-            request.partners, request.num_partners = self._array(draws.partners), len(mix.labels)
+            request.partner_inputs, request.partner_labels = self._pointer(mix.inputs), self._pointer(mix.labels)
+            request.partners, request.num_partners = self._pointer(draws.partners), len(mix.labels)
             request.linearise = int(mix.linearise)
             request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
         return request
 
     def _terms(self, plan: LocalPlan) -> Terms:
-        terms = Terms(scale=self._given(plan.logit_scale), shift=self._given(plan.logit_shift))
+        terms = Terms(scale=self._pointer(plan.logit_scale), shift=self._pointer(plan.logit_shift))
         if (distillation := plan.distillation) is not None:
             terms.distillation = Distilled(
-                classes=self._given(distillation.classes), weight=distillation.weight,
+                classes=self._pointer(distillation.classes), weight=distillation.weight,
                 temperature=distillation.temperature, exclude_true=int(distillation.exclude_true),
             )  # fmt: skip
         if (suppression := plan.suppression) is not None:
-            terms.suppression = Suppressed(self._whole(suppression.shares), suppression.weight)
+            terms.suppression = Suppressed(self._pointer(suppression.shares), suppression.weight)
         if (contrast := plan.contrast) is not None:
             terms.contrast = Contrasted(
                 previous=self._vector("the contrast's previous weights", contrast.previous),
                 weight=contrast.weight, temperature=contrast.temperature,
             )  # fmt: skip
         if (pull := plan.pull) is not None:
-            terms.pull = Pulled(self._whole(pull.prototypes), self._whole(pull.present), pull.weight)
+            terms.pull = Pulled(self._pointer(pull.prototypes), self._pointer(pull.present), pull.weight)
         return terms
 
-    def _given(self, values: torch.Tensor | None) -> int | None:
-        return None if values is None else self._whole(values)
-
-    def _whole(self, values: torch.Tensor) -> int:
-        self._tensors.append(values.contiguous())
+    def _pointer(self, values: torch.Tensor | NDArray[np.int64] | None) -> int | None:
+        """Keep ``values`` as contiguous numbers; return their address."""
+        if values is None:
+            return None
+        self._tensors.append(torch.as_tensor(values).contiguous())
         return self._tensors[-1].data_ptr()
-
-    def _array(self, values: NDArray[np.int64]) -> int:
-        return self._whole(torch.from_numpy(values))
 
     def _vector(self, what: str, params: Params | None) -> int | None:
         if params is None:
@@ -263,39 +235,98 @@ class Held:
         return self._padded[id(params)].data_ptr()
 
 
-def has_momentum(lesson: "Lesson") -> bool:
-    """Say whether the optimiser keeps momentum buffers."""
-    return bool(lesson.task.settings.momentum or lesson.plan.momentum_buffers)
-
-
 def padded(size: int) -> int:
     """Return how many numbers a vector of ``size`` takes: the next one begins where the kernel's vectors do."""
     return -(-size // _SPARE) * _SPARE + _SPARE
 
 
-def _check_moves(stack: Stack, lesson: "Lesson") -> None:
-    settings, count, channels = lesson.task.settings, len(lesson.labels), int(stack.input_shape[0])
-    if compared := sorted(fields_in_use(lesson.plan) & RECEIVED):
-        raise ValueError(f"the compiled trainer moves no images beside {', '.join(compared)}")
-    if lesson.inputs.ndim != 4 or len(settings.augment.black) != channels or settings.augment.crop < 0:
+def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
+    """Return ``params`` as one contiguous vector in the order of ``layout``.
+
+    Raises ValueError, which names ``what`` they are, where names, shapes, type or device are not the model's.
+    """
+    check_layout(what, params, layout)
+    vector = vector_in(params, layout)
+    check_tensor(what, vector, _REAL, (num_in(layout),))
+    return vector.contiguous()
+
+
+def check_job(stack: Stack, job: KernelJob) -> None:
+    """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model.
+
+    UserError where momentum stands beside an optimiser that has its own.
+    """
+    task, plan, inputs, labels, draws = job
+    count, settings = len(labels), task.settings
+    if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
+        raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
+    check_optimizer(plan, settings)
+    if count < 1 or settings.batch_size < 1 or settings.num_steps(count) < 1:
         raise ValueError(
-            f"images of {channels} channels are moved over a black for each, by a crop of at least 0; not records of "
-            f"shape {tuple(lesson.inputs.shape[1:])} over {settings.augment.black}, by {settings.augment.crop}"
+            "local training needs a record, a batch and a part of an epoch at least, not "
+            f"{count} records in batches of {settings.batch_size} for {settings.epochs} epochs"
         )
-    moves = torch.from_numpy(lesson.draws.moves)
-    _expect("the moves of the images", moves, _COUNTING, (settings.num_passes(count), count, 3))
+    check_records(stack, "the records", inputs, count)
+    check_tensor("the labels", labels, _COUNTING, (count,))
+    check_tensor(
+        "the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.num_passes(count), count)
+    )
+    for what, values, dtype, shape in tensors_of(plan, stack):
+        check_tensor(what, values, dtype, shape)
+    if settings.augment.moves:
+        _check_moves(stack, job)
+    if (mix := plan.mix) is not None:
+        if terms := sorted(fields_in_use(plan) & TERMS):
+            raise ValueError(f"the compiled trainer knows no mixing with {', '.join(terms)}")
+        check_records(stack, "the mixing pool's records", mix.inputs, len(mix.inputs))
+        check_tensor("the mixing pool's labels", mix.labels, _REAL, (len(mix.inputs), stack.num_classes))
+        check_tensor("the mixing partners", torch.from_numpy(draws.partners), _COUNTING, (settings.num_steps(count),))
 
 
-def _expect(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]]:
+    """Return (name, values, required type, required shape) of the tensors of the terms in use."""
+    distillation, suppression, pull = plan.distillation, plan.suppression, plan.pull
+    found = []
+    for what, values, dtype, num_axes in (
+        ("the scale of the logits", plan.logit_scale, _REAL, 1),
+        ("the shift of the logits", plan.logit_shift, _REAL, 1),
+        ("the distilled classes", None if distillation is None else distillation.classes, _CHOICE, 1),
+        ("the shares of the classes", None if suppression is None else suppression.shares, _REAL, 1),
+        ("the prototypes", None if pull is None else pull.prototypes, _REAL, 2),
+        ("the present classes", None if pull is None else pull.present, _CHOICE, 1),
+    ):
+        if values is not None:
+            found.append((what, values, dtype, (stack.num_classes, stack.num_features)[:num_axes]))
+    return found
+
+
+def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:
+    """Raise ValueError where ``inputs`` are not ``count`` records of the shape that the model takes."""
+    shape = (*inputs.shape[1:], 1, 1)
+    has_axes = inputs.ndim in {2, 4} and tuple(stack.input_shape.tolist()) == shape[:3]
+    check_tensor(what, inputs, _REAL, (count, *(inputs.shape[1:] if has_axes else stack.input_shape.tolist())))
+
+
+def check_tensor(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise ValueError, which names ``what`` it is, where ``values`` are not of this type and shape in main memory."""
     is_plain = values.layout is torch.strided and values.device.type == "cpu" and values.dtype is dtype
     if is_plain and tuple(values.shape) == shape:
         return
+    kind = "" if values.layout is torch.strided else f"{values.layout} ".removeprefix("torch.")
     raise ValueError(
-        f"{what} have the shape {tuple(values.shape)} and the type {_type(values)}; the compiled trainer wants "
-        f"{shape} and {str(dtype).removeprefix('torch.')} in main memory"
+        f"{what} have the shape {tuple(values.shape)} and the type {kind}{str(values.dtype).removeprefix('torch.')} on "
+        f"{values.device}; the compiled trainer wants {shape} and {str(dtype).removeprefix('torch.')} in main memory"
     )
 
 
-def _type(values: torch.Tensor) -> str:
-    kind = "" if values.layout is torch.strided else f"{values.layout} ".removeprefix("torch.")
-    return f"{kind}{str(values.dtype).removeprefix('torch.')} on {values.device}"
+def _check_moves(stack: Stack, job: KernelJob) -> None:
+    settings, count, channels = job.task.settings, len(job.labels), int(stack.input_shape[0])
+    if compared := sorted(fields_in_use(job.plan) & RECEIVED):
+        raise ValueError(f"the compiled trainer moves no images beside {', '.join(compared)}")
+    if job.inputs.ndim != 4 or len(settings.augment.black) != channels or settings.augment.crop < 0:
+        raise ValueError(
+            f"images of {channels} channels are moved over a black for each, by a crop of at least 0; not records of "
+            f"shape {tuple(job.inputs.shape[1:])} over {settings.augment.black}, by {settings.augment.crop}"
+        )
+    moves = torch.from_numpy(job.draws.moves)
+    check_tensor("the moves of the images", moves, _COUNTING, (settings.num_passes(count), count, 3))

@@ -91,8 +91,10 @@ class Records:
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normalised float32 inputs, labels): without a copy where one source holds them so."""
-        inputs = [source.normalised(source.inputs[rows.start : rows.stop]) for source, rows in self.parts]
-        labels = [source.labels[rows.start : rows.stop] for source, rows in self.parts]
+        inputs, labels = [], []
+        for source, rows in self.parts:
+            inputs.append(source.normalised(source.inputs[rows.start : rows.stop]))
+            labels.append(source.labels[rows.start : rows.stop])
         return (inputs[0], labels[0]) if len(self.parts) == 1 else (torch.cat(inputs), torch.cat(labels))
 
     def class_counts(self, num_classes: int) -> tuple[int, ...]:

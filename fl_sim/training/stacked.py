@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_sim.native.kernel import Draws
+from fl_sim.native.request import Draws
 from fl_sim.params import FlatParams, layout_of
 from fl_sim.training.features import feature_sums
 from fl_sim.training.records import Source, arithmetic, merged

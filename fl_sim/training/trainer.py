@@ -18,9 +18,9 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.kernel import Draws, Kernel, Lesson
+from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import Stack, describe, slower_here
-from fl_sim.native.request import RECEIVED, TAKES, TERMS, tensors_of
+from fl_sim.native.request import RECEIVED, TAKES, TERMS, Draws, KernelJob, tensors_of
 from fl_sim.params import all_norms_in, is_finite, vector_in
 from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
@@ -40,7 +40,7 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class LocalJob:
-    """One client's local training: what ``fl_sim.training.loop.train`` takes besides the model.
+    """One client's local training: the arguments of ``fl_sim.training.loop.train`` besides the model.
 
     ``seed`` is called before PyTorch trains, for what a model draws by itself (dropout) from the generators of torch,
     NumPy or Python. The compiled trainer's dropout is keyed by a last draw from ``generator``.
@@ -59,10 +59,10 @@ class LocalJob:
 
 
 class LocalTrainer(Protocol):
-    """What trains clients of some jobs. The first of a runtime's trainers that supports a job trains it."""
+    """A trainer of clients. The first of a runtime's trainers that supports a job trains it."""
 
     def supports(self, job: LocalJob) -> bool:
-        """Say whether it does all that ``job`` asks for: its settings, its plan, its records."""
+        """Return True if it does all that ``job`` asks for: its settings, its plan, its records."""
         ...
 
     def train(self, job: LocalJob) -> Trained:
@@ -106,7 +106,7 @@ class Trainer:
         plan: LocalPlan = LocalPlan(),  # noqa: B008 (frozen)
         settings: LocalSettings | None = None,
     ) -> bool:
-        """Say whether the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``.
+        """Return True if the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``.
 
         ``settings``: how clients train, plainly where they are not given.
         """
@@ -114,16 +114,16 @@ class Trainer:
         return self._taken(input_shape, plan, asked) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return for what the compiled trainer leaves the model to PyTorch, which is faster, in words; or nothing."""
+        """Return the reason, in words, to leave the model to PyTorch because that is faster; empty where it is not."""
         self._stack(input_shape)
         return self._slower[input_shape]
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
-        """Say whether several threads train at once."""
+        """Return True if several threads train at once."""
         return self._draws_nothing or self.is_native(input_shape)
 
     def is_stackable(self) -> bool:
-        """Say whether fl_sim.training.stacked takes this model: no random numbers, and no record looks at another."""
+        """Return True if stacks can train this model: no random numbers, and no record looks at another."""
         return self._draws_nothing and not all_norms_in(self._model)
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
@@ -131,17 +131,36 @@ class Trainer:
         return self.prepare(jobs)()
 
     def prepare(self, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
-        """Return what does ``train_all``, with what Python does for the compiled trainer already done."""
+        """Return a function that does ``train_all``, and do before what Python does for the compiled trainer."""
         stacks = [self._native(job) for job in jobs]
-        stack = next((one for one in stacks if one is not None), None)
-        if stack is None or self._kernel is None:
+        stack, kernel = next((one for one in stacks if one is not None), None), self._kernel
+        if stack is None or kernel is None:
             return lambda: [self.train(job) for job in jobs]
-        together = [job for job, own in zip(jobs, stacks, strict=True) if own is stack]
-        train_together = self._prepare_natively(self._kernel, stack, together)
+        compiled: list[KernelJob] = []
+        for job, own in zip(jobs, stacks, strict=True):
+            if own is stack and len(job.records):
+                draws = Draws.of(job.task, job.plan, len(job.records), job.generator)
+                compiled.append(KernelJob(job.task, job.plan, *job.records.tensors(), draws))
+        prepared = kernel.prepare(stack, compiled, self._precision)
 
         def train() -> list[Trained]:
-            found = iter(train_together())
-            return [next(found) if own is stack else self.train(job) for job, own in zip(jobs, stacks, strict=True)]
+            done, results = zip(compiled, prepared.train(), strict=True), list[Trained]()
+            for job, own in zip(jobs, stacks, strict=True):
+                if own is not stack:
+                    results.append(self.train(job))
+                elif not len(job.records):
+                    sums = torch.zeros(stack.num_classes, stack.num_features) if job.plan.class_features else None
+                    results.append(Trained(job.task.params, job.plan.momentum_buffers or {}, 0, None, sums))
+                else:
+                    given, trained = next(done)
+                    if job.plan.class_features:
+                        features = kernel.infer(
+                            stack, vector_in(trained.params, stack.layout), given.inputs, "features"
+                        )
+                        sums = sums_by_class(features, given.labels, stack.num_classes)
+                        trained = replace(trained, feature_sums=sums)
+                    results.append(trained)
+            return results
 
         return train
 
@@ -151,8 +170,10 @@ class Trainer:
             return self.train_all([job])[0]
         inputs, labels = job.records.tensors()
         if self._draws_nothing and (job.plan.loss_term is None or self._loss_draws is False):
+            if not hasattr(self._thread, "model"):
+                self._thread.model = copy.deepcopy(self._model)
             with arithmetic(inputs.device, self._precision):
-                return train(self._own_model(), job.task, job.plan, inputs, labels, job.generator)
+                return train(self._thread.model, job.task, job.plan, inputs, labels, job.generator)
         with self._lock, process_alone(), arithmetic(inputs.device, self._precision):
             job.seed()
             before = process_state()
@@ -169,7 +190,7 @@ class Trainer:
         scale: Scale | None = None,
         workers: int = 1,
     ) -> Scores:
-        """Return how well ``params`` do, as ``fl_sim.training.evaluation.evaluate`` does.
+        """Return the scores of ``params``, as ``fl_sim.training.evaluation.evaluate`` does.
 
         To float32 rounding, and the same for any number of ``workers``; where one is not finite it is PyTorch's.
         """
@@ -181,7 +202,7 @@ class Trainer:
             return evaluate(self._model, params, inputs, labels, scale=scale, workers=workers)
 
     def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what ``params`` make of (n, *input shape) records, (n, classes).
+        """Return the logits of (n, *input shape) records under ``params``, (n, classes).
 
         ``model``, of this trainer's architecture, is the caller's own: PyTorch runs on it, and overwrites its weights,
         where the compiled trainer does not take the records.
@@ -198,45 +219,31 @@ class Trainer:
         weights = vector_in(params, stack.layout)
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
 
-    def _prepare_natively(self, kernel: Kernel, stack: Stack, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
-        """Return what trains clients whose model is ``stack`` in one call of the compiled trainer."""
-        trained_on = [job for job in jobs if len(job.records)]
-        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in trained_on]
-        lessons = [
-            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(trained_on, draws, strict=True)
-        ]
-        prepared = kernel.prepare(stack, lessons, self._precision)
-
-        def train() -> list[Trained]:
-            found = (
-                replace(trained, feature_sums=_feature_sums(kernel, stack, lesson, trained))
-                if lesson.plan.class_features
-                else trained
-                for lesson, trained in zip(lessons, prepared.train(), strict=True)
-            )
-            return [next(found) if len(job.records) else _untrained(job, stack) for job in jobs]
-
-        return train
-
     def _native(self, job: LocalJob) -> Stack | None:
-        """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
-        stack = self._taken(job.records.input_shape, job.plan, job.asks_for)
-        return stack if stack is not None and _fits(job) else None
+        """Return the model as the compiled trainer takes it; None where it does not take ``job``."""
+        warm = job.plan.momentum_buffers
+        if warm and warm.keys() != job.task.params.keys():
+            return None
+        if not all(_is_plain(source.inputs) for source, _ in job.records.parts):
+            return None
+        return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the form in which the compiled trainer takes the model, where it knows all that is ``asked``."""
+        """Return the model as the compiled trainer takes it; None where it does not know all that is ``asked``."""
         stack = self._stack(input_shape) if self._kernel is not None else None
-        if stack is None or not asked <= TAKES or not self._has_features(asked):
+        if stack is None or not asked <= TAKES or ("augment" in asked and asked & RECEIVED):
             return None
-        if "augment" in asked and asked & RECEIVED:
-            return None
-        return stack if _suits(plan, stack) else None
-
-    def _has_features(self, asked: frozenset[str]) -> bool:
-        """Say whether no features are ``asked`` for, or those that the compiled trainer takes for them."""
-        if not asked & {"contrast", "pull", "class_features"}:
-            return True
-        return head_of(self._model) is [part for part in self._model.modules() if isinstance(part, nn.Linear)][-1]
+        if asked & {"contrast", "pull", "class_features"}:  # its features are what enters the last linear layer
+            linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
+            if head_of(self._model) is not linear[-1]:
+                return None
+        if (mix := plan.mix) is not None:  # FedMix's loss needs second derivatives
+            is_known = _is_plain(mix.inputs) and _is_plain(mix.labels) and not asked & TERMS
+            return stack if is_known and (not mix.linearise or stack.is_piecewise_linear) else None
+        for _, values, dtype, _ in tensors_of(plan, stack):
+            if values.device.type != "cpu" or values.dtype is not dtype:
+                return None
+        return stack
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
         if input_shape not in self._stacks:
@@ -245,47 +252,11 @@ class Trainer:
             self._stacks[input_shape] = None if self._slower[input_shape] else stack
         return self._stacks[input_shape]
 
-    def _own_model(self) -> nn.Module:
-        if not hasattr(self._thread, "model"):
-            self._thread.model = copy.deepcopy(self._model)
-        model: nn.Module = self._thread.model
-        return model
-
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Say whether ``module`` is known to draw no random numbers: the user's own may do anything."""
+    """Return True if ``module`` is known to draw no random numbers: the user's own may do anything."""
     kind = type(module)
     return kind in _PLAIN or kind.__module__ == models.__name__
-
-
-def _fits(job: LocalJob) -> bool:
-    """Say whether the compiled trainer takes the records of this job, and its start."""
-    warm = job.plan.momentum_buffers
-    return all(_is_plain(source.inputs) for source, _ in job.records.parts) and (
-        not warm or warm.keys() == job.task.params.keys()
-    )
-
-
-def _untrained(job: LocalJob, stack: Stack) -> Trained:
-    """Return what training on no records leaves behind."""
-    sums = torch.zeros(stack.num_classes, stack.num_features) if job.plan.class_features else None
-    return Trained(job.task.params, job.plan.momentum_buffers or {}, num_steps=0, loss=None, feature_sums=sums)
-
-
-def _feature_sums(kernel: Kernel, stack: Stack, lesson: Lesson, trained: Trained) -> torch.Tensor:
-    features = kernel.infer(stack, vector_in(trained.params, stack.layout), lesson.inputs, "features")
-    return sums_by_class(features, lesson.labels, stack.num_classes)
-
-
-def _suits(plan: LocalPlan, stack: Stack) -> bool:
-    """Say whether the compiled trainer knows the plan's parts together; FedMix's loss needs second derivatives."""
-    mix = plan.mix
-    if mix is None:
-        return all(
-            values.device.type == "cpu" and values.dtype is dtype for _, values, dtype, _ in tensors_of(plan, stack)
-        )
-    is_taken = _is_plain(mix.inputs) and _is_plain(mix.labels) and (not mix.linearise or stack.is_piecewise_linear)
-    return is_taken and not fields_in_use(plan) & TERMS
 
 
 def _is_plain(values: torch.Tensor) -> bool:

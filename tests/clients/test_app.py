@@ -17,7 +17,7 @@ from fl_sim.engines import wire
 from fl_sim.engines.batching import ClientBatching
 from fl_sim.engines.grid import Groups, InProcessGrid
 from fl_sim.local_plan import LocalPlan
-from fl_sim.native.kernel import Prepared, load_kernel
+from fl_sim.native.kernel import PreparedTraining, load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state, save_by_content
@@ -253,7 +253,7 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
 
 @pytest.mark.skipif(load_kernel()[0] is None, reason="PyTorch lets go of Python's lock at every operation")
 def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_path: Path, monkeypatch):
-    meeting, train, here = Barrier(2, timeout=20), Prepared.train, Lock()
+    meeting, train, here = Barrier(2, timeout=20), PreparedTraining.train, Lock()
 
     def one_at_a_time(function, *arguments):
         assert here.acquire(blocking=False), "another thread is here"
@@ -271,7 +271,7 @@ def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_pa
         meeting.wait()
         return train(self)
 
-    monkeypatch.setattr(Prepared, "train", train_with_another)
+    monkeypatch.setattr(PreparedTraining, "train", train_with_another)
     records = partial(one_at_a_time, _records)
     runtime = _runtime(Watched(), _without_dropout(), records=records)
     together = ClientBatching(partial(train_together, lambda *_: runtime), [20, 20, 20, 20])

@@ -26,8 +26,9 @@ from fl_sim.native.compiling import (
     lanes_of,
     processor,
 )
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, LocalTask, Params, Precision
@@ -141,7 +142,7 @@ def gradient(
     assert stack is not None
     task = LocalTask(1, 0, 1, count, LocalSettings(RATE, 0.0, 0.0, count, 1), params)
     draws = Draws.of(task, plan, count, rng(0, "test"))
-    [trained] = kernel.train(stack, [Lesson(task, plan, inputs, labels, draws)], precision)
+    [trained] = kernel.train(stack, [KernelJob(task, plan, inputs, labels, draws)], precision)
     return {name: (value.double() - trained.params[name].double()) / RATE for name, value in params.items()}
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from fl_sim.local_plan import Ascent, Batch, Contrast, Distillation, LocalPlan, LossTerm, Mix
 from fl_sim.models import ResidualBlock
-from fl_sim.native.kernel import Draws, Kernel, Lesson
+from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
@@ -68,21 +69,21 @@ def made(layers: list[nn.Module]) -> nn.Sequential:
     return model
 
 
-def lesson(model: nn.Sequential, shape: tuple[int, ...], plan: LocalPlan = LocalPlan(), seed: int = 0) -> Lesson:  # noqa: B008
+def lesson(model: nn.Sequential, shape: tuple[int, ...], plan: LocalPlan = LocalPlan(), seed: int = 0) -> KernelJob:  # noqa: B008
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(COUNT, *shape, generator=generator)
     labels = torch.randint(0, CLASSES, (COUNT,), generator=generator)
     task = LocalTask(1, 0, 1, COUNT, SETTINGS, detached(model.named_parameters()))
-    return Lesson(task, plan, inputs, labels, Draws.of(task, plan, COUNT, rng(seed, "dropout")))
+    return KernelJob(task, plan, inputs, labels, Draws.of(task, plan, COUNT, rng(seed, "dropout")))
 
 
-def by_kernel(kernel: Kernel, model: nn.Module, given: Lesson) -> Trained:
+def by_kernel(kernel: Kernel, model: nn.Module, given: KernelJob) -> Trained:
     stack = describe(model, tuple(given.inputs.shape[1:]))
     assert stack is not None
     return kernel.train(stack, [given])[0]
 
 
-def by_pytorch(fuzz: ModuleType, model: nn.Sequential, given: Lesson, seed: int) -> Trained:
+def by_pytorch(fuzz: ModuleType, model: nn.Sequential, given: KernelJob, seed: int) -> Trained:
     """The same masks in PyTorch's loop, in float64."""
     plan = given.plan
     if (mix := plan.mix) is not None:
@@ -180,7 +181,7 @@ def test_as_much_is_left_out_as_asked_and_the_rest_makes_up_for_it(kernel: Kerne
     task = LocalTask(1, 0, 1, records, settings, detached(model.named_parameters()))
     inputs, labels = torch.ones(records, features), torch.zeros(records, dtype=torch.int64)
     draws = Draws.of(task, LocalPlan(), records, rng(0, "dropout"))
-    found = by_kernel(kernel, model, Lesson(task, LocalPlan(), inputs, labels, draws))
+    found = by_kernel(kernel, model, KernelJob(task, LocalPlan(), inputs, labels, draws))
     means = 2 * found.params["1.weight"][0].double()  # of a feature's mask over the records
     kept = means * records * (1 - rate)
     torch.testing.assert_close(kept, kept.round(), rtol=0, atol=1e-3)

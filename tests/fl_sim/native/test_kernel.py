@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from fl_sim.local_plan import Ascent, LocalPlan, Mix
 from fl_sim.models import MODELS, ResidualBlock
-from fl_sim.native.kernel import Draws, Kernel, Lesson
+from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.training.loop import train
@@ -65,7 +66,7 @@ def both(
     stack = describe(model, shape)
     assert stack is not None
     draws = Draws.of(task, plan, count, rng(0, "test"))
-    return task, expected, kernel.train(stack, [Lesson(task, plan, inputs, labels, draws)])[0]
+    return task, expected, kernel.train(stack, [KernelJob(task, plan, inputs, labels, draws)])[0]
 
 
 def agree(
@@ -253,7 +254,7 @@ def test_a_label_outside_the_classes_is_refused(kernel: Kernel) -> None:
     for wrong in (3, -1):
         draws = Draws.of(task, LocalPlan(), 2, rng(0, "test"))
         with pytest.raises(IndexError, match="outside of the model's 3 classes"):
-            kernel.train(stack, [Lesson(task, LocalPlan(), torch.zeros(2, 4), torch.tensor([0, wrong]), draws)])
+            kernel.train(stack, [KernelJob(task, LocalPlan(), torch.zeros(2, 4), torch.tensor([0, wrong]), draws)])
 
 
 @pytest.mark.parametrize("ascent", [None, Ascent(0.05), Ascent(0.5, adaptive=True, share=0.5)])

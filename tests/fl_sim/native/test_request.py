@@ -11,8 +11,9 @@ from torch import nn
 
 from fl_sim.errors import RunError
 from fl_sim.local_plan import Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import FlatParams, detached, flattened, layout_of
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.records import Records
@@ -48,7 +49,7 @@ def stack() -> Stack:
     return described
 
 
-def lesson() -> Lesson:
+def lesson() -> KernelJob:
     """What is right in every part, so that each test can spoil one."""
     params = detached(model().named_parameters())
     like = {name: torch.zeros_like(value) for name, value in params.items()}
@@ -56,7 +57,7 @@ def lesson() -> Lesson:
     plan = LocalPlan(dict(like), dict(like), 0.1, momentum_buffers=dict(like), mix=pool)
     task = LocalTask(1, 0, 1, COUNT, LocalSettings(0.1, 0.9, 0.0, 4, 2), params)
     draws = Draws.of(task, plan, COUNT, rng(0, "test"))
-    return Lesson(task, plan, torch.zeros(COUNT, *SHAPE), torch.zeros(COUNT, dtype=torch.int64), draws)
+    return KernelJob(task, plan, torch.zeros(COUNT, *SHAPE), torch.zeros(COUNT, dtype=torch.int64), draws)
 
 
 def changed(params: Params, name: str, value: torch.Tensor | None) -> Params:
@@ -64,15 +65,15 @@ def changed(params: Params, name: str, value: torch.Tensor | None) -> Params:
     return {key: given for key, given in {**params, name: value}.items() if given is not None}
 
 
-def with_params(change: Callable[[Params], Params]) -> Callable[[Lesson], Lesson]:
+def with_params(change: Callable[[Params], Params]) -> Callable[[KernelJob], KernelJob]:
     return lambda given: given._replace(task=replace(given.task, params=change(given.task.params)))
 
 
-def with_plan(**parts: Any) -> Callable[[Lesson], Lesson]:
+def with_plan(**parts: Any) -> Callable[[KernelJob], KernelJob]:
     return lambda given: given._replace(plan=replace(given.plan, **parts))
 
 
-def with_terms(**parts: Any) -> Callable[[Lesson], Lesson]:
+def with_terms(**parts: Any) -> Callable[[KernelJob], KernelJob]:
     """In place of the mixing pool."""
     return with_plan(mix=None, **parts)
 
@@ -81,11 +82,11 @@ def pull(classes: int, features: int, present: torch.Tensor) -> Pull:
     return Pull(torch.zeros(classes, features), present, 1.0)
 
 
-def with_draws(**parts: Any) -> Callable[[Lesson], Lesson]:
+def with_draws(**parts: Any) -> Callable[[KernelJob], KernelJob]:
     return lambda given: given._replace(draws=replace(given.draws, **parts))
 
 
-def with_settings(**parts: Any) -> Callable[[Lesson], Lesson]:
+def with_settings(**parts: Any) -> Callable[[KernelJob], KernelJob]:
     return lambda given: given._replace(task=replace(given.task, settings=replace(given.task.settings, **parts)))
 
 
@@ -100,7 +101,7 @@ def cut(params: Params) -> Params:
 
 ALL = torch.ones(3, dtype=torch.bool)
 ORDER, PARTNERS = lesson().draws.order, lesson().draws.partners
-WRONG: dict[str, tuple[Callable[[Lesson], Lesson], str]] = {
+WRONG: dict[str, tuple[Callable[[KernelJob], KernelJob], str]] = {
     "no weights": (with_params(lambda _: {}), r"the weights do not fit the model: 0\.weight is missing"),
     "a weight less": (with_params(lambda had: changed(had, "8.bias", None)), r"8\.bias is missing"),
     "a weight more": (with_params(lambda had: changed(had, "9.bias", torch.zeros(1))), r"it has no 9\.bias"),

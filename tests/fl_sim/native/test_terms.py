@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.models import MODELS
-from fl_sim.native.kernel import Draws, Kernel, Lesson
+from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.features import feature_sums
@@ -47,14 +48,14 @@ def records(name: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(COUNT, *SHAPES[name], generator=generator), labels
 
 
-def lesson(name: str, plan: LocalPlan, seed: int = 0, settings: LocalSettings = SETTINGS) -> Lesson:
+def lesson(name: str, plan: LocalPlan, seed: int = 0, settings: LocalSettings = SETTINGS) -> KernelJob:
     inputs, labels = records(name, seed)
     params = detached(model_of(name).named_parameters())
     task = LocalTask(1, 0, 1, COUNT, settings, params)
-    return Lesson(task, plan, inputs, labels, Draws.of(task, plan, COUNT, rng(0, "terms")))
+    return KernelJob(task, plan, inputs, labels, Draws.of(task, plan, COUNT, rng(0, "terms")))
 
 
-def by_kernel(kernel: Kernel, name: str, given: Lesson) -> Trained:
+def by_kernel(kernel: Kernel, name: str, given: KernelJob) -> Trained:
     stack = describe(model_of(name), SHAPES[name])
     assert stack is not None
     return kernel.train(stack, [given])[0]
@@ -118,7 +119,7 @@ def suppressed(term: Suppression | None, logits: torch.Tensor, labels: torch.Ten
     return total
 
 
-def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
+def by_formula(name: str, given: KernelJob) -> tuple[Params, float]:
     """SGD in float64 on ``loss_of``: the parameters and the mean loss."""
     task, plan, inputs, labels, draws = given
     settings, model, received = task.settings, model_of(name).double(), model_of(name).double()

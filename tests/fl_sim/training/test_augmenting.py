@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from fl_sim import models
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix
-from fl_sim.native.kernel import Draws, Lesson, load_kernel
+from fl_sim.native.kernel import load_kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
@@ -197,7 +198,7 @@ def test_the_compiled_trainer_hands_on_what_compares_moved_images_with_a_model(p
     assert stack is not None
     draws = Draws.of(job.task, plan, 16, job.generator)
     with pytest.raises(ValueError, match=r"the compiled trainer moves no images beside (contrast|distillation)"):
-        kernel.train(stack, [Lesson(job.task, plan, *job.records.tensors(), draws)])
+        kernel.train(stack, [KernelJob(job.task, plan, *job.records.tensors(), draws)])
 
 
 @needs_kernel
@@ -206,7 +207,7 @@ def test_moves_that_do_not_fit_are_refused_before_the_compiled_trainer_reads_the
     assert kernel is not None
     assert stack is not None
     draws = Draws.of(job.task, job.plan, 16, job.generator)
-    given = Lesson(job.task, job.plan, *job.records.tensors(), draws)
+    given = KernelJob(job.task, job.plan, *job.records.tensors(), draws)
     with pytest.raises(ValueError, match=r"the moves of the images have the shape \(2, 16, 3\)"):
         kernel.train(stack, [given._replace(draws=replace(draws, moves=draws.moves[:2]))])
     for augment in (Augment(2, flip=True, black=BLACK[:1]), Augment(-1, flip=True, black=BLACK)):

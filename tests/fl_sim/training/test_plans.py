@@ -23,8 +23,9 @@ from fl_sim.local_plan import (
     fields_in_use,
 )
 from fl_sim.native import request
-from fl_sim.native.kernel import Draws, Lesson, load_kernel
+from fl_sim.native.kernel import load_kernel
 from fl_sim.native.layers import describe
+from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training import loop, stacked_step
@@ -143,7 +144,7 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
     assert stack is not None
     draws = Draws.of(job.task, job.plan, len(job.records), job.generator)
     with pytest.raises(ValueError, match="does not know sharpness of the plan"):
-        kernel.train(stack, [Lesson(job.task, job.plan, *job.records.tensors(), draws)])
+        kernel.train(stack, [KernelJob(job.task, job.plan, *job.records.tensors(), draws)])
     trainer = Trainer(model(), kernel)
     assert [trainer.is_native(SHAPE, plan) for plan in (LocalPlan(), LocalPlan(proximal_mu=1.0))] == [True, True]
     assert not trainer.is_native(SHAPE, job.plan)

@@ -13,8 +13,9 @@ from torch import nn
 
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.models import MODELS
-from fl_sim.native.kernel import Kernel, Lesson, Prepared, load_kernel
+from fl_sim.native.kernel import Kernel, PreparedTraining, load_kernel
 from fl_sim.native.layers import Stack
+from fl_sim.native.request import KernelJob
 from fl_sim.params import detached, zeros_like
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.training.evaluation import EVALUATION_BATCH, evaluate
@@ -108,7 +109,7 @@ def test_a_client_without_records_leaves_the_others_in_one_call(monkeypatch: pyt
     calls: list[int] = []
     whole = Kernel.prepare
 
-    def counted(self: Kernel, stack: Stack, lessons: Sequence[Lesson], precision: Precision) -> Prepared:
+    def counted(self: Kernel, stack: Stack, lessons: Sequence[KernelJob], precision: Precision) -> PreparedTraining:
         calls.append(len(lessons))
         return whole(self, stack, lessons, precision)
 
