@@ -65,7 +65,7 @@ def strategy_and_replies(updates: list[FlatParams]) -> tuple[FederatedStrategy, 
     server = algorithm.init(flattened({name: torch.zeros(shape) for name, shape in updates[0].layout}))
     order = wire.TaskConfig("", 0, 0.0, "", "")
     strategy = FederatedStrategy(algorithm, WeightedMean(), Everyone(), server, order, len(updates), 0)
-    sent = strategy.configure_train(1, arrays.to_arrays({}), wire.ConfigRecord({"learning-rate": 0.1}), grid)
+    sent = strategy.configure_train(1, arrays.array_record({}), wire.ConfigRecord({"learning-rate": 0.1}), grid)
     replies = [
         Message(wire.update_content(ClientUpdate({"delta": update}, 1 + client % 7, 0.5)), reply_to=message)
         for client, (update, message) in enumerate(zip(updates, sent, strict=True))

@@ -129,7 +129,7 @@ class TrainingJob:
         if config.state_dir:
             save_state(config.state_dir, number, server_round, update.state)
         elif update.state:
-            content = RecordDict({**content, **wire.kept_records(update.state)})
+            content = RecordDict({**content, **wire.state_records(update.state)})
         return content
 
     def check(self, *methods: Callable[..., Any]) -> None:

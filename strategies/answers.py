@@ -74,7 +74,7 @@ def answers_to(
 ) -> list[Read | Malformed]:
     """Return every client's answer, read by ``read``, or the error in its place, by client."""
     order, params = asking.order, asking.params
-    content = wire.order_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
+    content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
     sent = [Message(content, node, wire.TRAIN) for node in population.nodes]
     answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.client_of, strict=asking.quoted)
     return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]

@@ -115,11 +115,11 @@ class FederatedStrategy(Strategy):
             check_finite({"params": server.params, "layers": server.layers}, server_round)
             self.server = server
         if self.layer.hides_clients:  # how many came and how they fared is theirs: it leaves only in the noised mean
-            return arrays.to_arrays(self.server.model), None
+            return arrays.array_record(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
             metrics["train_loss"] = loss
-        return arrays.to_arrays(self.server.model), metrics
+        return arrays.array_record(self.server.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -23,14 +23,14 @@ def test_no_reply_ends_in_a_traceback_a_wrong_result_or_a_quotation(load_benchma
 
 @pytest.mark.parametrize(
     ("believed", "fault"),
-    [("whole", "silently wrong"), ("exactly", "traceback"), ("tensor_in", "traceback")],
+    [("whole_number", "silently wrong"), ("check_names", "traceback"), ("tensor_in", "traceback")],
 )
 def test_the_harness_sees_where_an_answer_is_believed(
     load_benchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, believed: str, fault: str
 ) -> None:
     trusting = {
-        "whole": lambda value, *_: value,
-        "exactly": lambda *_: None,
+        "whole_number": lambda value, *_: value,
+        "check_names": lambda *_: None,
         "tensor_in": lambda array, *_: torch.from_numpy(array.numpy().copy()),
     }
     for reader in (one for one in (wire, arrays) if hasattr(one, believed)):

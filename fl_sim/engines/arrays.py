@@ -33,6 +33,8 @@ class TensorArray(Array):
     Ray stays one of these, and its numbers a buffer that need not be copied.
     """
 
+    tensor: torch.Tensor
+
     def __init__(self, tensor: torch.Tensor) -> None:
         assert tensor.dtype == torch.float32, "only float32 tensors travel"
         values = {"dtype": "float32", "shape": tuple(tensor.shape), "stype": "numpy.ndarray", "tensor": tensor}
@@ -42,12 +44,6 @@ class TensorArray(Array):
     def data(self) -> bytes:  # type: ignore[override]  # a plain attribute in Flower's class
         """Return the tensor as numpy.save writes it."""
         return b"".join((_header(self.shape, "<f4"), self.tensor.contiguous().numpy(force=True).data))
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor itself."""
-        tensor: torch.Tensor = self.__dict__["tensor"]
-        return tensor
 
     def deflate(self) -> bytes:
         """Name the type that the other side knows: Flower's own runtime sends what this returns."""
@@ -70,14 +66,14 @@ def reuse_freed_memory() -> None:
 
 
 def array_bytes(array: Array) -> int:
-    """Return how many bytes an array has on its way, without making them."""
+    """Return the size of an array in a message, in bytes, without making them."""
     if isinstance(array, TensorArray):
         return len(_header(array.shape, "<f4")) + 4 * array.tensor.numel()
     return len(array.data)
 
 
 def float32_bytes(numbers: int) -> int:
-    """Return how many bytes an array of so many float32 numbers has on its way, without making one."""
+    """Return the size in a message of an array of so many float32 numbers, in bytes, without making one."""
     return array_bytes(TensorArray(torch.empty(numbers, device="meta")))
 
 
@@ -93,7 +89,7 @@ def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
 def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
     """Return the numbers that an array's bytes hold, read-only: of numpy's type ``kind``, such as "<f4".
 
-    Nothing that the array says of itself is believed. Raises Malformed where its bytes are not exactly such numbers.
+    The array's own description is not trusted. Raises Malformed where its bytes are not exactly such numbers.
     """
     header = _header(shape, kind)
     data = array.data if isinstance(array, Array) else None
@@ -105,27 +101,30 @@ def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]
 
 
 def num_bytes(content: RecordDict) -> int:
-    """Return how many bytes the arrays of a message have on their way, each as numpy.save writes it.
+    """Return the size of the arrays of a message, each as numpy.save writes it, in bytes.
 
     That is 4 a number and 128 before each group of tensors; names, settings and Flower's own frame are not counted.
     """
-    groups = (record for record in content.values() if isinstance(record, ArrayRecord))
-    return sum(array_bytes(array) for group in groups for array in group.values())
+    return sum(sum(map(array_bytes, group.values())) for group in content.values() if isinstance(group, ArrayRecord))
 
 
-def to_arrays(params: Params) -> ArrayRecord:
+def array_record(params: Params) -> ArrayRecord:
     """Return named tensors as the record that Flower's own strategies exchange: one array a tensor."""
-    return _record({name: value.detach() for name, value in params.items()})
+    record = ArrayRecord()  # ArrayRecord({...}) would ask every array for its bytes
+    for name, value in params.items():
+        record[name] = TensorArray(value.detach())
+    return record
 
 
 def pack(params: Params) -> ArrayRecord:
     """Return a group of tensors as one array, named by its layout."""
-    group = flattened(params)
-    return _record({_write_layout(group.layout): group.flat})
+    group, record = flattened(params), ArrayRecord()
+    record[_write_layout(group.layout)] = TensorArray(group.flat)
+    return record
 
 
 def unpack(record: Any) -> Params:
-    """Unpack what a server sent, which clients trust."""
+    """Unpack a group of tensors from the server, which clients trust."""
     ((text, array),) = record.items()
     layout = _read_layout(text)
     return FlatParams(tensor_in(array, (num_in(layout),)), layout)
@@ -171,21 +170,13 @@ def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: 
     return params
 
 
-def read_json(text: str) -> object:
-    """Return what a client says of its records."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Malformed("says of its records what is not JSON") from error
-
-
-def exactly(content: RecordDict, names: set[str]) -> None:
+def check_names(content: RecordDict, names: set[str]) -> None:
     """Raise Malformed for a content of other records than these."""
     if set(content) != names:
         raise Malformed(f"sent other records than {', '.join(sorted(names))}")
 
 
-def whole(value: object, largest: int, what: str) -> int:
+def whole_number(value: object, largest: int, what: str) -> int:
     """Return ``value``, which must be a whole number from 0 to ``largest``."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
         raise Malformed(
@@ -195,7 +186,7 @@ def whole(value: object, largest: int, what: str) -> int:
 
 
 def _arrived(shape: tuple[int, ...], numbers: bytes | bytearray | NDArray[Any]) -> TensorArray:
-    """Return the tensor of a pickled one, which may be written to: what lies in Ray's memory is copied."""
+    """Return the array of a pickled one. Its tensor may be written to: numbers in Ray's memory are copied."""
     values = np.frombuffer(numbers, np.float32).reshape(shape)
     return TensorArray(torch.from_numpy(values if values.flags.writeable else values.copy()))
 

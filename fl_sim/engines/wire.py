@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,32 +20,31 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fl_sim.engines.arrays import (
-    exactly,
+    check_names,
     numbers_in,
     pack,
     packed_record,
     read_group,
-    read_json,
     read_packed,
     read_rows,
     unpack,
-    whole,
+    whole_number,
 )
 from fl_sim.errors import Malformed
 from fl_sim.params import layout_of
-from fl_sim.types import ClientUpdate, Params, Payloads, Reply, Size
+from fl_sim.types import ClientUpdate, Packed, Params, Payloads, Reply, Size
 
 TRAIN, WHO = "train", "query"
-"""The types of messages: a task for a client, and which partition a node holds. Which task it is says the order; one
-round's local training is called as its message is."""
+"""The types of messages: a task for a client, named in the message's configuration, and a question for the partition of
+a node. The task of local training has the name of its message type."""
 
-_ORDER, _PARAMS, _REPORT, _TICKET = "order", "params", "report", "ticket"
+_ORDER, _PARAMS, _REPORT = "order", "params", "report"
 _BROADCAST, _PAYLOAD, _PACKED, _KEPT = "broadcast/", "payload/", "packed/", "kept/"
 _NUM_EXAMPLES, _LOSS, _MOST_STEPS = "num-examples", "loss", "most-steps"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
 
-_POOL, _SAID, _VOTES, _MOMENTS, _SUMS, _REPORT = "pool", "said", "votes", "moments", "sums", "report"
+_POOL, _SAID, _VOTES, _MOMENTS, _SUMS = "pool", "said", "votes", "moments", "sums"
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
@@ -54,13 +53,13 @@ _LARGEST_MOMENT: Final = 1e100  # products of float32 numbers, added up
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The part of a message that is no tensor, and all the configuration a client has: nodes have no other.
+    """The configuration in a message, and all that a client has: nodes have no other.
 
-    ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
+    ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (the clients' shares for the
     algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker sees, empty where
-    there is none. To workers that see none goes ``for_the_road``. ``most_steps``: {client: how many local steps it has
-    time for}, of those who must stop early. ``task``: what the client is asked for. For nodes with records of their
-    own: ``run`` names the run among others, and ``facts`` is what is public about the server's records, as JSON.
+    there is none. ``most_steps``: {client: largest number of local steps}, of those who must stop early. ``task``: the
+    name of the client task. For nodes with records of their own: ``run`` names the run among others, and ``facts`` are
+    the public facts about the server's records, as JSON.
     """
 
     experiment: str
@@ -76,40 +75,36 @@ class TaskConfig:
     task: str = TRAIN
 
     @property
-    def for_the_road(self) -> "TaskConfig":
-        """Return what goes to a worker elsewhere: no path, but the names of the pools, which say what is in them.
+    def without_paths(self) -> "TaskConfig":
+        """Return the configuration for workers that see no disk of the driver: no path, but the names of the pools.
 
-        What a client keeps then comes with its message, and goes back with its answer.
+        The names are digests of the content. Client states then come with the message, and go back with the answer.
         """
-        return replace(
-            self,
-            data_root="",
-            state_dir="",
-            pool=Path(self.pool).name,
-            synthetic=Path(self.synthetic).name,
-        )
+        pool, synthetic = Path(self.pool).name, Path(self.synthetic).name
+        return replace(self, data_root="", state_dir="", pool=pool, synthetic=synthetic)
 
 
 BLANK: Final = TaskConfig("", 0, 0.0, "", "")
-"""The order of messages that are not sent, of which the size alone matters."""
+"""The configuration of messages that are not sent, of which the size alone matters."""
 
 
-def task_content(order: TaskConfig, params: Params, broadcast: Payloads) -> RecordDict:
+def task_content(config: TaskConfig, params: Params, broadcast: Payloads) -> RecordDict:
     """Pack a round's message; all clients of a round share one."""
-    records = RecordDict({_ORDER: _config(order), _PARAMS: pack(params)})
+    records = RecordDict({_ORDER: _config_record(config), _PARAMS: pack(params)})
     for name, group in broadcast.items():
         records[_BROADCAST + name] = pack(group)
     return records
 
 
-def order_content(order: TaskConfig) -> RecordDict:
-    """Pack a message that asks clients for something which needs no tensors."""
-    return RecordDict({_ORDER: _config(order)})
+def config_content(config: TaskConfig) -> RecordDict:
+    """Pack the message of a task that needs no tensors."""
+    return RecordDict({_ORDER: _config_record(config)})
 
 
 def read_task_config(content: RecordDict) -> TaskConfig:
     """Unpack the configuration of a message."""
     record = content.config_records[_ORDER]
+    most_steps = json.loads(str(record[_MOST_STEPS])) if _MOST_STEPS in record else {}
     return TaskConfig(
         str(record["experiment"]),
         int(str(record["server-round"])),
@@ -118,7 +113,7 @@ def read_task_config(content: RecordDict) -> TaskConfig:
         str(record["state-dir"]),
         str(record["pool"]),
         str(record["synthetic"]),
-        {int(client): int(steps) for client, steps in json.loads(str(record.get(_MOST_STEPS, "{}"))).items()},
+        {int(client): int(steps) for client, steps in most_steps.items()} if most_steps else {},
         str(record["run"]),
         str(record["facts"]),
         str(record["task"]),
@@ -126,36 +121,36 @@ def read_task_config(content: RecordDict) -> TaskConfig:
 
 
 def task_of(message: Message) -> str:
-    """Return which task a message asks a client for; of one that asks for no task, its type."""
+    """Return the name of the task in a message; of a message without a task, its type."""
     if message.metadata.message_type != TRAIN:
         return message.metadata.message_type
-    order = message.content.get(_ORDER)
-    return str(order.get("task", TRAIN)) if isinstance(order, ConfigRecord) else TRAIN
+    config = message.content.get(_ORDER)
+    return str(config.get("task", TRAIN)) if isinstance(config, ConfigRecord) else TRAIN
 
 
-def reordered(content: RecordDict, order: TaskConfig) -> RecordDict:
+def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
     """Return a message's content with another configuration; its tensors are the same ones."""
-    return RecordDict({**content, _ORDER: _config(order)})
+    return RecordDict({**content, _ORDER: _config_record(config)})
 
 
-def kept_records(kept: Payloads) -> Mapping[str, ArrayRecord]:
-    """Pack what a client keeps, to be added to a content on its way to or from a worker that sees no disk of ours."""
-    return {_KEPT + name: pack(group) for name, group in kept.items()}
+def state_records(state: Payloads) -> Mapping[str, ArrayRecord]:
+    """Pack a client state, to be added to a content on its way to or from a worker that sees no disk of the driver."""
+    return {_KEPT + name: pack(group) for name, group in state.items()}
 
 
-def take_kept(content: RecordDict) -> Payloads:
-    """Return what a client keeps, and remove it from ``content``. Nobody else is to see it."""
+def take_state(content: RecordDict) -> Payloads:
+    """Return the client state in ``content``, and remove it: nobody else is to see it."""
     names = [name for name in content if name.startswith(_KEPT)]
     return {name.removeprefix(_KEPT): unpack(content.pop(name)) for name in names}
 
 
-def kept_in(content: RecordDict) -> Payloads:
-    """Return what a client kept of its last round, where that came with its message."""
+def state_in(content: RecordDict) -> Payloads:
+    """Return the client state that came with a message, if any."""
     return {name.removeprefix(_KEPT): unpack(content[name]) for name in content if name.startswith(_KEPT)}
 
 
 def is_same_round(one: RecordDict, other: RecordDict) -> bool:
-    """Say whether the contents differ in nothing but what their clients keep: they were made of one."""
+    """Return True if the contents differ in nothing but their client states: they were made of one."""
     return one[_ORDER] is other[_ORDER]
 
 
@@ -169,7 +164,7 @@ def read_task(content: RecordDict) -> tuple[Params, Payloads]:
 
 
 def update_content(update: ClientUpdate) -> RecordDict:
-    """Pack a client's update, without what stays with it."""
+    """Pack a client's update, without its client state."""
     report = MetricRecord({_NUM_EXAMPLES: update.num_examples})
     if update.loss is not None:
         report[_LOSS] = update.loss
@@ -188,79 +183,85 @@ def read_update(
     most_examples: int = sys.maxsize,
     packed: Mapping[str, Size] = MappingProxyType({}),
 ) -> Reply:
-    """Unpack a client's update, which has the names and shapes of ``template``, from at most that many records.
+    """Unpack a client's update: the names and shapes of ``template``, from at most ``most_examples`` records.
 
-    ``packed``: how much those of its groups take that travel packed. A loss may be infinite or NaN, as training that
-    diverges makes it. Raises Malformed for anything else.
+    ``packed``: the sizes of the groups that travel compressed. A loss may be infinite or NaN, as training that diverges
+    makes it. Raises Malformed for anything else.
     """
-    exactly(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
+    check_names(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or not {_NUM_EXAMPLES} <= set(report) <= {_NUM_EXAMPLES, _LOSS}:
         raise Malformed("reported something else than a number of records and a loss")
-    count, loss = whole(report[_NUM_EXAMPLES], most_examples, "a number of records"), report.get(_LOSS)
+    count, loss = whole_number(report[_NUM_EXAMPLES], most_examples, "a number of records"), report.get(_LOSS)
     if not isinstance(loss, float | int | None) or (loss is not None and _LARGEST_LOSS < abs(loss) < math.inf):
         raise Malformed("sent a loss that training in float32 cannot have")
-    payloads = {
-        name: read_group(content[_PAYLOAD + name], layout_of(params))
-        for name, params in template.items()
-        if name not in packed
-    }
-    groups = {name: read_packed(content[_PACKED + name], size) for name, size in packed.items()}
+    payloads, groups = dict[str, Params](), dict[str, Packed]()
+    for name, params in template.items():
+        if name in packed:
+            groups[name] = read_packed(content[_PACKED + name], packed[name])
+        else:
+            payloads[name] = read_group(content[_PAYLOAD + name], layout_of(params))
     return Reply(client, payloads, count, None if loss is None else float(loss), groups)
 
 
 def error_of(message: Message) -> str | None:
-    """Return why a client failed, or None where it did not."""
+    """Return the reason for which a client failed, or None where it did not."""
     return message.error.reason or "no reason given" if message.has_error() else None
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
-    """Pack what a client shares before the first round."""
+    """Pack a client's share before the first round."""
     return RecordDict({_POOL: pack(dict(shared))})
 
 
 def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
-    """Unpack what a client shared: tensors like ``template``'s, but all of the same number of rows.
+    """Unpack a client's share: tensors like ``template``'s, but all of the same number of rows.
 
     Raises Malformed for anything else, more than ``most_rows``, and for numbers that are not finite.
     """
-    exactly(content, {_POOL})
+    check_names(content, {_POOL})
     return read_rows(content[_POOL], {name: tuple(value.shape[1:]) for name, value in template.items()}, most_rows)
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Pack synthetic records on their way home, where what is to be said of them is added."""
+    """Pack synthetic records on their way to the driver, which adds the facts about them."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Unpack what ``made_content`` packed, on a worker of ours."""
+    """Unpack the content of ``made_content``, from a worker of ours."""
     return unpack(content[_POOL])["inputs"]
 
 
 def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
-    """Pack a client's synthetic records and, as JSON, what it says of them."""
+    """Pack a client's synthetic records and, as JSON, its facts about them."""
     return RecordDict({_POOL: pack({"inputs": inputs}), _SAID: ConfigRecord({_JSON: said})})
 
 
 def read_synthetic(
     content: RecordDict, input_shape: tuple[int, ...], num_classes: int, most_rows: int
 ) -> tuple[torch.Tensor, str]:
-    """Unpack (synthetic records, what the client says of them as JSON: counts, refused, facts, receipt).
+    """Unpack (synthetic records, the client's facts about them as JSON: counts, refused, facts, receipt).
 
     Raises Malformed where the records are not ``most_rows`` or fewer of that shape, finite, and as many as the counts
-    add up to; what the facts and the receipt say is not looked at.
+    add up to. The content of ``facts`` and ``receipt`` is not checked.
     """
-    exactly(content, {_POOL, _SAID})
+    check_names(content, {_POOL, _SAID})
     inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
     text = content[_SAID].get(_JSON)
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
         raise Malformed("says of its records what is no text, or too long")
-    match read_json(text):
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Malformed("says of its records what is not JSON") from error
+    match facts:
         case {"counts": list(counts), "refused": str(), "facts": dict(), "receipt": dict() | None, **others} if (
             not others
         ):
-            if len(counts) != num_classes or sum(whole(one, most_rows, "a count") for one in counts) != len(inputs):
+            if len(counts) != num_classes or sum(whole_number(one, most_rows, "a count") for one in counts) != len(
+                inputs
+            ):
                 raise Malformed(
                     f"sent counts that are not one for each of {num_classes} classes, adding up to its records"
                 )
@@ -276,11 +277,7 @@ def votes_content(votes: NDArray[np.int64]) -> RecordDict:
 
 def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArray[np.int64]:
     """Unpack a teacher's votes, shape (records,). Raises Malformed for anything but one class for each record."""
-    exactly(content, {_VOTES})
-    record = content[_VOTES]
-    if not isinstance(record, ArrayRecord) or set(record) != {_VOTES}:
-        raise Malformed("sent no votes, or more than them")
-    votes = numbers_in(record[_VOTES], (num_records,), "<i8").astype(np.int64)
+    votes = _single_array(content, _VOTES, (num_records,), "<i8").astype(np.int64)
     if ((votes < 0) | (votes >= num_classes)).any():
         raise Malformed(f"votes for a class that does not exist: classes are 0 to {num_classes - 1}")
     return votes
@@ -296,11 +293,7 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
 
     Raises Malformed for another shape, for absurd numbers, and without noise for counts that are none.
     """
-    exactly(content, {_MOMENTS})
-    record = content[_MOMENTS]
-    if not isinstance(record, ArrayRecord) or set(record) != {_MOMENTS}:
-        raise Malformed("sent no moments, or more than them")
-    moments = numbers_in(record[_MOMENTS], shape, "<f8").astype(np.float64)
+    moments = _single_array(content, _MOMENTS, shape, "<f8").astype(np.float64)
     if not (np.abs(moments) <= _LARGEST_MOMENT).all():
         raise Malformed("sent moments of features that are not finite, or far too large")
     counts = moments[:, 0]
@@ -316,37 +309,46 @@ def sums_content(sums: Params) -> RecordDict:
 
 def read_sums(content: RecordDict, template: Params) -> Params:
     """Unpack such an answer: float32 tensors like ``template``'s. Raises Malformed for anything else."""
-    exactly(content, {_SUMS})
+    check_names(content, {_SUMS})
     return read_group(content[_SUMS], layout_of(template))
 
 
 def who_content(partition: int) -> RecordDict:
-    """Pack a node's answer to which partition it holds."""
+    """Pack the number of a node's partition."""
     return RecordDict({_REPORT: MetricRecord({_PARTITION: partition})})
 
 
 def read_who(content: RecordDict) -> int:
-    """Unpack which partition a node holds. Raises Malformed for anything but a number from 0 on."""
-    exactly(content, {_REPORT})
+    """Unpack the number of a node's partition. Raises Malformed for anything but a number from 0 on."""
+    check_names(content, {_REPORT})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:
         raise Malformed("reported something else than the number of a partition")
-    return whole(report[_PARTITION], sys.maxsize, "a partition's number")
+    return whole_number(report[_PARTITION], sys.maxsize, "a partition's number")
 
 
-def _config(order: TaskConfig) -> ConfigRecord:
+def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
+    """Return the numbers of a content that is one array, which has the name of its record."""
+    check_names(content, {name})
+    record = content[name]
+    if not isinstance(record, ArrayRecord) or set(record) != {name}:
+        raise Malformed(f"sent no {name}, or more than them")
+    return numbers_in(record[name], shape, kind)
+
+
+def _config_record(config: TaskConfig) -> ConfigRecord:
     return ConfigRecord(
         {
-            "experiment": order.experiment,
-            "server-round": order.server_round,
-            "learning-rate": order.learning_rate,
-            "data-root": order.data_root,
-            "state-dir": order.state_dir,
-            "pool": order.pool,
-            "synthetic": order.synthetic,
-            "run": order.run,
-            "facts": order.facts,
-            "task": order.task,
-            **({_MOST_STEPS: json.dumps(dict(order.most_steps))} if order.most_steps else {}),
+            "experiment": config.experiment,
+            "server-round": config.server_round,
+            "learning-rate": config.learning_rate,
+            "data-root": config.data_root,
+            "state-dir": config.state_dir,
+            "pool": config.pool,
+            "synthetic": config.synthetic,
+            "run": config.run,
+            "facts": config.facts,
+            "task": config.task,
+            **({_MOST_STEPS: json.dumps(dict(config.most_steps))} if config.most_steps else {}),
         }
     )

@@ -302,7 +302,7 @@ def test_a_client_says_which_partition_it_plays(tmp_path: Path):
 
 def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path: Path):
     play = Play(FedMix(), tmp_path)
-    message = Message(wire.order_content(play.order(0, "share")), 1002, wire.TRAIN)
+    message = Message(wire.config_content(play.order(0, "share")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2, "").tensors()
     shared = wire.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
@@ -312,7 +312,7 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
 
 def test_synthetic_records_travel_with_what_the_client_says_of_them(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    message = Message(wire.order_content(play.order(0, "synthesize")), 1002, wire.TRAIN)
+    message = Message(wire.config_content(play.order(0, "synthesize")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
     inputs, said = wire.read_synthetic(reply.content, (4,), 3, most_rows=100)
     assert torch.equal(inputs, torch.full((2, 4), 0.5))
@@ -355,7 +355,7 @@ def test_a_client_that_raises_is_an_error_reply(tmp_path: Path):
 
 def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    content = wire.order_content(play.order(0, "synthesize"))
+    content = wire.config_content(play.order(0, "synthesize"))
     messages = [Message(content, 1000 + client, wire.TRAIN) for client in range(4)]
     alone = play.grid.send_and_receive(messages)
     groups = Groups(frozenset({"synthesize"}), answer_together(play.runtime_of), 2)
@@ -371,7 +371,7 @@ def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: 
 
 def test_what_the_experiment_does_not_ask_for_is_refused_with_what_it_does(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    message = Message(wire.order_content(play.order(0, "vote\n")), 1002, wire.TRAIN)
+    message = Message(wire.config_content(play.order(0, "vote\n")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
     assert "the server asks for 'vote" in wire.error_of(reply)
     assert "asks clients for train, synthesize, share alone" in wire.error_of(reply)

@@ -41,14 +41,16 @@ GROUP = {"w": torch.zeros(2)}
 ORDER = wire.TaskConfig("{}", 1, 0.1, "", "", most_steps={3: 1})
 SERVERS = {
     "task_content": wire.task_content(ORDER, GROUP, {"control": GROUP}),
-    "order_content": wire.order_content(ORDER),
-    "kept_records": RecordDict(dict(wire.kept_records({"control": GROUP}))),
-    "Signer.records": RecordDict(dict(remote.Signer.fresh().records(TICKET, wire.TRAIN, 0, wire.order_content(ORDER)))),
+    "config_content": wire.config_content(ORDER),
+    "state_records": RecordDict(dict(wire.state_records({"control": GROUP}))),
+    "Signer.records": RecordDict(
+        dict(remote.Signer.fresh().records(TICKET, wire.TRAIN, 0, wire.config_content(ORDER)))
+    ),
 }
 PACKED = {"delta": Packed(torch.zeros(2), np.zeros(3, np.uint8))}
 CLIENTS = {
     "update_content": wire.update_content(ClientUpdate({"delta": GROUP}, 5, 0.5, packed=PACKED)),
-    "kept_records": SERVERS["kept_records"],
+    "state_records": SERVERS["state_records"],
     "pool_content": wire.pool_content(GROUP),
     "made_content": wire.made_content(torch.zeros(1, 2)),
     "synthetic_content": wire.synthetic_content(torch.zeros(1, 2), "{}"),
@@ -119,7 +121,7 @@ class Node:
         save_file(tensors, folder / "synthetic-0123456789abcdef.safetensors")
 
     def asked(self, task: str, content: RecordDict, client: int = CLIENT) -> Message | Exception:
-        content = wire.reordered(content, replace(wire.read_task_config(content), task=task))
+        content = wire.with_config(content, replace(wire.read_task_config(content), task=task))
         message = Message(content, 1000 + client, wire.TRAIN)
         message.metadata.__dict__["_message_id"] = "one"
         try:
@@ -185,7 +187,7 @@ node.experiment(calibrate={"kind": "ccvr"}, **_da_fl(train_on="own-and-synthetic
     "order.most-steps": lambda node: told(node, most_steps=[{CLIENT: 10**12}, {CLIENT: -1}]),
     "params": lambda node: [with_model(node, value) for value in (float("nan"), 1e30, 0.0)],
     "broadcast/*": lambda node: [wire.task_content(node.order, node.params, {"more": node.params})],
-    "kept/*": lambda node: [RecordDict({**node.content(), **wire.kept_records({"more": node.params})})],
+    "kept/*": lambda node: [RecordDict({**node.content(), **wire.state_records({"more": node.params})})],
     "ticket.key": forged,
     "ticket.simulation-only": lambda node: forged(node, **{"simulation-only": True}),
     "ticket.counts": lambda node: forged(node, counts=[180] * 10),

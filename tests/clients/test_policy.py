@@ -40,7 +40,7 @@ def _order(*overrides: str) -> Experiment:
 def _share(policy: Policy, experiment: Experiment, client: int, folder: Path) -> torch.Tensor:
     runtime = runtime_of(experiment.model_dump_json(), "")
     order = wire.TaskConfig(experiment.model_dump_json(), 0, 0.0, "", str(folder), task="synthesize")
-    answer = runtime.tasks["synthesize"].run(Client(client, runtime, order, wire.order_content(order), policy))
+    answer = runtime.tasks["synthesize"].run(Client(client, runtime, order, wire.config_content(order), policy))
     return wire.read_made(answer)
 
 

@@ -78,7 +78,7 @@ def test_other_types_are_refused_and_not_rounded():
 
 @given(FLOATS)
 def test_the_model_flower_sees_is_what_its_own_constructor_makes(values):
-    ours, theirs = arrays.to_arrays({"w": torch.from_numpy(values.copy())})["w"], Array(values)
+    ours, theirs = arrays.array_record({"w": torch.from_numpy(values.copy())})["w"], Array(values)
     assert (ours.dtype, tuple(ours.shape), ours.stype, ours.data) == (
         theirs.dtype, tuple(theirs.shape), theirs.stype, theirs.data,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_task_comes_back_whole():
     assert {name: {key: value.tolist() for key, value in group.items()} for name, group in broadcast.items()} == {
         "control": {"w": [1.0, 1.0]}, "other": {"v": [0.0], "w": 1.0},
     }  # fmt: skip
-    assert wire.read_task_config(wire.order_content(order)) == order
+    assert wire.read_task_config(wire.config_content(order)) == order
 
 
 @pytest.mark.parametrize("loss", [None, 0.1 + 0.2, float("inf")])

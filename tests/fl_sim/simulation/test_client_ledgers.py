@@ -126,7 +126,7 @@ def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(tab
 
     def folder() -> Path:
         order = wire.TaskConfig("", 0, 0.0, "", str(tmp_path / "unused"))
-        client = Client(0, procedure_of(one).runtime(), order, wire.order_content(order), policy)
+        client = Client(0, procedure_of(one).runtime(), order, wire.config_content(order), policy)
         return releasing_client(one, client).folder
 
     now, place = folder(), earlier_place(one)

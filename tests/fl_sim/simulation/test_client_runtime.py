@@ -80,7 +80,7 @@ def test_what_a_site_shares_is_seeded_by_client():
     runtime = runtime_of(made.model_dump_json(), "")
     runtime = replace(runtime, records=lambda client, synthetic: runtime.own_records(0))  # the same for both
     order = wire.TaskConfig(made.model_dump_json(), 0, 0.0, "", "", task="share")
-    clients = [Client(number, runtime, order, wire.order_content(order)) for number in (0, 0, 1)]
+    clients = [Client(number, runtime, order, wire.config_content(order)) for number in (0, 0, 1)]
     one, again, other = (wire.read_made(runtime.tasks["share"].run(client)) for client in clients)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)

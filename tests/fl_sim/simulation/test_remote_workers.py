@@ -38,7 +38,7 @@ def message(job: Job, tmp_path: Path) -> Message:
     order = wire.TaskConfig(
         job.experiment.model_dump_json(), 0, 0.0, str(tmp_path / "data"), str(tmp_path / "clients"), task=SYNTHESIZE
     )
-    made = Message(wire.order_content(order), [*grid.get_node_ids()][CLIENT], wire.TRAIN)
+    made = Message(wire.config_content(order), [*grid.get_node_ids()][CLIENT], wire.TRAIN)
     made.metadata.__dict__["_message_id"] = "one"
     return made
 
@@ -109,8 +109,10 @@ def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
         "nothing": lambda: parcel.own,
         "client": lambda: SIGNER.records(ticket, task, client + 1, content),
         "task": lambda: SIGNER.records(ticket, SUMMARISE, client, content),
-        "round": lambda: SIGNER.records(ticket, task, client, wire.reordered(content, replace(order, server_round=1))),
-        "run": lambda: SIGNER.records(ticket, task, client, wire.reordered(content, replace(order, run="another"))),
+        "round": lambda: SIGNER.records(
+            ticket, task, client, wire.with_config(content, replace(order, server_round=1))
+        ),
+        "run": lambda: SIGNER.records(ticket, task, client, wire.with_config(content, replace(order, run="another"))),
         "counts": lambda: _altered(parcel, counts=[0, 0, 0, 180, 0, 0, 0, 0, 0, 0]),
         "key": lambda: _altered(parcel, key=bytes(32)),
         "driver": lambda: remote.Signer.fresh().records(ticket, task, client, content),
@@ -142,7 +144,7 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
     app = build_client_app(lambda *_: WorkerSetup.of(job, SIGNER).runtime, SIGNER)
     if guard == "owner":  # its run has no name: that is refused first, so it gets one, signed
         order = replace(wire.read_task_config(parcel.content), run="a")
-        content = wire.reordered(parcel.content, order)
+        content = wire.with_config(parcel.content, order)
         ticket = SIGNER.read(SYNTHESIZE, CLIENT, away.content)
         signed = SIGNER.records(ticket, SYNTHESIZE, CLIENT, content)
         away = Message(wire.RecordDict({**content, **signed}), metadata=message.metadata)

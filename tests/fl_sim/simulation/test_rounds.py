@@ -35,6 +35,6 @@ def test_teachers_train_once_vote_on_the_public_pool_and_keep_nothing() -> None:
     assert procedure.beginning() == ServerState({})
     assert procedure.kept_by_clients(ServerState({})) == {}
     order = wire.TaskConfig(job.experiment.model_dump_json(), 0, 0.0, "", "", task=VOTE)
-    client = Client(2, runtime, order, wire.order_content(order))
+    client = Client(2, runtime, order, wire.config_content(order))
     first, again = (wire.read_votes(runtime.tasks[VOTE].run(client), 30, 10) for _ in range(2))
     assert np.array_equal(first, again)

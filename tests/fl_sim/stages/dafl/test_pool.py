@@ -44,7 +44,7 @@ def _order(*overrides: str) -> Experiment:
 def _answers(experiment: Experiment, folder: Path) -> list[Answer]:
     runtime = runtime_of(experiment.model_dump_json(), "")
     order = wire.TaskConfig(experiment.model_dump_json(), 0, 0.0, "", str(folder / "clients"), task=SYNTHESIZE)
-    clients = [Client(client, runtime, order, wire.order_content(order)) for client in range(experiment.clients)]
+    clients = [Client(client, runtime, order, wire.config_content(order)) for client in range(experiment.clients)]
     task, dataset = runtime.tasks[SYNTHESIZE], job_of(experiment).dataset
     assert isinstance(task, Synthesize)
     answers = task.run_together(clients)
