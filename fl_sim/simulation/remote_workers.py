@@ -122,7 +122,7 @@ class ClientStore:
             return answer
         order, client = self._for_the_road(message.content)[0], partition_of(message)
         if order.task == wire.TRAIN:
-            save_state(order.state_dir, client, order.server_round, wire.take_kept(answer.content))
+            save_state(order.state_dir, client, order.server_round, wire.take_state(answer.content))
             return answer
         if (begun := self._begun.pop((order.task, client), None)) is None:
             return answer
@@ -140,10 +140,10 @@ class ClientStore:
         """Return what one client's message has beside the ``content`` that all have, or its answer."""
         client = partition_of(message)
         if order.task == wire.TRAIN:
-            return wire.kept_records(load_state(order.state_dir, client, order.server_round))
+            return wire.state_records(load_state(order.state_dir, client, order.server_round))
         task = self._runtime.tasks.get(order.task)
         if task is not None and task.reads_state:
-            return wire.kept_records(load_state(order.state_dir, client, order.server_round))
+            return wire.state_records(load_state(order.state_dir, client, order.server_round))
         if not isinstance(task, PaidAtHome):
             return {}
         if (order.task, client) not in self._begun:
@@ -156,7 +156,7 @@ class ClientStore:
     def _for_the_road(self, content: RecordDict) -> tuple[wire.TaskConfig, RecordDict]:
         if self._shared is None or self._shared[0] is not content:
             order = wire.read_task_config(content)
-            self._shared = (content, order, wire.reordered(content, order.for_the_road))
+            self._shared = (content, order, wire.with_config(content, order.without_paths))
         return self._shared[1:]
 
     @cached_property
