@@ -108,7 +108,7 @@ class Client:
         """Return the client state of the client's last round before this one."""
         if self.config.state_dir:
             return load_state(self.config.state_dir, self.number, self.config.server_round)
-        return wire.kept_in(self.content)
+        return wire.state_in(self.content)
 
     def model(self) -> Params:
         """Return the client's own model: the parameters of the message, and those that do not travel."""
