@@ -1,7 +1,7 @@
 """The gallery: tables that were run, beside what was published, as one page of Markdown that is made from files.
 
-A folder for each table: ``about.toml`` (``About``), written by hand, and ``table.json`` and ``table.csv`` as ``fl-sim
-table`` wrote them. A folder without ``table.json`` is a table that is still to be run.
+A folder for each table: ``about.toml`` (``About``), written by hand, and ``table.json`` (and ``table.csv``, if it is
+there) as ``fl-sim table`` wrote them. A folder without ``table.json`` is a table that is still to be run.
 """
 
 import csv
@@ -29,7 +29,7 @@ _SECONDS: Final = ("seconds.total", "seconds.train")
 _HEAD = """# Published tables, run here
 
 Made by `fl-sim report --gallery docs/results` from the files in this folder; do not edit it. Each table has a folder:
-the `table.json` and `table.csv` that its command wrote, and `about.toml`, what must be known besides.
+the `table.json` that its command wrote, and `about.toml`, what must be known besides.
 
 Accuracies are in percent, after the last round where nothing else is said; ± is the sample standard deviation over
 seeds. Below a method stands what was published for it: *read* was read in the source itself, *recalled* was quoted from
@@ -58,15 +58,15 @@ class Published(_Facts):
 class About(_Facts):
     """What a reader must know of a table besides its ``table.json``.
 
-    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, where ``table.csv``
-    does not tell. ``differs``: what is not as published, and why, in Markdown.
+    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, a number or in
+    words, where no ``table.csv`` has them. ``differs``: what is not as published, and why, in Markdown.
     """
 
     title: str
     file: str
     command: str
     hardware: str = ""
-    hours: float | None = Field(None, ge=0)
+    hours: Annotated[float, Field(ge=0)] | str | None = None
     differs: str = ""
     published: list[Published] = []
 
@@ -113,7 +113,7 @@ def _entry(place: Path) -> Entry:
     try:
         about = About.model_validate(tomllib.loads((place / ABOUT).read_text(encoding="utf-8")))
         table = read_json_table(place) if (place / TABLE).exists() else None
-        told = "" if about.hours is None else f"{about.hours:.1f}"
+        told = f"{about.hours:.1f}" if isinstance(about.hours, float) else about.hours or ""
         hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else told
     except ValidationError as error:
         first = error.errors()[0]
