@@ -58,15 +58,16 @@ class Published(_Facts):
 class About(_Facts):
     """What a reader must know of a table besides its ``table.json``.
 
-    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, a number or in
-    words, where no ``table.csv`` has them. ``differs``: what is not as published, and why, in Markdown.
+    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, where no
+    ``table.csv`` has them; ``hours_at_most``: since times of private runs are rounded up. ``differs``: what is not as published, and why, in Markdown.
     """
 
     title: str
     file: str
     command: str
     hardware: str = ""
-    hours: Annotated[float, Field(ge=0)] | str | None = None
+    hours: float | None = Field(None, ge=0)
+    hours_at_most: bool = False
     differs: str = ""
     published: list[Published] = []
 
@@ -113,7 +114,8 @@ def _entry(place: Path) -> Entry:
     try:
         about = About.model_validate(tomllib.loads((place / ABOUT).read_text(encoding="utf-8")))
         table = read_json_table(place) if (place / TABLE).exists() else None
-        told = f"{about.hours:.1f}" if isinstance(about.hours, float) else about.hours or ""
+        at_most = "at most " if about.hours_at_most else ""
+        told = "" if about.hours is None else f"{at_most}{about.hours:.1f}"
         hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else told
     except ValidationError as error:
         first = error.errors()[0]
