@@ -6,7 +6,8 @@
 
 ``keep`` copies ``table.json`` and ``table.csv`` of a table's directory to its folder of the gallery, and packs there,
 in ``runs.tar.xz``, the settings, rounds and result of every finished run, without its model. ``go-on`` unpacks them
-where nothing is yet: the table's command then runs only what is missing. ``collect`` copies all archives, for a release.
+where nothing is yet: the table's command then runs only what is missing. ``collect`` copies all archives for
+a release.
 
 The archives are no part of the repository: they are attached to releases, from where they are put back into their
 folders. Those of before lie in the repository's history, where ``go-on`` and ``collect`` find them in a full clone.
@@ -50,8 +51,8 @@ def go_on(folder: Path, table: Path) -> int:
     archive = find_archive(folder)
     if archive is None:
         sys.exit(
-            f"{folder} holds no {PACKED}, nor does the history of its repository: put there the one that is attached to "
-            "the release, or let the table's command begin anew"
+            f"{folder} holds no {PACKED}, nor does the history of its repository: put there the one that is attached "
+            "to the release, or let the table's command begin anew"
         )
     with tarfile.open(name=str(folder / PACKED), fileobj=io.BytesIO(archive)) as packed:
         for entry in packed:  # one by one: the filters of extractall came with Python 3.11.4
@@ -70,7 +71,7 @@ def find_archive(folder: Path) -> bytes | None:
 
 def _git(folder: Path, *command: str) -> bytes | None:
     try:
-        return subprocess.run(["git", *command], cwd=folder, capture_output=True, check=True).stdout  # noqa: S603, S607
+        return subprocess.run(["git", *command], cwd=folder, capture_output=True, check=True).stdout  # noqa: S607
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -59,7 +59,8 @@ class About(_Facts):
     """What a reader must know of a table besides its ``table.json``.
 
     ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, where no
-    ``table.csv`` has them; ``hours_at_most``: since times of private runs are rounded up. ``differs``: what is not as published, and why, in Markdown.
+    ``table.csv`` has them; ``hours_at_most``: since times of private runs are rounded up. ``differs``: differences to
+    the published settings and their reasons, in Markdown.
     """
 
     title: str
