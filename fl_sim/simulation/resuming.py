@@ -30,10 +30,10 @@ _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CH
 
 
 def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[str, Any] | None:
-    """Return what a finished run of ``experiment`` in ``out`` says; None where there is none, or one of other rounds.
+    """Return the result of a finished run of ``experiment`` in ``out``; None without one of as many rounds.
 
-    ``now``: of what records and code a run is that begins now. Raises UserError where ``out`` holds a run with other
-    settings or of other records or code, or a result that is not of the rounds beside it.
+    ``now``: the identity of the records and code of a run that begins now. Raises UserError where ``out`` holds a run
+    with other settings, records or code, or a result that does not fit the rounds beside it.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -54,7 +54,7 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
 
 
 def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
-    """Raise UserError where a finished ``result`` is not of the rounds beside it."""
+    """Raise UserError where a finished ``result`` does not fit the rounds beside it."""
     there, told = len(run_directory.read_rounds(out)), result.get("rounds")
     if told not in {None, there}:
         raise UserError(
@@ -70,15 +70,15 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
 
 
 def _check_same(out: Path, now: Identity) -> None:
-    """Raise UserError where the run in ``out`` is of other records or code than a run that begins now."""
+    """Raise UserError where the run in ``out`` has other records or code than a run that begins now."""
     if changed := now.changed(run_directory.read_identity(out)):
         raise UserError(f"{out} holds a run of {changed}: put that back as it was; {CURE}")
 
 
 def objection(experiment: Experiment, out: Path, now: Identity) -> str:
-    """Say in words that ``out`` holds a run of other settings, records or code; empty where it does not.
+    """Return an error message where ``out`` holds a run of other settings, records or code; empty where it does not.
 
-    A run of another number of rounds is none of others. What is damaged is told when the run is taken up.
+    Another number of rounds is no objection. Damage is reported when the run is resumed.
     """
     if not any((out / name).exists() for name in _BELIEVED):
         return ""
@@ -92,7 +92,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 
 def on_trust(out: Path, now: Identity) -> str:
-    """Say what the run in ``out`` does not tell of its records and code, which is taken on trust; empty for nothing."""
+    """Return a warning of records or code that the run in ``out`` does not identify; empty without any."""
     if not (out / run_directory.CONFIG).exists() or not (untold := now.untold(run_directory.read_identity(out))):
         return ""
     return (
@@ -101,9 +101,9 @@ def on_trust(out: Path, now: Identity) -> str:
 
 
 def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
-    """Return the run of ``experiment`` that ``out`` holds, which may have another number of rounds; None without one.
+    """Return the experiment of the run in ``out``, which may have another number of rounds; None without a run.
 
-    Raises UserError where it holds one with other settings, or anything else.
+    Raises UserError for a run with other settings, or other files.
     """
     path = out / run_directory.CONFIG
     if path.exists():
@@ -117,9 +117,9 @@ def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
 
 
 def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
-    """Make the run directory, or take it up; return what the run has to show so far, and the round to go on with.
+    """Make the run directory, or resume the run in it; return its log, and the number of the next round.
 
-    Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
+    Raises UserError where the files do not fit each other or the experiment: a run never resumes from less.
     """
     experiment = procedure.job.experiment
     now = identity_of(experiment, procedure.job.root)
@@ -137,13 +137,15 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
         log.rounds = run_directory.truncate_log(out, progress.last_round, progress.chain)
         log.chain, log.layer_states = progress.chain, progress.layers
         log.versions, log.counts_holders = progress.versions, progress.counts_holders
-        log.doubts = [said for said in (on_trust(out, now),) if said]
+        if doubt := on_trust(out, now):
+            log.doubts.append(doubt)
     else:
         _clear(out)
         run_directory.write_config(out, experiment.as_written(), _identity(out, now))
         log.chain = run_directory.chain_start(out)
     log.identity = run_directory.read_identity(out)
-    log.doubts += [said for said in (edited_code(experiment),) if said]
+    if edited := edited_code(experiment):
+        log.doubts.append(edited)
     if state := procedure.kept_by_clients(log.server):
         log.seal = open_state_checksum(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)
     return log, len(log.rounds) + 1
@@ -156,7 +158,7 @@ def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
 
 
 def has_leftovers(experiment: Experiment, out: Path) -> bool:
-    """Say whether ``out`` holds what only an unfinished run needs."""
+    """Return True if ``out`` holds files that only an unfinished run needs."""
     if (out / run_directory.STUDENT).exists():
         return True
     there = (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
@@ -164,9 +166,9 @@ def has_leftovers(experiment: Experiment, out: Path) -> bool:
 
 
 def clean_up(experiment: Experiment, out: Path) -> None:
-    """Remove what a finished run does not need: what its clients once failed of, and what it could not go on with.
+    """Remove the files that a finished run does not need: client errors, and a checkpoint that it cannot resume from.
 
-    The checkpoint and what clients kept stay, unless they are large or the run promises privacy.
+    Checkpoint and client states stay, unless they are large or the run promises privacy.
     """
     if not _can_go_on(experiment, out):
         if (out / run_directory.STATE).exists():
@@ -196,7 +198,7 @@ def _records_key(job: Job) -> str:
 
 
 def _check_records(out: Path, log: RunLog, now: Identity) -> None:
-    """Raise UserError where a run that is to go on has begun on other records, or with other code."""
+    """Raise UserError where the run to resume has begun on other records, or with other code."""
     checkpoint = read_checkpoint(out, log.server)
     if checkpoint is not None or (out / run_directory.START).exists():
         _check_same(out, now)
@@ -205,21 +207,17 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
 
 
 def _other_settings(experiment: Experiment, found: Experiment) -> str:
-    """Say in which settings the run ``found`` is another than ``experiment``; empty where in none."""
-    settings, earlier = _settings(experiment), _settings(found)
+    """Return the settings in which the run ``found`` differs from ``experiment``, in words; empty without any."""
+    compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
+    settings, earlier = compared
     changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
     return f"other settings ({changed})" if changed else ""
 
 
-def _settings(experiment: Experiment) -> dict[str, Any]:
-    """Return what two runs must have in common for one to be the other, or to be where the other goes on."""
-    return experiment.model_dump(exclude={"engine", "round_timeout", "rounds"})
-
-
 def _clear(out: Path) -> None:
-    """Remove what a run that never finished a round has left.
+    """Remove the files of a run without a finished round.
 
-    Never the ledger: what was released before stays paid for, and a run again with other noise pays again.
+    The ledger stays: earlier releases stay charged, and a repetition with other noise is charged again.
     """
     if (out / run_directory.STATE).exists():
         shutil.rmtree(out / run_directory.STATE)
@@ -228,23 +226,24 @@ def _clear(out: Path) -> None:
 
 
 MOST_KEPT = 64 * 2**20
-"""Bytes on the disk. What a finished run ended with stays where it takes no more: the server's state, and clients'."""
+"""The most bytes on the disk of a finished run's server state and client states; larger ones are removed."""
 
 _ANEW = "choose another --out, where the run begins anew"
 
 
 def num_bytes_kept(out: Path) -> int:
-    """Return how many bytes what the run in ``out`` can go on with takes on the disk; holes in files take none."""
+    """Return the bytes on the disk of the checkpoint and the client states in ``out``; holes in files take none."""
     states = out / run_directory.STATE
     kept = [out / CHECKPOINT, *(states.iterdir() if states.is_dir() else ())]
     return sum(512 * path.stat().st_blocks for path in kept if path.is_file())
 
 
 def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
-    """Make the run of ``earlier`` in ``out`` one of the procedure's experiment, which has another number of rounds.
+    """Make the run of ``earlier`` in ``out`` a run of the procedure's experiment, with another number of rounds.
 
-    What is left of this by a crash, the same command finishes. Raises UserError, with the reason, where the run that
-    goes on would not be the one that has all rounds from the beginning.
+    It then ends in the same bits as a run that had all rounds from its beginning; UserError, with the reason, where it
+    would not: where something depended on the number of rounds, or was promised for it. After a crash in the middle
+    the same command finishes this.
     """
     experiment = procedure.job.experiment
     _check_promises(experiment, out, earlier)
@@ -273,16 +272,16 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
 
 
 def check_extension(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError, with the reason, where the run in ``out`` cannot go on to be ``experiment``.
+    """Raise UserError, with the reason, where the run in ``out`` cannot be extended to ``experiment``.
 
-    ``records``: the rounds that it has, as a run of ``earlier``.
+    ``records``: its rounds so far, as a run of ``earlier``.
     """
     _check_promises(experiment, out, earlier)
     _check_rounds(experiment, out, earlier, records)
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return which measures of a round are none where it is not the last one."""
+    """Return the names of the measures that a round lacks where it is not the last one."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED
@@ -301,7 +300,7 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
 
 
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError where a run of the experiment would have done other rounds, or no more than there are."""
+    """Raise UserError where a run of the experiment would have other rounds, or no more than there are."""
     if len(records) >= experiment.rounds:
         raise UserError(
             f"{out} holds {len(records)} rounds of this run already, so rounds={experiment.rounds} cannot be what it "
@@ -319,12 +318,11 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 
 
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
-    """Move the run of ``experiment`` in ``out`` to a folder beside it and return that; None where there is no run.
+    """Move the run of ``experiment`` in ``out`` to a folder beside it and return that; None without a run.
 
-    Its settings and the ledger of Global DP stay in ``out`` as well: a repetition with other noise releases something
-    again about the same clients, and is charged on top of what was. Raises UserError where ``out`` holds something
-    else, or has another number of rounds, unless ``of_any_length``; RunError where the folder is in use or cannot be
-    written.
+    Its settings and the ledger of Global DP stay in ``out`` as well: a repetition with other noise is another release
+    about the same clients, charged on top of the earlier one. Raises UserError where ``out`` holds something else, or
+    has another number of rounds, unless ``of_any_length``; RunError where the folder is in use or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:
@@ -335,7 +333,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
             "another --out"
         )
     with readable_os_errors(), run_lock(out):
-        aside = _free_name(out)
+        names = (out.with_name(f"{out.name}-before-{number}") for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
         aside.mkdir()
         stays = {run_directory.CONFIG, run_directory.LEDGER}
         for name in stays:
@@ -347,8 +346,3 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
             if (out / name).exists():
                 (out / name).rename(aside / name)
     return aside
-
-
-def _free_name(out: Path) -> Path:
-    names = (out.with_name(f"{out.name}-before-{number}") for number in itertools.count(1))
-    return next(path for path in names if not path.exists())

@@ -20,7 +20,7 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
 from fl_sim.simulation.rounds import procedure_of
-from fl_sim.simulation.run_log import Observer, RunLog, Silent, result_of, told
+from fl_sim.simulation.run_log import Observer, RunLog, Silent, error_fields, result_of
 from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
@@ -71,8 +71,51 @@ def _check_budgets(job: Job) -> None:
             kind.check_budget(experiment, records, job.dataset.num_classes)
 
 
-def _kept(out: Path, log: RunLog, experiment: Experiment) -> list[str]:
-    """Say what is private in the directory of a run that goes on: nothing that its result could tell later."""
+def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
+    job, experiment = procedure.job, procedure.job.experiment
+    with seeded_alone(experiment.seed, "beginning"):
+        log, first_round = take_up(procedure, out)
+    log.warnings = [*log.doubts, *_warnings_of_settings(job), *procedure.warnings(log)]
+    start = time.perf_counter() - _seconds_before(experiment, log, out)
+    error: BaseException | None = None
+    with process_kept(), fixed_threads(experiment.engine.threads):
+        try:
+            # Under privacy the times of replies are private, also on the screen.
+            replied = Silent().replied if experiment.is_private else observer.replied
+            own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
+            with readable_os_errors(), own as (opened, engine):
+                log.engine, log.trainer = engine.kind, engine.trainer
+                said = [f"{engine.why}; {engine.trainer}", *_private_states(experiment, log, out), *log.warnings]
+                observer.started(experiment, "\n".join(said), first_round)
+                with _off_screen(experiment, out, opened):
+                    procedure.run(opened, out, log, observer)
+                run_directory.write_model(out, {**log.fixed, **log.server.model})
+            status = "finished"
+        except RunError as failure:
+            status, error = "failed", failure
+        except KeyboardInterrupt as interrupt:
+            status, error = "interrupted", interrupt
+    result = result_of(job, log, status, time.perf_counter() - start) | error_fields(error, out)
+    if error is None:
+        run_directory.write_result(out, result)
+        observer.ended(result)
+        return result
+    with suppress(OSError):
+        run_directory.write_result(out, result)
+    with suppress(OSError):
+        if log.server.params:
+            run_directory.write_model(out, {**log.fixed, **log.server.model})
+    with suppress(RunError):  # an observer's error, after the first one
+        observer.ended(result)
+    raise error
+
+
+def _warnings_of_settings(job: Job) -> list[str]:
+    return [*([] if job.experiment.is_private else job.dataset.counted), *job.experiment.remarks]
+
+
+def _private_states(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
+    """Return a warning of private client states in the run directory; it is not part of the result."""
     if not (log.seal and experiment.is_private):
         return []
     told = f"what clients keep between rounds is private: it lies in {out / run_directory.STATE}, for your eyes only, "
@@ -80,10 +123,10 @@ def _kept(out: Path, log: RunLog, experiment: Experiment) -> list[str]:
 
 
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
-    """Return how long the run has taken before this process went on with it.
+    """Return the seconds that the run took in earlier processes.
 
-    Of a private run, whose log does not say how long rounds took: the time since the first of its files was written, in
-    which it may have rested, too.
+    The log of a private run has no seconds: there it is the time since the first of its files was written, with all
+    pauses.
     """
     if not experiment.is_private:
         return sum(record.seconds or 0.0 for record in log.rounds)
@@ -91,8 +134,8 @@ def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
 
 
 @contextmanager
-def _unheard(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
-    """Keep from the screen of a private run what code that sees records says there."""
+def _off_screen(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
+    """Write the prints and warnings of code that sees private records to a private log, not to the screen."""
     if not experiment.is_private:
         yield
         return
@@ -101,51 +144,3 @@ def _unheard(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
         grid.quiet = partial(prints_to, stream)
     with warnings_to(stream):
         yield
-
-
-def _taken_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
-    with seeded_alone(procedure.job.experiment.seed, "beginning"):
-        return take_up(procedure, out)
-
-
-def _said_of_settings(job: Job) -> list[str]:
-    return [*([] if job.experiment.is_private else job.dataset.counted), *job.experiment.remarks]
-
-
-def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
-    job, experiment = procedure.job, procedure.job.experiment
-    log, first_round = _taken_up(procedure, out)
-    log.warnings = [*log.doubts, *_said_of_settings(job), *procedure.warnings(log)]
-    start = time.perf_counter() - _seconds_before(experiment, log, out)
-    error: BaseException | None = None
-    with process_kept(), fixed_threads(experiment.engine.threads):
-        try:
-            # Under privacy who has answered when is the clients' own affair, on the screen, too.
-            replied = Silent().replied if experiment.is_private else observer.replied
-            own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
-            with readable_os_errors(), own as (opened, engine):
-                log.engine, log.trainer = engine.kind, engine.trainer
-                said = [f"{engine.why}; {engine.trainer}", *_kept(out, log, experiment), *log.warnings]
-                observer.started(experiment, "\n".join(said), first_round)
-                with _unheard(experiment, out, opened):
-                    procedure.run(opened, out, log, observer)
-                run_directory.write_model(out, {**log.fixed, **log.server.model})
-            status = "finished"
-        except RunError as failure:
-            status, error = "failed", failure
-        except KeyboardInterrupt as interrupt:
-            status, error = "interrupted", interrupt
-    result = result_of(job, log, status, time.perf_counter() - start)
-    if error is None:
-        run_directory.write_result(out, result)
-        observer.ended(result)
-        return result
-    result |= told(error, out)
-    with suppress(OSError):
-        run_directory.write_result(out, result)
-    with suppress(OSError):
-        if log.server.params:
-            run_directory.write_model(out, {**log.fixed, **log.server.model})
-    with suppress(RunError):  # an observer's; the first error is the one to tell
-        observer.ended(result)
-    raise error

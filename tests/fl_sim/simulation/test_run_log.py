@@ -7,10 +7,14 @@ import pytest
 
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation import run_log
+from fl_sim.store.run_directory import RoundRecord
 
 
-def scores(*pairs: tuple[float | None, float | None]) -> list[Any]:
-    return [run_log._Score(number, test, held_out) for number, (test, held_out) in enumerate(pairs, 1)]
+def scores(*pairs: tuple[float | None, float | None]) -> list[RoundRecord]:
+    return [
+        RoundRecord(number, test, None, None, None, None, 0.1, None, validation_accuracy=held_out)
+        for number, (test, held_out) in enumerate(pairs, 1)
+    ]
 
 
 def test_the_best_validation_accuracy_is_neither_the_first_nor_the_last() -> None:
