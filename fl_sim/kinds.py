@@ -1,4 +1,4 @@
-"""Kinds: what a settings class is called, what it is made of, how it is written, and what it may say of itself."""
+"""Kinds: names, fields and short forms of settings classes, and the protocols of their optional members."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -10,121 +10,102 @@ from fl_sim.own_code import PACKAGES
 
 
 class LocalChoices(Protocol):
-    """How clients train, as far as a kind may have no place for it."""
+    """The settings of local training that the check of a kind reads."""
 
     @property
     def label_smoothing(self) -> float:
-        """Return what part of a label is spread over all classes."""
-        ...
+        """The share of a label that is spread over all classes."""
 
     @property
     def batch_norm(self) -> str:
-        """Return what becomes of BatchNorm layers."""
-        ...
+        """The treatment of BatchNorm layers."""
 
     @property
     def optimizer(self) -> str:
-        """Return how a step follows from a gradient."""
-        ...
+        """The name of the optimiser."""
 
 
 class Harm(Protocol):
-    """What hostile clients do, as far as a kind may have no place for it."""
+    """The settings of an attack that the check of a kind reads."""
 
     @property
     def clients(self) -> int:
-        """Return how many of them there are."""
-        ...
+        """The number of hostile clients."""
 
 
 class Compressing(Protocol):
-    """How updates are compressed, as far as a kind may have no place for it."""
+    """The settings of compression that the check of a kind reads."""
 
     @property
     def keeps_error(self) -> bool:
-        """Say whether what is left out of an update is sent later."""
-        ...
+        """True if the rest of an update is sent in a later round (error feedback)."""
 
 
 class Choices(Protocol):
-    """What else an experiment is made of, as a kind's ``check`` sees it."""
+    """An experiment as the ``check`` of a kind sees it."""
 
     @property
     def clients(self) -> int:
-        """Return how many clients are asked for."""
-        ...
+        """The number of clients in the settings."""
 
     @property
     def rounds(self) -> int:
-        """Return how many rounds are asked for."""
-        ...
+        """The number of rounds in the settings."""
 
     @property
     def partition(self) -> object:
-        """Return the split."""
-        ...
+        """The partition."""
 
     @property
     def algorithm(self) -> object:
-        """Return the algorithm."""
-        ...
+        """The algorithm."""
 
     @property
     def aggregator(self) -> object:
-        """Return what makes the mean of a round's updates."""
-        ...
+        """The aggregator."""
 
     @property
     def sampler(self) -> object:
-        """Return what draws the cohorts."""
-        ...
+        """The sampler."""
 
     @property
     def sampling_seed(self) -> int | None:
-        """Return the seed of the cohorts, where it is given."""
-        ...
+        """The seed of the cohorts, if it is set."""
 
     @property
     def local(self) -> LocalChoices:
-        """Return how clients train."""
-        ...
+        """The settings of local training."""
 
     @property
     def preprocess(self) -> object:
-        """Return what clients do before the first round."""
-        ...
+        """The stage before the first round."""
 
     @property
     def compress(self) -> Compressing:
-        """Return how updates are compressed."""
-        ...
+        """The compression of updates."""
 
     @property
     def attack(self) -> Harm:
-        """Return what hostile clients do."""
-        ...
+        """The attack of hostile clients."""
 
     @property
     def devices(self) -> object:
-        """Return how long clients take."""
-        ...
+        """The devices of the virtual clock."""
 
     @property
     def engine(self) -> object:
-        """Return what runs the clients."""
-        ...
+        """The engine."""
 
     @property
     def hides_time(self) -> bool:
-        """Say whether how long clients take would tell what they were promised to keep private."""
-        ...
+        """True if the time that clients take would reveal what is private."""
 
 
 class Staged(Protocol):
-    """A kind whose work is a stage: before the first round, or after the last."""
+    """A kind with a stage: before the first round, or after the last."""
 
     stage: ClassVar[str]
-    """Where the stage is, as "module:Class"."""
+    """Import path of the stage, as "module:Class"."""
 
 
 class Proceeding(Protocol):
@@ -136,152 +117,126 @@ class Proceeding(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """A kind that does not go together with everything else."""
+    """A kind that is incompatible with some other settings."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, in a line that says what to change, for an ``experiment`` that it has no place in."""
-        ...
+        """Raise ValueError, in one line with the cure, for an incompatible ``experiment``."""
 
 
 @runtime_checkable
 class Completing(Protocol):
-    """A kind with a setting that may be left to be found from the whole experiment, as noise is from a budget."""
+    """A kind that can compute a missing setting from the whole experiment, such as noise from a budget."""
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return the ``given`` table of settings of this kind with what was found in its place.
+        """Return the ``given`` table of settings of this kind, completed.
 
-        ``made``: the experiment of another such table. Raises UserError where nothing can be found.
+        ``made``: returns the experiment with another such table. Raises UserError where no value fits.
         """
-        ...
 
 
 @runtime_checkable
 class Sealing(Protocol):
-    """A kind that reads a file of the user's, and by whose digest a changed file is noticed."""
+    """A kind that reads a file of the user's, and detects changes of the file by its digest."""
 
     def sealed(self) -> Self:
         """Return these settings with the file's digest. Raises UserError where the file cannot be read."""
-        ...
 
 
 @runtime_checkable
 class Budgeted(Protocol):
-    """A kind that pays for privacy from a budget of its own."""
+    """A kind with a privacy budget of its own."""
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError where the budget does not afford the first release: asked before anything is trained.
+        """Raise UserError where the budget is too small for the first release; called before any training.
 
-        ``records``: how many each client holds. Takes seconds at most.
+        ``records``: the number of records of each client. Takes seconds at most.
         """
-        ...
-
-
-@runtime_checkable
-class Starting(Protocol):
-    """An algorithm or an aggregator with which other settings of an experiment start from values that suit it."""
-
-    starts_with: ClassVar[Mapping[str, Any]]
-    """{setting: value}; of a table, what the user does not set."""
 
 
 @runtime_checkable
 class Remarking(Protocol):
-    """A kind with settings that have no effect in some experiments, or another one than their names say."""
+    """A kind with settings that have no effect, or an unexpected one, in some experiments."""
 
     def remarks(self, experiment: Choices) -> Sequence[str]:
-        """Sentences for the user, each in one line; none where every setting does what its name says."""
-        ...
-
-
-@runtime_checkable
-class Revised(Protocol):
-    """A kind with settings that came later, and whose defaults are not what runs did before."""
-
-    before: ClassVar[Mapping[str, Any]]
-    """{setting: its value in runs whose ``config.toml`` does not name it}."""
+        """Return sentences for the user, each in one line."""
 
 
 @runtime_checkable
 class Promising(Protocol):
-    """A kind that may promise privacy: then a run shows nothing about single clients, not even how long they take."""
+    """A kind that may promise privacy: then a run shows nothing about single clients, not even their time."""
 
     is_private: ClassVar[bool]
 
 
 @runtime_checkable
 class Supplying(Protocol):
-    """A kind that gives all clients further records to train on."""
+    """A kind that gives all clients further records for training."""
 
     @property
     def replaces_records(self) -> bool:
-        """Say whether clients train on those alone, and not on their own."""
-        ...
+        """True if clients train on those alone, and not on their own."""
 
 
 def replaces_records(kind: object) -> bool:
-    """Say whether clients train on records that ``kind`` gives them, and not on their own."""
+    """Return True if clients train on records of ``kind`` alone, and not on their own."""
     return isinstance(kind, Supplying) and kind.replaces_records
 
 
 @runtime_checkable
 class Captioned(Protocol):
-    """A kind of which a table must say more than its name, below its rows."""
+    """A kind that adds captions to a table."""
 
     @classmethod
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return what is said of the table's settings of this kind, a sentence a line.
+        """Return captions, one sentence each, for the settings of this kind in a table.
 
-        ``values``: writes what they have in one place, each value once.
+        ``values``: writes the values of one field, each once.
         """
-        ...
 
 
 @runtime_checkable
 class Choosing(Protocol):
-    """What a field is marked with whose kinds are not the union that annotates it alone."""
+    """The mark of a field with further kinds than the union in its annotation."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
         """Return {kind: class}."""
-        ...
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose from."""
-        ...
+        """Return the valid names."""
 
 
 @runtime_checkable
 class Computing(Protocol):
-    """A kind that may compute with the numbers of a record, which makes no sense of tokens."""
+    """A kind that may compute with the numbers of a record, which has no meaning for tokens."""
 
     computes_with_records: ClassVar[bool]
 
 
 def hides_clients(aggregator: object) -> bool:
-    """Say whether an aggregator promises to hide who takes part: then who holds records is secret, too.
+    """Return True if an aggregator hides the cohort: then the set of clients with records is secret, too.
 
-    A client without records of its own must then send zeros, so it does not train on a pool beside which others have
-    theirs, and is counted as all clients are.
+    A client without records then sends zeros, even where there is a pool of synthetic records, and counts as all do.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 
 
 def is_none(kind: object) -> bool:
-    """Say whether a setting holds its kind "none": there is no compression, no attack, no clock, no stage."""
+    """Return True if a setting is of the kind "none": no compression, no attack, no clock, no stage."""
     return kind_of(kind) == "none"
 
 
 def path_in(kind: type, name: str) -> str:
-    """Return the import path ``module:Class`` that a kind has as its ``stage``, ``layer`` or ``procedure``; or nothing.
+    """Return the import path ``module:Class`` of a kind's ``stage``, ``layer`` or ``procedure``, empty if it has none.
 
-    A parameter of that name, of a kind of the user's own, is none.
+    A user's own parameter of that name is no import path.
     """
     path = getattr(kind, name, "")
     return path if isinstance(path, str) and ":" in path else ""
 
 
 def off(setting: str, instead: str) -> str:
-    """Word a remark on a setting that switches off what a kind is chosen for.
+    """Return a remark on a setting without effect.
 
     >>> off("algorithm.mu=0", "the run is one of fedavg")
     'algorithm.mu=0 has no effect: the run is one of fedavg'
@@ -304,7 +259,7 @@ def field_defaults(settings: type) -> dict[str, Any]:
 
 
 def is_settings(settings: type) -> bool:
-    """Say whether values of a class are frozen and made of fields that can be written down."""
+    """Return True if a class is a frozen pydantic model or dataclass."""
     if issubclass(settings, BaseModel):
         return bool(settings.model_config.get("frozen"))
     return is_dataclass(settings) and bool(settings.__dataclass_params__.frozen)  # type: ignore[attr-defined]  # typeshed has no such name
@@ -316,23 +271,21 @@ def kind_of(value: Any) -> str:
     A class that inherits from one of ours is the user's own, whatever kind it inherits.
     """
     settings = type(value)
-    if not is_own_kind(value):
-        return str(value.kind)
-    return f"{settings.__module__}:{settings.__qualname__}"
+    return f"{settings.__module__}:{settings.__qualname__}" if is_own_kind(value) else str(value.kind)
 
 
-def is_own_kind(value: Any) -> bool:
-    """Say whether a settings value is of a class of the user's own."""
+def is_own_kind(value: object) -> bool:
+    """Return True if a value is of a class of the user's own."""
     return is_own(type(value))
 
 
 def is_own(kind: type) -> bool:
-    """Say whether a class is the user's own."""
+    """Return True if a class is the user's own."""
     return kind.__module__.partition(".")[0] not in PACKAGES
 
 
 def title_of(value: Any) -> str:
-    """Return how a kind is written for people: its ``title``, else the name of its class."""
+    """Return the title of a kind: its ``title``, else the name of its class."""
     return str(value.title) if "title" in vars(type(value)) else type(value).__name__
 
 
@@ -347,5 +300,5 @@ def short_form(value: Any) -> str:
 
 
 def is_numbered(kind: str, settings: type) -> bool:
-    """Say whether a kind is written with its number in its name, as ``label-2`` is ``label-k`` with a ``k`` of 2."""
+    """Return True if a kind has its number in its name, as ``label-2`` is ``label-k`` with a ``k`` of 2."""
     return kind.endswith("-k") and "k" in field_defaults(settings)

@@ -20,21 +20,21 @@ from fl_sim.one_of import Json, OurKinds, entry_points_of_ours, load_entry_point
 from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (said so for mypy: settings are declared with it)
 
 CHECKS: Final = "fl_sim.check"
-"""The entry-point group of functions that refuse what a setting does not go together with, whichever kind it holds."""
+"""The entry-point group of checks of a setting against all others, for ours and for the user's own kinds."""
 
 
 @dataclass(frozen=True)
 class InOneLine:
-    """Makes a field of text take a table, too: ``to_table`` takes its text apart, ``to_text`` puts a table together.
+    """Makes a text field take a table, too: ``to_table`` parses the text, ``to_text`` writes it.
 
-    So ``data.label=outcome`` speaks of a part of ``data``, which stays one line wherever it is kept.
+    So ``data.label=outcome`` sets a part of ``data``, which is one line in every file.
     """
 
     to_table: Callable[[str], Json]
     to_text: Callable[[Mapping[str, Any]], str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of text with the other form in front of it."""
+        """Return the schema of the text, which a table is converted to."""
 
         def joined(value: Any) -> Any:
             return self.to_text(value) if isinstance(value, Mapping) else value
@@ -46,7 +46,7 @@ class Settings(BaseModel):
     """A frozen group of settings that refuses unknown keys, NaN, infinity, and whole numbers beyond 64 bits."""
 
     model_config = ConfigDict(
-        defer_build=True,  # a mistake is told without building what checks the kinds that nobody chose
+        defer_build=True,  # reports a mistake without building validators of kinds that nobody chose
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -55,8 +55,11 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_default_kinds(cls, table: Any) -> Any:
-        """Let ``generator.batch_size=64`` speak of the default generator: a table without a kind has the default's."""
+    def _completed_table(cls, table: Any) -> Any:
+        """Return ``table`` with default kinds (``generator.batch_size=64`` is about the default generator) and lists.
+
+        A list may be typed as ``classifiers=discriminant,mlp``.
+        """
         if not isinstance(table, dict):
             return table
         filled = dict(table)
@@ -64,19 +67,9 @@ class Settings(BaseModel):
             given = filled.get(name)
             if _one_of(field) is not None and isinstance(given, dict) and "kind" not in given:
                 filled[name] = {"kind": _default_kind(field), **given}
+            elif isinstance(given, str) and get_origin(field.annotation) is tuple:
+                filled[name] = given.split(",")
         return filled
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_lists_apart(cls, table: Any) -> Any:
-        """Let a list be typed as ``classifiers=discriminant,mlp``."""
-        if not isinstance(table, dict):
-            return table
-        lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
-        return {
-            name: value.split(",") if name in lists and isinstance(value, str) else value
-            for name, value in table.items()
-        }
 
     @model_validator(mode="after")
     def _whole_numbers_have_64_bits(self) -> Self:
@@ -87,19 +80,20 @@ class Settings(BaseModel):
 
 
 def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[Json, type[BaseModel] | None]:
-    """Return the group ``name`` of ``table``, which holds fields of ``settings``, as a table, and its own class.
+    """Return the group ``name`` of ``table``, which holds fields of ``settings``, as a table, and its class.
 
-    A short form (``algorithm=fedprox``) grows into a table. The class is None where ``name`` is no group that is known:
-    validation says so later. Raises UserError where ``name`` is a single value.
+    A short form (``algorithm=fedprox``) becomes a table. The class is None for an unknown group, which validation
+    reports later. Raises UserError where ``name`` is a single value.
     """
     field = settings.model_fields.get(name) if settings is not None else None
-    one_of = _one_of(field) if field is not None else None
+    marks = field.metadata if field is not None else []
+    one_of = next((mark for mark in marks if isinstance(mark, OneOf)), None)
     inner = table.get(name, {})
     if isinstance(inner, BaseModel) or is_dataclass(inner):
         raise UserError(f"{name} is an object: set its parameters where you make it")
     if isinstance(inner, str) and field is not None and one_of is not None:
         inner = one_of.expand(inner, field.annotation)
-    in_one_line = next((extra for extra in field.metadata if isinstance(extra, InOneLine)), None) if field else None
+    in_one_line = next((mark for mark in marks if isinstance(mark, InOneLine)), None)
     if isinstance(inner, str) and in_one_line is not None:
         return in_one_line.to_table(inner), None
     if not isinstance(inner, dict):
@@ -112,9 +106,9 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 
 
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
-    """Return the class of the kind that ``table`` chooses for the field ``name`` of ``settings``, in whatever form.
+    """Return the class of the kind in ``table``, in any form, for the field ``name`` of ``settings``.
 
-    None where it is unknown: validation says so later.
+    None for an unknown kind, which validation reports later.
     """
     field = settings.model_fields[name]
     given, one_of = table.get(name, field.default), _one_of(field)
@@ -131,13 +125,13 @@ def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str)
 
 
 def by_default(text: str) -> Any:
-    """Return a field's default, a kind in its short form: its class is imported where a value is made of it."""
+    """Return the default of a field as the short form of a kind, whose class is imported when it is needed."""
     return Field(text, validate_default=True)
 
 
 @cache
 def default_of(settings: type[BaseModel], name: str) -> Any:
-    """Return the default of the field ``name`` of ``settings`` as a value, also of one that is a kind's short form."""
+    """Return the default value of the field ``name`` of ``settings``, also where it is written as a short form."""
     field = settings.model_fields[name]
     one_of = _one_of(field)
     if one_of is None or not isinstance(field.default, str):
@@ -157,10 +151,7 @@ def choices_in(settings: type[BaseModel]) -> list[str]:
 
 
 def check_choices(experiment: BaseModel) -> None:
-    """Raise ValueError where a kind, ours or not, is in a field where no kind of it has a place in an ``experiment``.
-
-    A field that holds "none" is not asked about.
-    """
+    """Raise ValueError where a setting, whichever its kind but "none", is incompatible with the ``experiment``."""
     checks = entry_points_of_ours(CHECKS)
     for field in choices_in(type(experiment)):
         if field in checks and not is_none(getattr(experiment, field)):
@@ -181,10 +172,10 @@ def _default_kind(field: FieldInfo) -> str:
 
 
 MOST_BYTES: Final = 2**20
-"""A settings file is no longer: the longest ones, with a number for each of 10,000 clients, have a tenth of it."""
+"""Limit of a settings file: the longest ones, with a number for each of 10,000 clients, have a tenth of it."""
 
 MOST_LEVELS: Final = 16
-"""No setting lies so deep; each level costs the parser, and whoever walks through the table, one more call."""
+"""Limit of nested tables: no setting has so many levels, and each costs the parser one more call."""
 
 _DEEP_KEY: Final = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_LEVELS}}}""")
 _INT64: Final = range(-(2**63), 2**63)
@@ -209,14 +200,12 @@ def read_table(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a TOML file: {error}") from error
 
 
-def _is_no_table(value: Any) -> bool:
-    return not isinstance(value, Mapping)
-
-
 def flat(
-    table: Mapping[str, Any], is_value: Callable[[Any], bool] = _is_no_table, prefix: str = ""
+    table: Mapping[str, Any],
+    is_value: Callable[[Any], bool] = lambda value: not isinstance(value, Mapping),
+    prefix: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of tables in a table. ``is_value``: where to stop; default, at what is no table.
+    """Yield (dotted key, value) of nested tables. ``is_value``: True where to stop; by default all but tables.
 
     >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
     {'rounds': 3, 'local.epochs': 1}
@@ -229,7 +218,7 @@ def flat(
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:
-    """Return the table that TOML ``text`` from ``where`` holds. Raises UserError where it is none that can be used."""
+    """Return the table of a TOML ``text`` from ``where``. Raises UserError unless it is valid and within bounds."""
     deep = UserError(f"{where} is nested more than {MOST_LEVELS} levels deep: no setting is")
     if _DEEP_KEY.search(text):
         raise deep
