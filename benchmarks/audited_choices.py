@@ -116,7 +116,7 @@ class PublishedCost:
     behind: int = 22
 
     _QUERIES, _TEACHERS, _COST = 20, 100, GNMaxCost(sigma=4.0)
-    _TERMS = smooth_sensitivity.Terms(order=16.0, smoothness=0.01)
+    _TERMS = smooth_sensitivity.PublicationTerms(order=16.0, smoothness=0.01)
 
     def __call__(self, world: World, run: int) -> Array:
         """Return the bound, (1,)."""
@@ -126,7 +126,10 @@ class PublishedCost:
         true = smooth_sensitivity.smooth_sensitivity
 
         def taken(
-            counts: Counts, cost: GNMaxCost, terms: smooth_sensitivity.Terms, answered: smooth_sensitivity.Answered
+            counts: Counts,
+            cost: GNMaxCost,
+            terms: smooth_sensitivity.PublicationTerms,
+            answered: smooth_sensitivity.Answered,
         ) -> float:
             if self.local:
                 return self._local(counts)

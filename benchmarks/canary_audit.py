@@ -47,9 +47,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts, noise_multiplier
-from fl_sim.privacy.audit import EPSILONS, audit_profile, least_refuted
+from fl_sim.privacy.audit import CONFIDENCE, EPSILONS, Guess, audit_profile, guess, least_refuted, power_limit
 from fl_sim.privacy.events import amplify_poisson
-from fl_sim.privacy.one_run import CONFIDENCE, Guess, guess, power_limit
 from fl_sim.seeding import rng
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.training.evaluation import evaluate

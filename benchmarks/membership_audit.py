@@ -34,9 +34,8 @@ from clients.dafl.labels import ExponentialMechanism
 from clients.dafl.noisy_moments import MeanEmbedding
 from clients.images import lowest_frequencies
 from fl_sim.privacy.accounting import epsilon, epsilon_of_counts
-from fl_sim.privacy.audit import audit_profile
+from fl_sim.privacy.audit import CONFIDENCE, audit_profile, guess, power_limit
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.one_run import CONFIDENCE, guess, power_limit
 from fl_sim.seeding import rng
 
 Array = NDArray[np.float64]

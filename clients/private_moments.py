@@ -23,7 +23,7 @@ from clients.moments import Array, moments_of, num_moments
 from clients.policy import KEY, PaidNoise, Policy, open_ledger, pay
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import noise_multiplier
-from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.ledger import Receipt
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.store.tensors import write_private
 

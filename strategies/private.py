@@ -12,11 +12,9 @@ from dp_accounting.dp_event import DpEvent
 
 from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.privacy.accounting import epsilon_of_counts, least_noise
-from fl_sim.privacy.bill import Payment
-from fl_sim.privacy.charge_log import Receipt
-from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.bill import Payment, payment_of
+from fl_sim.privacy.ledger import Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.planned import payment_of
 from fl_sim.privacy.terms import Accountant, Adjacency, Terms, delta_advice, rounded_up
 from fl_sim.store.files import read_whole
 from fl_sim.store.run_directory import LEDGER, read_rounds

@@ -32,8 +32,7 @@ from clients.dafl.generator import GeneratorBill, PrivateRecords
 from clients.moments import Array
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import Noise, add_noise
+from fl_sim.privacy.mechanisms import Noise, add_noise, grid_spacing
 from fl_sim.settings import Settings
 from fl_sim.types import Column
 

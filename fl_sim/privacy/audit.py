@@ -1,8 +1,13 @@
-"""Catch a mechanism that protects less than it claims: run it on the worst pair of neighbouring worlds and look.
+"""Audits of mechanisms: lower bounds on epsilon from runs on the worst pair of neighbouring worlds, or from one run.
 
 Privacy-profile audit: an (epsilon, delta(epsilon)) claim is refuted when some set of outputs E has, with confidence,
 P1(E) - e^epsilon P0(E) > delta(epsilon). E is found on one half of the runs and judged on the other (intervals of
 Clopper and Pearson, Bonferroni over all sets). Noise calibration: the noise must look like N(0, std^2) everywhere.
+
+One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
+probability 1/2, independently. The auditor sees the releases of the run, guesses of some canaries whether they took
+part, and abstains on the others. Guessing too well refutes (epsilon, delta). One run can prove only so much: with every
+guess right, about ln(m / ln(1 / p)).
 """
 
 import math
@@ -12,7 +17,7 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, stats
 
 World: TypeAlias = Literal[0, 1]
 """0: without the audited unit; 1: with it."""
@@ -21,11 +26,14 @@ Mechanism: TypeAlias = Callable[[World, int], NDArray[np.float64]]
 """(world, run) -> the released vector, shape (coordinates,). Runs are independent of each other."""
 
 EPSILONS: Final = (0.0, 0.5, 1.0, 2.0)
+CONFIDENCE: Final = 0.95
+SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""Shares of the canaries to call "in", and as many "out"; fixed in advance, paid for by Bonferroni."""
 
 
 @dataclass(frozen=True)
 class ProfileAudit:
-    """What the runs prove about delta at each epsilon, beside what was claimed.
+    """Proven and claimed delta at each epsilon.
 
     ``lower_bounds`` hold together, at the confidence asked for; ``estimates`` are without it. ``epsilon_lower_bound``
     is proven, at the same confidence, for the delta asked for; 0 where nothing is proven.
@@ -39,12 +47,12 @@ class ProfileAudit:
 
     @property
     def refuted(self) -> bool:
-        """Return whether the claim is false, at the confidence asked for."""
+        """Return True if the claim is false, at the confidence asked for."""
         return any(bound > claim for bound, claim in zip(self.lower_bounds, self.claimed, strict=True))
 
     @property
     def power(self) -> float:
-        """Return the estimated delta(0) over the claimed one: near 1 where the audit sees all there is to see."""
+        """Return the estimated delta(0) over the claimed one: near 1 for an audit that misses nothing."""
         return self.estimates[0] / self.claimed[0]
 
 
@@ -63,10 +71,10 @@ def audit_profile(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Hold the outputs of both worlds (runs x coordinates each) against ``claimed``: delta at each of ``epsilons``.
+    """Compare the outputs of both worlds (runs x coordinates each) with ``claimed``: delta at each of ``epsilons``.
 
-    Outputs are told apart by their likelihood ratio under two Gaussians fitted to the first half of the runs, which
-    notices a shift, another scale, and coordinates without noise.
+    The score of an output is its likelihood ratio under two Gaussians fitted to the first half of the runs, which
+    detects a shift, another scale, and coordinates without noise.
     """
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
@@ -86,9 +94,9 @@ def audit_profile(
 
 
 def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]], noise_multiplier: float) -> float:
-    """Return the least noise multiplier whose claim the runs refute, to 1 %: the tightest that this audit gets.
+    """Return the least noise multiplier whose claim the runs refute, to 1 %: the tightest bound of this audit.
 
-    ``claims``: from a noise multiplier to what the same mechanism with that noise claims, delta at each of
+    ``claims``: from a noise multiplier to the claims of the same mechanism with that noise, delta at each of
     ``audit.epsilons``; more noise claims less. So the mechanism protects no better than that noise would, which is an
     epsilon by its accountant (Nasr et al. 2023, who fit the trade-off curve of the mechanism in the same way).
     ``noise_multiplier``: where the search begins, the audited one. Infinite where a hundred times as much is not
@@ -129,6 +137,61 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
         "independence of runs": _two_sided(next_run),
         "independence of coordinates": _two_sided(next_coordinate),
     }
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The number of correct ones of ``guesses`` guesses, and the epsilon that they prove."""
+
+    guesses: int
+    correct: int
+    epsilon_lower_bound: float
+
+
+def guess(
+    scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float, *, confidence: float = CONFIDENCE
+) -> tuple[Guess, ...]:
+    """Call the highest scores "in" and as many of the lowest "out", for every share; the bounds hold together.
+
+    ``scores``, ``taking_part``: (canaries,). Ties go to those that stand first, so scores must not know the answer.
+    """
+    order = np.argsort(scores, kind="stable")
+    found = []
+    for share in SHARES:
+        side = max(1, int(share * len(scores)))
+        correct = int((~taking_part[order[:side]]).sum() + taking_part[order[-side:]].sum())
+        bound = epsilon_lower_bound(len(scores), 2 * side, correct, delta, (1 - confidence) / len(SHARES))
+        found.append(Guess(2 * side, correct, bound))
+    return tuple(found)
+
+
+def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
+    """Return the largest epsilon that is refuted at ``level`` (a probability of error); 0 where none is."""
+
+    def gap(epsilon: float) -> float:
+        return p_value(num_canaries, guesses, correct, epsilon, delta) - level
+
+    if gap(0.0) >= 0:
+        return 0.0
+    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # on the refuted side of the root
+
+
+def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of so many correct guesses under (epsilon, delta) (theorem 5.2).
+
+    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the others are; delta
+    adds 2 m delta max_i P(correct > W >= correct - i) / i for the binomial W of that probability.
+    """
+    law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
+    below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
+    extra = 2 * num_canaries * delta * float(below.max(initial=0.0))
+    return min(1.0, float(law.sf(correct - 1)) + extra)
+
+
+def power_limit(num_canaries: int, delta: float) -> float:
+    """Return the epsilon that only correct guesses would prove: no claim above it can be refuted."""
+    perfect = np.arange(num_canaries, dtype=np.float64)
+    return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 
 
 _Scores: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]

@@ -1,6 +1,6 @@
-"""What all releases about the same units cost together: one bill for each data set and unit.
+"""The bill of each data set and unit: the joint cost of all releases about the same units, and of planned ones.
 
-Whoever sees several runs about the same records sees all of their releases, so a record pays for all of them: for each
+A reader of several runs about the same records sees all of their releases, so a record pays for all of them: for each
 epsilon, for each seed, for each run. The largest of their epsilons would be an under-count. A release that several runs
 use (a pool of synthetic records, the labels of PATE) is paid for once. A release that protects a client protects each
 of its records, which pays for it, too (``payments_of_unit``); one that protects records protects no client.
@@ -8,7 +8,7 @@ of its records, which pays for it, too (``payments_of_unit``); one that protects
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -17,9 +17,10 @@ from dp_accounting import dp_event
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import bounds, compose, epsilon_of_counts, epsilon_of_curve
-from fl_sim.privacy.events import adjacency, under_replacement
+from fl_sim.privacy.events import adjacency, from_json, single_steps, under_replacement
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.loss_distribution import NoTimeError
-from fl_sim.privacy.terms import Adjacency, none_if_infinite, rounded_up
+from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
 
@@ -32,13 +33,12 @@ _NEIGHBOURS: Final = {
 
 @dataclass(frozen=True)
 class Payment:
-    """One release, as its statement says it.
+    """The cost of one release, from its privacy statement.
 
     ``identity``: payments of one identity are for one release; "" is a release of its own. ``epsilon`` None: no
-    guarantee. ``charged``: all that was fixed beforehand, as events (empty counts: nothing is released); several where
-    units were charged differently, none where it is not known, or where a budget is what holds; ``plan`` is then what
-    was to be released within it. ``on_records``: whether what was released looked at
-    records; False where it looked at synthetic ones alone.
+    guarantee. ``charged``: all events that were fixed beforehand (empty counts: no release); several where units were
+    charged differently, none where they are unknown, or where a budget is the bound: ``plan`` then has the events
+    within it. ``on_records``: False for a release that read synthetic records alone.
     """
 
     unit: str
@@ -53,13 +53,12 @@ class Payment:
 
 
 @dataclass(frozen=True)
-class Paid:
-    """What one run released about the records of ``data``, "" where not even that is known.
+class RunPayments:
+    """The releases of one run about the records of ``data``, "" where not even the data are known.
 
-    ``clients`` says whose clients they are: a split.
-    ``bare``: it released something about them without a guarantee. ``payments`` None: what it released is not known.
-    ``content``: what tells the records apart whatever they are called, "" where that is not known; ``by_name``: whether
-    nothing but ``data`` tells them apart from those of other runs.
+    ``clients``: the split of the records into clients. ``bare``: the run released something about them without a
+    guarantee. ``payments`` None: its releases are unknown. ``content``: an identity of the records under any name, ""
+    where it is unknown; ``by_name``: their name ``data`` alone distinguishes them from the records of other runs.
     """
 
     data: str
@@ -72,9 +71,9 @@ class Paid:
 
 @dataclass(frozen=True)
 class Total:
-    """What ``releases`` under one adjacency cost together: (epsilon, delta) twice, and both hold.
+    """The joint cost of ``releases`` under one adjacency: (epsilon, delta) twice, and both hold.
 
-    ``plain``: all epsilons and all deltas added up. ``joint``: by composing their events, where that bounds anything.
+    ``plain``: all epsilons and all deltas added up. ``joint``: by composing their events, where that has a bound.
     """
 
     adjacency: Adjacency
@@ -85,12 +84,12 @@ class Total:
 
 @dataclass(frozen=True)
 class Bill:
-    """What all ``runs`` about the records of ``data`` cost one ``unit``.
+    """The cost of all ``runs`` about the records of ``data`` for one ``unit``.
 
-    ``clients``: whose clients; "" where the unit is not the client. ``totals``: for each adjacency what the private
-    releases cost. ``bare``, ``elsewhere``, ``unknown``: how many runs released something without a guarantee, released
-    something that protects other units alone, and do not say what they released. ``simulated``: how many releases drew
-    their noise from a published seed. ``also``: what else the records are called. ``by_name``: how many runs tell their
+    ``clients``: the split, "" where the unit is not the client. ``totals``: the costs of the private releases by
+    adjacency. ``bare``, ``elsewhere``, ``unknown``: the numbers of runs with a release without a guarantee, with
+    releases that protect other units alone, and with unknown releases. ``simulated``: the number of releases with noise
+    from a published seed. ``also``: other names of the records. ``by_name``: the number of runs that identify their
     records by name alone, where that matters.
     """
 
@@ -118,7 +117,7 @@ class Bill:
 
     @property
     def _together(self) -> tuple[float, float]:
-        """Add up both adjacencies. To replace one is to remove it and to add another: twice, by group privacy."""
+        """Return the sum over both adjacencies. To replace one is to remove one and add one: group privacy of two."""
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
             own = min(total.joint, total.plain)
@@ -129,16 +128,28 @@ class Bill:
 
     @property
     def in_words(self) -> str:
-        """Return the bill as a reader is told it."""
+        """Return the bill in plain words."""
         also = f", also called {', '.join(self.also)}," if self.also else ""
         whose = also + (f" ({self.clients})" if self.clients else "")
         about = f"Privacy of all {self.runs} runs together, of one {self.unit} of {self.data}{whose}"
         costs = "; ".join(map(_cost, self.totals)) or "nothing is released"
+        why = []
+        if self.bare:
+            why.append(
+                f"{self.bare} of the {self.runs} runs released something about the same records without a guarantee"
+            )
+        if self.unknown:
+            why.append(f"it is not known what {self.unknown} of the {self.runs} runs released")
         lines = [f"{about}: {costs}"]
-        if missing := self._missing():
-            lines = [f"{about}: none, since {missing}", f"The private releases among themselves cost {costs}"]
+        if why:
+            lines = [f"{about}: none, since {' and '.join(why)}", f"The private releases among themselves cost {costs}"]
         elif len(self.totals) > 1:
-            lines.append(self._both())
+            lines.append(
+                f"Under replacing one {self.unit}, all of them together promise nothing"
+                if self.epsilon is None
+                else f"All of them under replacing one {self.unit}, which is at most removing one and adding another: "
+                f"epsilon {rounded_up(self.epsilon)} at delta {self.delta:.4g}"
+            )
         if self.elsewhere:
             lines.append(
                 f"In no sum here: {self.elsewhere} of the runs, which released something that protects other units "
@@ -154,24 +165,6 @@ class Bill:
                 "version made them, or another machine): the same records under another name would pay for both"
             )
         return ". ".join(lines) + "."
-
-    def _missing(self) -> str:
-        why = []
-        if self.bare:
-            why.append(
-                f"{self.bare} of the {self.runs} runs released something about the same records without a guarantee"
-            )
-        if self.unknown:
-            why.append(f"it is not known what {self.unknown} of the {self.runs} runs released")
-        return " and ".join(why)
-
-    def _both(self) -> str:
-        if self.epsilon is None:
-            return f"Under replacing one {self.unit}, all of them together promise nothing"
-        return (
-            f"All of them under replacing one {self.unit}, which is at most removing one and adding another: epsilon "
-            f"{rounded_up(self.epsilon)} at delta {self.delta:.4g}"
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the bill for programs."""
@@ -192,22 +185,25 @@ class Bill:
         }  # fmt: skip
 
 
-def bills(runs: Sequence[Paid]) -> list[Bill]:
-    """Return a bill for each data set and unit of which something was paid for, in order.
+def bills(runs: Sequence[RunPayments]) -> list[Bill]:
+    """Return a bill for each data set and unit with a payment, in order.
 
     Runs are about the same records where their data have one name or one content. Clients of another split are other
     clients, so these have a bill for each split. Takes seconds: the PLD is computed here.
     """
-    groups = _by_records(runs)
+    groups, found = _by_records(runs), list[Bill]()
     by_name = sum(run.by_name for run in runs) if len(groups) > 1 else 0
-    return [bill for names, mine in groups for bill in _bills_of([*names], mine, by_name)]
+    for (first, *also), mine in groups:
+        places = dict.fromkeys((one.unit, _whose(run, one.unit)) for run in mine for one in run.payments or ())
+        found += (replace(_bill(first, *place, mine), also=tuple(also), by_name=by_name) for place in places)
+    return found
 
 
-def payments_of_unit(run: Paid, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return what a run makes one ``unit`` pay: everybody who says what a run costs asks this.
+def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
+    """Return all payments of a run for one ``unit``: the one source of every printed cost of a run.
 
     A release that protects a client protects each of its records: a record that changes leaves its client taking part,
-    with other data. ``clients``: whose clients, where the unit is the client.
+    with other data. ``clients``: the split, where the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
     if unit != "record":
@@ -219,12 +215,33 @@ def payments_of_unit(run: Paid, unit: str, clients: str = "") -> tuple[Payment, 
 
 
 def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
-    """Return what one run alone costs a ``unit``."""
-    return _bill("", unit, "", [Paid("", "", tuple(payments), bare=False)])
+    """Return the bill of one run alone for a ``unit``."""
+    return _bill("", unit, "", [RunPayments("", "", tuple(payments), bare=False)])
+
+
+def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
+    """Return the cost under ``terms`` of ``releases`` that are fixed before a run begins; bills know its ``identity``.
+
+    By the RDP accountant alone, which is never below, where there is no time for a PLD: then all releases, or the
+    budget where that is less, are counted.
+    """
+    try:
+        said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
+    except NoTimeError:
+        plan, spent = single_steps(releases), epsilon_of_counts(releases, terms.delta)
+        is_within = terms.budget is not None and terms.budget < spent
+        epsilon = terms.budget if is_within else none_if_infinite(spent)
+    else:
+        # Of the releases as many as the budget affords, where that is certain.
+        plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
+        epsilon = said["epsilon"]
+        is_within = epsilon is not None and epsilon == terms.budget
+    charged = () if is_within else (plan,)
+    return Payment(terms.unit, identity, epsilon, terms.delta, terms.adjacency, charged, is_simulated, plan=(plan,))
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Return what a release that protects clients costs one of their records, whose ``relation`` is either."""
+    """Return the cost of a release that protects clients for one of their records, under ``relation``."""
     mine = replace(payment, unit="record", adjacency=relation)
     if payment.epsilon is None:
         return mine
@@ -249,12 +266,12 @@ def _under_replacement(counts: Counts) -> Counts:
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return what replacing one costs where adding or removing one costs this: twice, by group privacy."""
+    """Return the cost of replacing one from the cost of adding or removing one: group privacy of two."""
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 
-def _by_records(runs: Sequence[Paid]) -> list[tuple[dict[str, None], list[Paid]]]:
-    """Return {names} and runs for each set of records, in order; runs on nobody knows what are in all of them."""
+def _by_records(runs: Sequence[RunPayments]) -> list[tuple[dict[str, None], list[RunPayments]]]:
+    """Return {names} and runs for each set of records, in order; runs on unknown records are in all of them."""
     groups: list[tuple[dict[str, None], set[str]]] = []
     for run in runs:
         names, contents = {run.data: None} if run.data else {}, {run.content} - {""}
@@ -272,20 +289,11 @@ def _by_records(runs: Sequence[Paid]) -> list[tuple[dict[str, None], list[Paid]]
     ]
 
 
-def _bills_of(names: Sequence[str], runs: Sequence[Paid], by_name: int) -> list[Bill]:
-    places: dict[tuple[str, str], None] = {}
-    for run in runs:
-        for one in run.payments or ():
-            places.setdefault((one.unit, _whose(run, one.unit)))
-    made = (_bill(names[0], *place, runs) for place in places)
-    return [replace(bill, also=tuple(names[1:]), by_name=by_name) for bill in made]
-
-
-def _whose(run: Paid, unit: str) -> str:
+def _whose(run: RunPayments, unit: str) -> str:
     return run.clients if unit == "client" else ""
 
 
-def _bill(data: str, unit: str, clients: str, runs: Sequence[Paid]) -> Bill:
+def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bill:
     mine = [payments_of_unit(run, unit, clients) for run in runs]
     releases = _released(one for payments in mine for one in payments)
     bare = [run.bare or any(one.epsilon is None for one in own) for run, own in zip(runs, mine, strict=True)]
@@ -304,14 +312,14 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[Paid]) -> Bill:
     )
 
 
-def _has_others(run: Paid, unit: str, clients: str) -> bool:
-    """Return whether a run released something that protects other units, and not this one."""
+def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
+    """Return True if a run released something that protects other units, and not this one."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return one payment for each release: the dearest, since a run that was interrupted has paid for a part of it."""
+    """Return one payment for each release: the largest, since an interrupted run has paid for a part of it."""
     releases: list[Payment] = []
     known: dict[str, int] = {}
     for one in payments:
@@ -319,12 +327,12 @@ def _released(payments: Iterable[Payment]) -> list[Payment]:
         if place is None:
             known[one.identity] = len(releases)
             releases.append(one)
-        elif _dearness(one) > _dearness(releases[place]):
+        elif _cost_of(one) > _cost_of(releases[place]):
             releases[place] = one
     return releases
 
 
-def _dearness(payment: Payment) -> float:
+def _cost_of(payment: Payment) -> float:
     return math.inf if payment.epsilon is None else payment.epsilon
 
 
@@ -342,13 +350,13 @@ def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
 
 
 def _stated_under(payment: Payment) -> frozenset[Adjacency]:
-    """Return under which adjacencies the events of a payment are stated: events of two do not compose."""
+    """Return the adjacencies of the events of a payment: events of two do not compose."""
     stated = (adjacency(event) for counts in payment.charged for event in counts)
     return frozenset(one for one in stated if one is not None) or frozenset({Adjacency.ADD_OR_REMOVE_ONE})
 
 
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
-    """Return what payments ``_stated_under`` the same cost by composing their events; one costs what its run says."""
+    """Return the joint cost of payments ``_stated_under`` the same, by composing events; of one, its own epsilon."""
     if len(payments) == 1:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
@@ -362,7 +370,7 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 
 
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
-    """Return epsilon of everything at ``delta``; of units that were charged differently the dearest at every order."""
+    """Return the joint epsilon at ``delta``; of units that were charged differently, the largest at every order."""
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)
         return epsilon_of_curve(np.sum(list(curves), axis=0), delta)

@@ -1,36 +1,87 @@
-"""The ledger of one privacy unit: every release is charged before it happens, and one too many is refused.
+"""The ledger of one privacy unit, and its charge log: every release is charged before it happens, or refused.
 
 Epsilon comes from the sum of the Renyi curves of all charges (or from their PLD), against a budget fixed beforehand.
 The charge log is locked and read again before every charge, appended and forced to disk before ``charge`` returns: a
 crash can lose a release that was charged, never a charge whose release was seen, and all processes that use one log
 share one budget.
+
+The log's first line holds a random id and the terms. Every further line holds a charge, and the SHA-256 of the line
+before it in the chain followed by the charge. So a log that was cut, edited or exchanged differs from the receipts for
+it. The chain is no signature: it does not detect that a log and every receipt for it were rewritten.
 """
 
+import hashlib
 import json
 import math
+import os
+import secrets
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final, NoReturn
 
 from dp_accounting import dp_event
+from filelock import lock_descriptor
 
 from fl_sim.errors import BudgetExhausted, RunError, UserError
+from fl_sim.privacy import events
 from fl_sim.privacy.accounting import epsilon_of_counts, supports_pld
-from fl_sim.privacy.charge_log import Charge, ChargeLog, Receipt
 from fl_sim.privacy.events import adjacency, single_steps
-from fl_sim.privacy.statement import Words, statement
+from fl_sim.privacy.statement import Coverage, statement
 from fl_sim.privacy.terms import Terms, none_if_infinite
+from fl_sim.store.files import sync_folder
 
-__all__ = ["Charge", "Ledger", "Terms"]
+_FORMAT: Final = 2
+_LONGEST_LINE: Final = 64 * 1024  # bytes; what this program writes has a few hundred
+_PAUSE: Final = 0.01  # seconds between two tries for the lock
+_LARGEST: Final = 256 * 1024**2  # bytes: most of a million charges
+_WAYS_ON: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which pays again"
+
+
+@dataclass(frozen=True)
+class Charge:
+    """The charge of one release, or of several at once where ``event`` is a repeated one.
+
+    ``noise`` identifies the noise key, so that a repetition is recognised. ``epsilon``: the epsilon spent after this
+    charge, None for no guarantee; it is for the reader of the log alone, and computed again from the events.
+    """
+
+    release: str
+    noise: str
+    event: dp_event.DpEvent
+    epsilon: float | None
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Proof of payment: the first ``charges`` charges of the ledger with this id, in this chain."""
+
+    ledger: str
+    charges: int
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON for ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: object) -> "Receipt":
+        """Return the receipt that ``to_json`` wrote. Raises RunError for anything else."""
+        match value:
+            case {"ledger": str(ledger), "charges": int(charges), "digest": str(digest), **more} if (
+                not more and type(charges) is int and charges >= 0
+            ):
+                return cls(ledger, charges, digest)
+        raise RunError(f"{repr(value)[:200]} is not the receipt of a privacy ledger: the file that holds it is damaged")
 
 
 class Ledger:
     """Adds up the releases about one privacy unit.
 
-    ``path``: the charge log, created or, where it exists, read back; None keeps the ledger in memory. ``receipt``: the
+    ``path``: the charge log, created or, where it exists, read back; None for a ledger in memory. ``receipt``: the
     charges that the log must begin with, since ``holder`` ("the checkpoint of round 7") was paid for with them.
     Raises UserError where the log was opened under other terms, RunError where it is missing, cut, edited or damaged.
     """
@@ -57,7 +108,7 @@ class Ledger:
 
     @property
     def receipt(self) -> Receipt:
-        """Return what is kept with a release as the proof of its payment: all charges so far. Not for one in memory."""
+        """Return the receipt for all charges so far, to store with a release. Not for a ledger in memory."""
         assert self._log is not None
         return self._log.receipt
 
@@ -68,16 +119,16 @@ class Ledger:
 
     @property
     def epsilon(self) -> float | None:
-        """Return what is spent: 0 before the first charge, None once there is no guarantee."""
+        """Return the epsilon spent: 0 before the first charge, None once there is no guarantee."""
         return self._spent
 
     def affords(self, event: dp_event.DpEvent) -> bool:
-        """Return whether ``event`` could be charged once more."""
+        """Return True if ``event`` could be charged once more."""
         with self._up_to_date():
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return whether ``release`` was charged with that ``noise``: to charge it again is free."""
+        """Return True if ``release`` was charged with that ``noise``: to charge it again is free."""
         return (release, noise) in self._charges
 
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
@@ -120,13 +171,12 @@ class Ledger:
     ) -> dict[str, Any]:
         """Return the guarantee as JSON values, for results and reports.
 
-        ``epsilon`` is the guarantee, ``epsilon_realised`` what was charged so far. ``planned``: all releases that were
-        fixed beforehand, event -> number; None where nothing but the budget limits them. ``covers`` and
-        ``does_not_cover`` say in plain words what a reader may and may not conclude. ``simulation_only``: whoever knows
-        the seed can draw the noise again. Takes seconds: the PLD is computed here.
+        ``epsilon`` is the guarantee, ``epsilon_realised`` the epsilon charged so far. ``planned``: all releases that
+        were fixed beforehand, event -> number; None where the budget alone limits them. The others: see ``Coverage``.
+        Takes seconds: the PLD is computed here.
         """
         charges = [(charge.release, charge.event) for charge in self.charges]
-        said = statement(self.terms, charges, planned, Words(covers, does_not_cover, simulation_only))
+        said = statement(self.terms, charges, planned, Coverage(covers, does_not_cover, simulation_only))
         return {"ledger": self.identity, **said}
 
     def _epsilon_after(self, event: dp_event.DpEvent) -> float:
@@ -149,23 +199,221 @@ class Ledger:
 
     @contextmanager
     def _up_to_date(self) -> Iterator[Callable[[Charge], None]]:
-        """Keep other processes from charging, take what they have charged, and give what writes a charge down."""
+        """Lock the log against other processes, read their charges, and yield the function that appends a charge."""
         if self._log is None:
-            yield _write_nothing
+            yield lambda _: None
             return
         with self._log.held() as (news, append):
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # the log is believed about what was released, not about what that cost
+            if news:  # the log is the source of the releases, not of their cost
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append
 
 
-def _write_nothing(charge: Charge) -> None:
-    """Keep a charge in memory alone."""
+class ChargeLog:
+    """The log at ``path``, created where there is none; ``terms`` are plain JSON values, equal to those in the log.
+
+    ``receipt``: where given, the log must exist and begin with those charges; errors name its ``holder``. Raises
+    UserError for other terms, RunError for a log that is missing, cut, edited or damaged.
+    """
+
+    def __init__(self, path: Path, terms: Mapping[str, Any], receipt: Receipt | None, holder: str) -> None:
+        self.id = ""
+        self._path = path
+        self._terms = dict(terms)
+        self._digests: list[str] = []  # of the header, and of the chain after each charge
+        self._last = b""  # the last line that was read
+        self._end = 0  # the byte after it
+        self._unseen: list[Charge] = []
+        if receipt is not None and not path.exists():
+            raise RunError(
+                f"{path} is missing, and {holder} was paid for with its {receipt.charges} charges: {_WAYS_ON}"
+            )
+        with self._locked() as file:
+            self._unseen = self._catch_up(file)
+            if not self._digests:
+                header = _line({"ledger": _FORMAT, "id": secrets.token_hex(8), "terms": self._terms})
+                self._write(file, header)
+                sync_folder(path.parent)
+                self._take(header)
+        if receipt is not None:
+            self._hold_against(receipt, holder)
+
+    @property
+    def receipt(self) -> Receipt:
+        """Return the receipt for all charges that were read or written here."""
+        return Receipt(self.id, len(self._digests) - 1, self._digests[-1])
+
+    @contextmanager
+    def held(self) -> Iterator[tuple[list[Charge], Callable[[Charge], None]]]:
+        """Lock the log; yield the charges not yet seen here, and the function that appends one.
+
+        A charge is on the disk when that function returns. Raises RunError where the log was changed meanwhile.
+        """
+        with self._locked() as file:
+            news, self._unseen = [*self._unseen, *self._catch_up(file)], []
+
+            def append(charge: Charge) -> None:
+                line = self._line_of(charge)
+                self._write(file, line)
+                self._take(line)
+
+            yield news, append
+
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self._digests else os.O_CREAT)
+        try:
+            descriptor = os.open(self._path, flags, 0o644)
+        except FileNotFoundError as error:
+            raise RunError(f"{self._path} is gone, with {len(self._digests) - 1} charges: {_WAYS_ON}") from error
+        except OSError as error:
+            raise RunError(
+                f"{self._path} cannot be opened for charging ({error.strerror}), so nothing may be released: "
+                "make it a plain file that you may write, not a link"
+            ) from error
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+                raise RunError(f"{self._path} is not a privacy ledger, but something else or far too large: {_WAYS_ON}")
+            lock_descriptor(descriptor, poll_interval=_PAUSE)
+            yield file
+
+    def _catch_up(self, file: BinaryIO) -> list[Charge]:
+        """Read the lines appended since the last time."""
+        file.seek(self._end - len(self._last))
+        if file.read(len(self._last)) != self._last:
+            raise RunError(f"{self._path} was cut or edited while this run was using it: {_WAYS_ON}")
+        charges = []
+        while line := file.readline(_LONGEST_LINE):
+            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                charges += self._finished(file, line)
+                break
+            charges += self._take(line)
+        return charges
+
+    def _finished(self, file: BinaryIO, line: bytes) -> list[Charge]:
+        """Return the charge of a last line that lacks only its newline; any other unfinished line is cut off.
+
+        Its ``charge`` never returned.
+        """
+        start = b'{"release": "' if self._digests else b'{"ledger": '
+        if not (line.startswith(start) or start.startswith(line) or not line.strip(b"\0")):
+            self._damaged("it is not as this program writes it")
+        before = self._end
+        try:
+            charges = self._take(line + b"\n")
+        except (RunError, UserError):
+            os.ftruncate(file.fileno(), before)
+            return []
+        os.pwrite(file.fileno(), b"\n", self._end - 1)
+        return charges
+
+    def _take(self, line: bytes) -> list[Charge]:
+        """Add one line to the chain; return the charge in it (the first line has none)."""
+        value = self._parsed(line)
+        charges = [self._charge(value)] if self._digests else []
+        if not self._digests:
+            self.id = self._identity(value)
+        self._digests.append(_digest(self._digests, value))
+        self._last = line
+        self._end += len(line)
+        return charges
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict) or _line(value) != line:
+                self._damaged("it is not as this program writes it")
+        except (ValueError, RecursionError) as error:
+            self._damaged("it is not JSON", error)
+        return value
+
+    def _identity(self, header: dict[str, Any]) -> str:
+        match header:
+            case {"ledger": int(number)} if number < _FORMAT:
+                raise RunError(
+                    f"{self._path} is from an older version, whose lines are not chained, so nobody can tell whether "
+                    "it is whole: start a new run in a fresh directory, which pays again"
+                )
+            case {"ledger": int(number), "id": str(identity), "terms": dict(terms), **more} if (
+                number == _FORMAT and len(identity) == 16 and not more
+            ):
+                if terms == self._terms:
+                    return identity
+                raise UserError(
+                    f"{self._path} was opened under {terms}, not {self._terms}: use a fresh output directory"
+                )
+        return self._damaged("it is not the head of a privacy ledger")
+
+    def _charge(self, value: dict[str, Any]) -> Charge:
+        match value:
+            case {"release": str(release), "noise": str(noise), "event": dict(event), "epsilon": spent, "chain": _}:
+                pass
+            case _:
+                self._damaged("it is not a charge")
+        if value["chain"] != _digest(self._digests, value) or len(value) != 5:
+            self._damaged("it does not follow from the lines before it: a line was changed, added or taken out")
+        if spent is not None and not events.is_number(spent):
+            self._damaged(f"epsilon {spent!r} is not a number from 0 up")
+        try:
+            return Charge(release, noise, events.from_json(event), spent)
+        except (RunError, RecursionError) as error:
+            return self._damaged(str(error), error)
+
+    def _line_of(self, charge: Charge) -> bytes:
+        value = asdict(charge) | {"event": events.to_json(charge.event)}
+        return _line(value | {"chain": _digest(self._digests, value)})
+
+    def _damaged(self, what: str, cause: Exception | None = None) -> NoReturn:
+        raise RunError(
+            f"{self._path} is damaged, line {len(self._digests) + 1}: {what}. "
+            f"The privacy spent so far is unknown: {_WAYS_ON}"
+        ) from cause
+
+    def _write(self, file: BinaryIO, line: bytes) -> None:
+        """Append a line and wait until it is on the disk; remove all of it where that fails."""
+        try:
+            written = 0
+            while written < len(line):
+                written += os.pwrite(file.fileno(), line[written:], self._end + written)
+            os.fsync(file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), self._end)
+            raise RunError(
+                f"{self._path} cannot be written ({error.strerror or error}): nothing was charged or released; make "
+                "room there, then start this run again"
+            ) from error
+
+    def _hold_against(self, receipt: Receipt, holder: str) -> None:
+        number = len(self._digests) - 1
+        if receipt.ledger != self.id:
+            wrong = "is another ledger"
+        elif number < receipt.charges:
+            wrong = f"holds {number} charges"
+        elif self._digests[receipt.charges] != receipt.digest:
+            wrong = "holds other charges"
+        else:
+            return
+        raise RunError(
+            f"{self._path} {wrong}, and {holder} was paid for with the first {receipt.charges} charges of ledger "
+            f"{receipt.ledger}: {_WAYS_ON}"
+        )
 
 
 def _finite_at_most(epsilon: float, budget: float) -> bool:
     return math.isfinite(epsilon) and epsilon <= budget
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, allow_nan=False).encode() + b"\n"
+
+
+def _digest(before: list[str], value: Mapping[str, Any]) -> str:
+    """Return the digest of the chain with one more line; the first line starts the chain."""
+    unchained = {key: part for key, part in value.items() if key != "chain"}
+    return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()

@@ -1,7 +1,25 @@
 """Clipping and noise: float64, a cryptographic stream per purpose and round, a common grid for sum and noise.
 
-The grid closes the side channel of floating-point noise; the proof is in ``fl_sim.privacy.grid``. Adaptive clipping:
-Andrew et al. 2021, algorithm 1.
+Noise is rounded to the grid exactly, so that a release is computed from the exact mechanism's result, at no loss.
+A float64 generator has no proof by itself: the low bits of what it makes can tell sums apart (Mironov 2012, "On
+significance of the least significant bits"). Here sum and noise are rounded to multiples of one power of two, g. For a
+sum t on the grid, t + g round(N / g) = g round((t + N) / g): if the noise is rounded *exactly*, the released number is
+the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding looks at nothing private, so the release is
+as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. What is left to show:
+
+1. The rounded sum moves by no more than the clipping norm: ``clipping_norm_on_grid``.
+2. round(N / g) is exact. N = Q(U), where U is uniform on (0, 1) and known by its first 63 binary digits. float64 gives
+   an approximation of N / g; where that is further than ``TOLERANCE`` from the next boundary k + 1/2, it is rounded the
+   right way. The digits behind those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. There,
+   and next to a boundary (about one number in 44,000), the boundary's probability is compared with the first 127 digits
+   of U in as many digits as it takes, and where 127 do not decide, further ones are drawn.
+
+Assumptions: that ChaCha20 under a random key gives random bits; that ``scipy.special.ndtri``,
+``numpy.log`` and the compiled quantile (``fl_sim/native/normals.h``) are right to ``TOLERANCE`` grid steps, some 400
+times the error that is documented for them (a test compares them with mpmath, tails included); and that mpmath is right
+to the digits it was asked for.
+
+Adaptive clipping: Andrew et al. 2021, algorithm 1.
 """
 
 import hashlib
@@ -11,14 +29,19 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.grid import DECIDED, GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
 
+TOLERANCE: Final = 2.0**-17
+DECIDED: Final = 2.0**-17
+"""The least U of which 63 digits say enough: |dQ/dU| is at most 1.3 / U, a standard deviation (the scale of a Laplace
+distribution) is less than 2^21 g, and half a unit of the 63rd digit is 2^-64; so Q(U) / g is known to 1.3 x 2^-26."""
+_GRID_BITS: Final = 20  # the grid is at most 2^-20 standard deviations wide
+_GUARD: Final = 32  # binary digits by which a boundary is known better than U
 _BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
 _LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there
 _ZEROS: Final = memoryview(bytes(2**19))  # what is encrypted: the stream itself
@@ -27,9 +50,9 @@ _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can addre
 
 
 class Normals(Protocol):
-    """What makes N(0, 1) numbers of words faster than this file, and the same ones but for float64's rounding.
+    """A faster source of N(0, 1) numbers: those of this file, up to float64's rounding.
 
-    The last bit of each ``first`` is a number's sign; first >> 1, then ``second``, are the binary digits of U.
+    The last bit of each word ``first`` is a number's sign; first >> 1, then ``second``, are the binary digits of U.
     """
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -37,17 +60,29 @@ class Normals(Protocol):
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write the numbers times ``ratio``, rounded to whole ones; return where the second word has to decide."""
+        """Write the numbers times ``ratio``, rounded, into ``out``; return the indices that need the second word."""
         ...
+
+
+@dataclass(frozen=True)
+class Law:
+    """A symmetric distribution of scale 1, by P(|N| > x).
+
+    ``quantile`` overwrites float64 probabilities with an approximation of the x that are exceeded with them, up to its
+    sign. ``beyond`` returns P(|N| > b / ratio), times 2^digits, rounded to an integer; it is right to 1.
+    """
+
+    quantile: Callable[[NDArray[np.float64]], None]
+    beyond: Callable[[float, float, int], int]
 
 
 @dataclass(frozen=True)
 class Noise:
     """A source of random numbers: one independent ChaCha20 stream per (purpose, round) from one 32-byte key.
 
-    The key is a secret: whoever has it can take the noise off again. It is in no representation, log or result.
-    ``simulation_only`` says that the key can be guessed (it comes from a seed), so no real person is protected.
-    ``normals``, if given, makes normal numbers: on the grid the very same ones.
+    The key is a secret: its owner can subtract the noise. It is in no representation, log or result.
+    ``simulation_only``: the key can be guessed (it comes from a seed), so no real person is protected. ``normals``:
+    a faster source of normal numbers, on the grid the very same ones.
     """
 
     key: bytes = field(repr=False)
@@ -56,17 +91,17 @@ class Noise:
 
     @classmethod
     def secret(cls) -> "Noise":
-        """Return a source with a fresh key from the operating system: the real thing; no two runs agree."""
+        """Return a source of secret noise, with a fresh key from the operating system: no two runs agree."""
         return cls(os.urandom(32), simulation_only=False)
 
     @classmethod
     def seeded(cls, seed: int) -> "Noise":
-        """Return a source that ``seed`` determines: repeatable, and a simulation only."""
+        """Return a source of seeded noise: repeatable, and a simulation only."""
         return cls(hashlib.sha256(f"simulated privacy noise {seed}".encode()).digest(), simulation_only=True)
 
     @property
     def identity(self) -> str:
-        """Return a name for the key that does not give it away: the same key, the same name."""
+        """Return a name of the key that does not reveal it: the same key, the same name."""
         return hashlib.sha256(b"identity" + self.key).hexdigest()[:16]
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
@@ -77,17 +112,22 @@ class Noise:
         return self._steps(GAUSSIAN, count, std, purpose, server_round)
 
     def laplace(self, count: int, scale: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return the same of the Laplace distribution with density proportional to exp(-|x| / scale)."""
+        """Return numbers like ``gaussian``, of the Laplace distribution: density proportional to exp(-|x| / scale)."""
         return self._steps(LAPLACE, count, scale, purpose, server_round)
 
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent N(0, 1) numbers in float64, for whatever is not added to private numbers."""
-        words = self._words(2 * count, purpose, server_round)
+        """Return ``count`` independent N(0, 1) numbers in float64, for sums without private numbers."""
+        first, second = self._words(2 * count, purpose, server_round).reshape(2, count)
         if self.normals:
-            return self.normals.draw(words[:count], words[count:])
-        normal = _tails(words[:count], words[count:])
+            return self.normals.draw(first, second)
+        # Where the 63 digits begin with so many zeros that fewer than 53 significant ones are left, the second word
+        # adds the rest, so that the tail is as finely resolved as the middle and does not end at 9 sigma.
+        normal = (first >> np.uint64(1)).astype(np.float64)
+        small = np.flatnonzero(normal < 2.0**53)
+        normal[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
+        normal *= 2.0**-63
         GAUSSIAN.quantile(normal)
-        return _with_signs(normal, words[:count])
+        return _with_signs(normal, first)
 
     def uniform(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
         """Return ``count`` independent numbers in [0, 1): secret Poisson sampling needs secret coins."""
@@ -95,7 +135,7 @@ class Noise:
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> NDArray[np.bool_]:
-        """Return who of ``count`` is sampled: ``takes_part`` of ``uniform`` numbers, told from their bits."""
+        """Return the mask of sampled units: ``takes_part`` of ``count`` ``uniform`` numbers, from their bits."""
         limit = _limit(sampling_rate)
         if limit == 1 << 53:
             return np.ones(count, np.bool_)
@@ -109,7 +149,7 @@ class Noise:
         for start in range(0, count, _BLOCK):
             block = slice(start, min(start + _BLOCK, count))
             for place in start + rounded(words[block], ratio, out=steps[block]):
-                # Behind the words of all numbers lie their second ones, which hardly any needs.
+                # Behind the words of all numbers lie their second ones, which few numbers need.
                 [second] = self._words(1, purpose, server_round, behind=count + int(place))
                 digits = int(words[place]) >> 1 << 64 | int(second)
                 more = self._further(f"{purpose}: digits of number {place}", server_round)
@@ -122,7 +162,7 @@ class Noise:
         return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
     def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> NDArray[np.uint64]:
-        """Return ``count`` words of a stream, those that follow its first ``behind``."""
+        """Return ``count`` words of a stream, after its first ``behind`` words."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
 
         assert 8 * (behind + count) < _STREAM_LIMIT
@@ -139,16 +179,21 @@ class Noise:
 
 
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
-    """Return who is sampled by Poisson sampling, given a ``uniform`` number each: never more often than at the rate.
+    """Return the mask of units that Poisson sampling draws, given a ``uniform`` number each.
 
     The numbers are multiples of 2^-53, so the rate is rounded down to one: a rate between two of them would be rounded
-    up, and a unit would take part more often than its accountant was told.
+    up, and a unit would take part more often than its accountant assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
 
 
 def _limit(sampling_rate: float) -> int:
     return math.floor(math.ldexp(sampling_rate, 53))
+
+
+def grid_spacing(std: float) -> float:
+    """Return the power of two to whose multiples a sum and its noise of standard deviation ``std`` > 0 are rounded."""
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
 
 
 def clip_factor(norm: float, clipping_norm: float) -> float:
@@ -225,7 +270,7 @@ def next_clipping_norm(
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Write the numbers, rounded to whole steps, into ``out``; return where float64 does not decide."""
+    """Write the numbers, rounded to whole steps, into ``out``; return the indices that float64 does not decide."""
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5
     found *= 2.0**-63
@@ -241,18 +286,70 @@ def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.
     return np.flatnonzero((found > 0.5 - TOLERANCE) | is_small)
 
 
-def _tails(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return float64 approximations of the uniform numbers whose binary digits are first >> 1, then second."""
-    # Where the 63 digits begin with so many zeros that fewer than 53 significant ones are left, the second word adds
-    # the rest, so that the tail is as finely resolved as the middle and does not end at 9 sigma.
-    tails = (first >> np.uint64(1)).astype(np.float64)
-    small = np.flatnonzero(tails < 2.0**53)
-    tails[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
-    tails *= 2.0**-63
-    return tails
-
-
 def _with_signs(numbers: NDArray[np.float64], words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return ``numbers`` with the sign that the last bit of each word says, 1 for minus; overwrites them."""
+    """Return ``numbers``, overwritten with the sign in the last bit of each word, 1 for minus."""
     np.copysign(numbers, 0.5 - (words & np.uint64(1)), out=numbers)
     return numbers
+
+
+def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Callable[[], int]) -> int:
+    """Return |N| in grid steps, N being ``ratio`` steps times a draw of ``law``, rounded to a whole number exactly.
+
+    P(|N| > x) = U at the x that is returned; ``digits`` are the first ``num_digits`` binary digits of U, and ``more``
+    draws 64 further ones.
+    """
+    while True:
+        if digits.bit_length() >= 64:  # else U is not known well enough to say near which boundary it lies
+            probability = np.array([digits / (1 << num_digits)])
+            law.quantile(probability)
+            below = math.floor(abs(float(probability[0])) * ratio)
+            boundary = law.beyond(below + 0.5, ratio, num_digits + _GUARD)
+            if (digits << _GUARD) > boundary + 1:
+                return below
+            if ((digits + 1) << _GUARD) < boundary - 1:
+                return below + 1
+        digits, num_digits = digits << 64 | more(), num_digits + 64
+
+
+def _gaussian_quantile(probabilities: NDArray[np.float64]) -> None:
+    from scipy.special import ndtri  # noqa: PLC0415 (slow, and a run without noise does not need it)
+
+    probabilities *= 0.5
+    ndtri(probabilities, out=probabilities)
+
+
+def _laplace_quantile(probabilities: NDArray[np.float64]) -> None:
+    np.log(probabilities, out=probabilities)
+
+
+def _gaussian_beyond(boundary: float, ratio: float, digits: int) -> int:
+    """Return erfc(x / sqrt 2)."""
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
+    precision = digits + 64
+    root = libmp.mpf_sqrt(libmp.from_int(2), precision)
+    point = libmp.mpf_div(_quotient(boundary, ratio, precision), root, precision)
+    return _scaled(libmp.mpf_erfc(point, precision), digits)
+
+
+def _laplace_beyond(boundary: float, ratio: float, digits: int) -> int:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
+    precision = digits + 64
+    return _scaled(libmp.mpf_exp(libmp.mpf_neg(_quotient(boundary, ratio, precision)), precision), digits)
+
+
+def _quotient(boundary: float, ratio: float, precision: int) -> Any:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
+    return libmp.mpf_div(libmp.from_float(boundary), libmp.from_float(ratio), precision)
+
+
+def _scaled(number: Any, digits: int) -> int:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
+    return int(libmp.to_int(libmp.mpf_shift(number, digits)))
+
+
+GAUSSIAN: Final = Law(_gaussian_quantile, _gaussian_beyond)
+LAPLACE: Final = Law(_laplace_quantile, _laplace_beyond)

@@ -1,9 +1,9 @@
-"""What is guaranteed about one privacy unit, and what was spent: two figures that are never mixed up.
+"""The privacy statement of one unit: its guarantee and its expense, two numbers that are never mixed up.
 
-A guarantee is a number fixed before the data are looked at. What a run happens to spend is none: where it stops may
-depend on what it showed (a budget not used up, queries left unanswered, a reader's Ctrl-C), and what was charged up to
-such a moment bounds nothing. The cost of ALL planned releases does, for a run that stops earlier shows a part of what
-the whole plan would have shown (post-processing); so does a budget, which is a privacy filter (Feldman, Zrnic 2021).
+A guarantee is a number fixed before the data are read. The expense of a run is none: the moment of its end may depend
+on its releases (a budget not used up, queries left unanswered, a reader's Ctrl-C), and the charges up to such a moment
+bound nothing. The cost of ALL planned releases does, for a run that ends earlier releases a part of the whole plan
+(post-processing); so does a budget, which is a privacy filter (Feldman, Zrnic 2021).
 """
 
 from collections import Counter
@@ -30,11 +30,8 @@ _NEIGHBOURS: Final = {
 
 
 @dataclass(frozen=True)
-class Words:
-    """What a reader may and may not conclude, in plain words.
-
-    ``simulation_only``: whoever knows the seed can draw the noise again.
-    """
+class Coverage:
+    """Covered and uncovered outputs, in plain words. ``simulation_only``: the noise comes from a seed."""
 
     covers: str
     does_not_cover: str
@@ -45,16 +42,20 @@ _SEVERAL: Final = {
     "record": " A person with several records, at one client or at several, pays for each of them.",
     "client": " A person with records at several clients pays for each of these clients.",
 }
-"""{unit: what its epsilon does not say of a person}"""
+"""{unit: the limit of its epsilon for a person}"""
+_SEEDED: Final = (
+    " The noise, and whatever else is drawn at random for privacy (who takes part in a round), comes from the "
+    "experiment's seed: whoever knows the seed can take it off again, so the guarantee describes the method (a "
+    "simulation), not this particular release."
+)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is told of the data beside what is paid for.
+class UncoveredFacts:
+    """Facts about the data that no epsilon covers.
 
-    ``read_off``: facts that a reader read off the private records, in words. ``tested_on``: which public test records
-    models are measured on, in words; empty where they are measured on none. ``tuned_on``: a sentence on choices that
-    were made on these records before.
+    ``read_off``: facts that were read off the private records, in words. ``tested_on``: the public test records of
+    measures, in words; empty for none. ``tuned_on``: a sentence on earlier choices made with these records.
     """
 
     read_off: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ class Facts:
     tuned_on: str = ""
 
     def in_words(self) -> str:
-        """Return sentences for what no epsilon covers, each with a space before it."""
+        """Return the facts as sentences, each with a space before it."""
         read_off = f" Read off the private records and told: {'; '.join(self.read_off)}." if self.read_off else ""
         tested = (
             f" {self.tested_on[:1].upper()}{self.tested_on[1:]} are taken to be public: measures on them cost nothing."
@@ -72,8 +73,8 @@ class Facts:
         return f"{self.tuned_on}{read_off}{tested}"
 
 
-def beside(statements: Iterable[Mapping[str, Any]], facts: Facts) -> list[dict[str, Any]]:
-    """Return ``statements``, each of which also says who pays several times, and what of ``facts`` it leaves out."""
+def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
+    """Return ``statements`` with two more limits each: persons that pay several times, and ``facts``."""
     more = facts.in_words()
     return [
         {**one, "does_not_cover": f"{one['does_not_cover']}{_SEVERAL.get(str(one['unit']), '')}{more}"}
@@ -85,17 +86,17 @@ def statement(
     terms: Terms,
     charges: Sequence[tuple[str, dp_event.DpEvent]],
     planned: Mapping[dp_event.DpEvent, int] | None,
-    words: Words,
+    coverage: Coverage,
 ) -> dict[str, Any]:
     """Return the guarantee as JSON values; ``charges`` are (release, event). See ``Ledger.statement``."""
     account = _account(terms, charges, planned)
-    guarantee = _guarantee(terms, account)
+    epsilon, accountant, source = _guarantee(terms, account)
     shown = account.bounds or account.realised
     kinds = list(account.promised or account.spent)
     only = kinds[0] if len(kinds) == 1 else None
     return {
         "unit": terms.unit,
-        "epsilon": guarantee.epsilon,
+        "epsilon": epsilon,
         "epsilon_realised": none_if_infinite(account.realised.least),
         "delta": terms.delta,
         "adjacency": str(terms.adjacency),
@@ -104,25 +105,25 @@ def statement(
         "sampling_rate": None if only is None else events.sampling_rate(only),
         "steps": account.spent.total(),
         "steps_planned": None if account.promised is None else account.promised.total(),
-        "accountant": guarantee.accountant,
+        "accountant": accountant,
         "epsilon_rdp": none_if_infinite(shown.rdp),
         "epsilon_pld": None if shown.pld is None else none_if_infinite(shown.pld),
         "budget": terms.budget,
         "budget_accountant": None if terms.budget is None else terms.accountant,
         "events": _listed(account.spent),
         "planned_events": None if account.promised is None else _listed(account.promised),
-        "guarantee": _in_words(terms, account, guarantee),
-        "simulation_only": words.simulation_only,
-        "covers": words.covers,
-        "does_not_cover": _limits(words),
+        "guarantee": _in_words(terms, account, epsilon, source),
+        "simulation_only": coverage.simulation_only,
+        "covers": coverage.covers,
+        "does_not_cover": coverage.does_not_cover + (_SEEDED if coverage.simulation_only else ""),
     }
 
 
 @dataclass(frozen=True)
 class _Account:
-    """``spent``: all charges so far. ``promised``: all releases fixed beforehand, None where nothing but a budget is.
+    """``spent``: all charges so far. ``promised``: all releases fixed beforehand, None where a budget alone is.
 
-    ``realised`` and ``bounds`` are what these two cost. ``again``: how many releases were paid for more than once.
+    ``realised`` and ``bounds``: their costs. ``again``: the number of releases that were paid for more than once.
     """
 
     spent: _Counts
@@ -132,21 +133,14 @@ class _Account:
     again: int
 
 
-@dataclass(frozen=True)
-class _Guarantee:
-    epsilon: float | None
-    accountant: str
-    source: str
-
-
 def promised_releases(
     terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int]
 ) -> _Counts:
     """Return all releases that were fixed beforehand: the plan, as far as the budget goes where that is certain.
 
-    A release that was paid for again is on top of the plan. Where all are of one kind, how many of them the budget is
-    good for is certain before the first one, whatever a run shows and wherever it stops. ``charges``: what was charged
-    so far, as (release, event).
+    A release that was paid for again is on top of the plan. Where all are of one kind, the number that the budget
+    affords is certain before the first one, whatever a run releases and wherever it ends. ``charges``: all charges so
+    far, as (release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again
@@ -159,7 +153,6 @@ def promised_releases(
 def _account(
     terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int] | None
 ) -> _Account:
-    """Count what was spent and what was promised."""
     spent, again = _spent(charges)
     promised = None if planned is None else promised_releases(terms, charges, planned)
     if promised is None and _used_up(terms, spent):
@@ -176,9 +169,9 @@ def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _C
 
 
 def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
-    """Return how many releases, of ``least`` to ``most``, the budget is good for.
+    """Return the number of releases, from ``least`` to ``most``, that the budget affords.
 
-    ``most`` where it was not good for ``least``: an earlier version let a charge pass that costs more.
+    ``most`` where it does not afford ``least``: an earlier version let a charge pass that costs more.
     """
 
     def fits(number: int) -> bool:
@@ -193,43 +186,43 @@ def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) ->
 
 
 def _used_up(terms: Terms, spent: _Counts) -> bool:
-    """Return whether no further release fits the budget, where all are of one kind."""
+    """Return True if all releases are of one kind and no further one fits the budget."""
     return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
 
 
 def _cost(terms: Terms, counts: _Counts) -> float:
-    """Return what is held against the budget."""
+    """Return the epsilon that is compared with the budget."""
     return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 
-def _guarantee(terms: Terms, account: _Account) -> _Guarantee:
-    """Return the smallest epsilon that was certain beforehand."""
+def _guarantee(terms: Terms, account: _Account) -> tuple[float | None, str, str]:
+    """Return the smallest epsilon that was certain beforehand, its accountant, and its source in words."""
     budget, whole = terms.budget, account.bounds
     if budget is not None and _cost(terms, account.spent) > budget:
         budget = None  # an earlier version let a charge pass that costs more: the budget did not hold
     if budget is not None and (whole is None or budget < whole.least):
         source = f"This is the budget, held against the {terms.accountant.upper()} accountant before every release"
-        return _Guarantee(budget, terms.accountant, source)
+        return budget, terms.accountant, source
     if whole is None:
-        return _Guarantee(None, terms.accountant, "")
-    return _Guarantee(none_if_infinite(whole.least), whole.accountant, whole.in_words())
+        return None, terms.accountant, ""
+    return none_if_infinite(whole.least), whole.accountant, whole.in_words()
 
 
-def _in_words(terms: Terms, account: _Account, guarantee: _Guarantee) -> str:
+def _in_words(terms: Terms, account: _Account, epsilon: float | None, source: str) -> str:
     change = _NEIGHBOURS[terms.adjacency].format(unit=terms.unit)
-    if guarantee.epsilon is None and account.promised is not None:
+    if epsilon is None and account.promised is not None:
         return f"none: something is released without noise, so {change} may show plainly"
-    if guarantee.epsilon is None:
+    if epsilon is None:
         return (
             "none that holds wherever the run stops: neither a number of releases nor a budget was fixed beforehand. "
             f"{_so_far(account)}"
         )
     if not (account.spent or account.promised):
         return "complete: nothing is released"
-    epsilon = rounded_up(guarantee.epsilon)
+    shown = rounded_up(epsilon)
     said = (
-        f"({epsilon}, {terms.delta:g})-differential privacy under {change}: except with probability about "
-        f"{terms.delta:g}, it makes no released result more than e^{epsilon} times as likely. {guarantee.source}"
+        f"({shown}, {terms.delta:g})-differential privacy under {change}: except with probability about "
+        f"{terms.delta:g}, it makes no released result more than e^{shown} times as likely. {source}"
     )
     if account.again:
         said += (
@@ -249,16 +242,6 @@ def _so_far(account: _Account) -> str:
     return (
         f"The {account.spent.total()} releases so far {cost}, which is what was spent and no guarantee: where a run "
         "stops may depend on what it showed"
-    )
-
-
-def _limits(words: Words) -> str:
-    if not words.simulation_only:
-        return words.does_not_cover
-    return (
-        f"{words.does_not_cover} The noise, and whatever else is drawn at random for privacy (who takes part in a "
-        "round), comes from the experiment's seed: whoever knows the seed can take it off again, so the guarantee "
-        "describes the method (a simulation), not this particular release."
     )
 
 

@@ -202,7 +202,7 @@ class Calibration(Stage):
         """Yield the cost of private moments; nothing where they have no noise."""
         if (protection := settings_of(self.job).protection) is None:
             return
-        from fl_sim.privacy.planned import payment_of  # noqa: PLC0415
+        from fl_sim.privacy.bill import payment_of  # noqa: PLC0415
 
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, protection.delta)
         yield payment_of(terms, {protection.event: 1}, "", is_simulated=protection.noise == "seeded")

@@ -210,8 +210,7 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _checked(kept: Path, run: Run) -> Path:
     """Return the file that ``kept`` names. Raises RunError where that is damaged, or not paid for."""
-    from fl_sim.privacy.charge_log import Receipt  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
+    from fl_sim.privacy.ledger import Ledger, Receipt  # noqa: PLC0415 (the accountants load slowly)
 
     job, privacy = run.job, privacy_of(run)
     try:

@@ -18,8 +18,7 @@ from strategies.pate.mechanisms import LNMax, Mechanism, NoNoise
 if TYPE_CHECKING:
     from dp_accounting import dp_event
 
-    from fl_sim.privacy.charge_log import Receipt
-    from fl_sim.privacy.ledger import Ledger
+    from fl_sim.privacy.ledger import Ledger, Receipt
 
 UNANSWERED: Final = -1
 

@@ -20,8 +20,7 @@ from clients.private_moments import LONGEST, MomentsRelease, Protection, release
 from clients.private_moments import private_moments as noisy_moments
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import epsilon_of_counts
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import Noise, grid_spacing
 from fl_sim.store.tensors import write_private
 
 PROTECTION = Protection(2.0, 1e-5, 3.0, "secret")

@@ -16,8 +16,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import EPSILONS, audit_profile, run_mechanism
 from fl_sim.privacy.events import amplify_poisson
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import Noise, grid_spacing
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import LEDGER, ROUNDS
 from fl_sim.types import Cohort, Reply

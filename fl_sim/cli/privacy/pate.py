@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.pate import labelling_cost, lnmax, smooth_sensitivity
+from fl_sim.privacy.pate import labelling_cost, smooth_sensitivity
 from fl_sim.privacy.renyi import ORDERS
 from fl_sim.privacy.terms import delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
@@ -205,8 +205,8 @@ def _as_published(
     bounds = "2018: theorem 6, classic conversion of Renyi divergence"
     if request.gamma is not None:
         orders, bounds = _MOMENTS_2017, "2017: theorem 3 where it holds, 8 moments, classic conversion"
-        each = lnmax.independent_2017(request.gamma, orders)
-        theorem = lnmax.theorem_3(lnmax.log_q(counts, request.gamma), request.gamma, orders)
+        each = labelling_cost.independent_2017(request.gamma, orders)
+        theorem = labelling_cost.theorem_3(labelling_cost.LNMaxCost(request.gamma).log_q(counts), request.gamma, orders)
         dependent, independent = np.minimum(theorem, each).sum(axis=0), len(counts) * each
     tail = -math.log(request.delta) / (orders - 1)
     return {

@@ -1,24 +1,29 @@
-"""What a PATE labelling costs: the Renyi curve of every query, their sum, and epsilon, for its votes or for any votes.
+"""Cost of a PATE labelling: the Renyi curve of every query, their sum, and epsilon, for its votes or for any votes.
 
-The unit is one record of the private set: it lies in one teacher's shard, and that teacher's vote may move. A
-data-independent epsilon is a guarantee and may be published. A data-dependent one is a function of the votes and as
-private as they are (Papernot et al. 2018, section 3): look at it, publish ``smooth_sensitivity.release`` of it.
+The unit is one record of the private set: it lies in one teacher's shard, and that teacher has one vote, so one count
+falls by 1 and another rises by 1. A data-independent epsilon is a guarantee and may be published. A data-dependent one
+is a function of the votes and as private as they are (Papernot et al. 2018, section 3): look at it, publish
+``smooth_sensitivity.release`` of it. Curves are Renyi divergences of shape (queries, orders), in nats; ``log_q`` is ln
+of an upper bound on the probability that the label is not the teachers' majority, shape (queries,).
+
+LNMax: Papernot et al. 2017, "Semi-supervised Knowledge Transfer". GNMax and Confident-GNMax: Papernot et al. 2018,
+"Scalable Private Learning with PATE".
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from dp_accounting import dp_event
 from numpy.typing import NDArray
+from scipy.special import log_ndtr, logsumexp
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import Bounds, bounds
-from fl_sim.privacy.pate import gnmax, lnmax
-from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves
+from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves, laplace_curve
 from fl_sim.privacy.terms import valid_delta
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -31,41 +36,75 @@ _CHUNK: Final = 2048  # queries whose curves are in memory at once
 _MOST_VOTES: Final = 2**31
 
 
-class Cost(Protocol):
-    """What one query of a mechanism costs, as Renyi curves at the orders asked for."""
+class Cost(ABC):
+    """Cost of one query of a mechanism, as Renyi curves at the orders asked for."""
 
     @property
     def pure_epsilon(self) -> float:
         """Epsilon of one query at delta 0; ``inf`` where there is none."""
-        ...
+        return math.inf
 
+    @abstractmethod
+    def worst_case(self, orders: Floats) -> Floats:
+        """Return the curve of one query whatever the votes are, answered or not, shape (orders,)."""
+
+    @abstractmethod
+    def events(self) -> tuple[dp_event.DpEvent, ...]:
+        """Return all events that one query may be charged, whatever the votes are."""
+
+    @abstractmethod
     def chance_of_answer(self, counts: Counts) -> Floats:
         """Return each query's probability to be answered, shape (queries,)."""
-        ...
 
-    def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of one query whatever the votes are and whether or not it is answered, shape (orders,)."""
-        ...
-
-    def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return all that one query may be charged, whatever the votes are."""
-        ...
-
+    @abstractmethod
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves of shape (queries, orders).
 
         ``answered``: 1 where a query was answered, 0 where not, or the chance of it for an expectation.
         """
-        ...
+
+    @abstractmethod
+    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
+        """Return a lower bound on the data-dependent curve of every answered query, shape (orders,)."""
+
+
+class AnswerCost(Cost):
+    """Cost of a mechanism that answers every query."""
+
+    @abstractmethod
+    def log_q(self, counts: Counts) -> Floats:
+        """Return ``log_q`` of each query."""
+
+    @abstractmethod
+    def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
+        """Return ``log_q`` of votes whose other classes are all ``gaps`` behind the first, negative where ahead."""
+
+    @abstractmethod
+    def divergence(self, log_q: Floats, orders: Floats) -> Floats:
+        """Return each query's curve: the smaller of its theorem and the worst case, at every order."""
+
+    def dependent(self, counts: Counts, orders: Floats) -> Floats:
+        """Return each query's data-dependent curve."""
+        return self.divergence(self.log_q(counts), orders)
+
+    def chance_of_answer(self, counts: Counts) -> Floats:
+        """Return ones."""
+        return np.ones(len(counts))
+
+    def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
+        """Return (data-dependent, data-independent) curves."""
+        del answered
+        dependent = self.dependent(counts, orders)
+        return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return a curve that the data-dependent one of no answered query is below, shape (orders,)."""
-        ...
+        """Return the curve where all teachers agree: no votes make another label less likely."""
+        return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
 @dataclass(frozen=True)
-class LNMaxCost:
-    """Laplace noise of scale 1 / ``gamma`` on every count."""
+class LNMaxCost(AnswerCost):
+    """Laplace noise of scale 1 / ``gamma`` on every count, and the largest wins: (2 gamma, 0)-private."""
 
     gamma: float
 
@@ -74,108 +113,120 @@ class LNMaxCost:
         """2 gamma: one count falls by 1 and another rises by 1."""
         return 2 * self.gamma
 
-    def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return ones: every query is answered."""
-        return np.ones(len(counts))
-
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of one query whatever the votes are."""
-        return lnmax.independent(self.gamma, orders)
+        """Return the curve of one query whatever the votes are.
+
+        The winner is computed from the noisy counts, of which two move by 1: at most two Laplace mechanisms with
+        epsilon gamma (Mironov 2017, proposition 6), less than any bound from (2 gamma, 0)-privacy alone.
+        """
+        return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
         """Return two Laplace mechanisms: two counts move by 1."""
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
-    def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves; every query is answered."""
-        del answered
-        dependent = lnmax.dependent(counts, self.gamma, orders)
-        return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
+    def log_q(self, counts: Counts) -> Floats:
+        """Return the union bound of the 2017 paper's lemma 4, capped."""
+        gaps = self.gamma * _gaps_to_the_top(counts)
+        with np.errstate(invalid="ignore"):
+            terms = np.where(np.isinf(gaps), -np.inf, _log_beaten(gaps))
+        return _capped(logsumexp(terms, axis=1), counts.shape[1])
 
-    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the curve where all teachers agree, as no votes make another label less likely."""
-        return np.asarray(lnmax.dependent(_unanimous(teachers, classes), self.gamma, orders)[0])
+    def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
+        """Return ``log_q`` of votes with equal gaps."""
+        tail = _log_beaten(self.gamma * np.abs(gaps))
+        return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
+
+    def divergence(self, log_q: Floats, orders: Floats) -> Floats:
+        """Return the smaller of theorem 3 and the worst case."""
+        return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
 @dataclass(frozen=True)
-class GNMaxCost:
-    """Gaussian noise of standard deviation ``sigma`` on every count."""
+class GNMaxCost(AnswerCost):
+    """Gaussian noise of standard deviation ``sigma`` on every count, and the largest wins."""
 
     sigma: float
 
-    @property
-    def pure_epsilon(self) -> float:
-        """There is none."""
-        return math.inf
-
-    def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return ones: every query is answered."""
-        return np.ones(len(counts))
-
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of one query whatever the votes are."""
-        return gnmax.independent(self.sigma, orders)
+        """Return the curve of one query whatever the votes are: two counts move by 1 (proposition 8)."""
+        return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
         """Return one Gaussian mechanism: the counts, as one vector, move by sqrt 2."""
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
-    def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves; every query is answered."""
-        del answered
-        dependent = gnmax.dependent(counts, self.sigma, orders)
-        return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
+    def log_q(self, counts: Counts) -> Floats:
+        """Return the bound of proposition 7, capped."""
+        gaps = _gaps_to_the_top(counts)
+        return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
-    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the curve where all teachers agree, as no votes make another label less likely."""
-        return np.asarray(gnmax.dependent(_unanimous(teachers, classes), self.sigma, orders)[0])
+    def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
+        """Return ``log_q`` of votes with equal gaps."""
+        log_beaten = log_ndtr(-gaps / (np.sqrt(2) * self.sigma))
+        return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
+
+    def divergence(self, log_q: Floats, orders: Floats) -> Floats:
+        """Return the smaller of theorem 6 and the worst case."""
+        return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 
 @dataclass(frozen=True)
-class ConfidentCost:
-    """GNMax with ``sigma`` for queries whose largest count, with noise ``sigma_threshold``, reaches ``threshold``."""
+class ConfidentCost(Cost):
+    """GNMax with ``sigma`` for queries whose largest count, with noise ``sigma_threshold``, reaches ``threshold``.
+
+    The test releases one number that moves by 1, paid whether or not the query is then answered.
+    """
 
     threshold: float
     sigma_threshold: float
     sigma: float
 
     @property
-    def pure_epsilon(self) -> float:
-        """There is none."""
-        return math.inf
+    def test(self) -> GNMaxCost:
+        """Return a cost with the curves of the test: order / (2 sigma_threshold^2)."""
+        return GNMaxCost(np.sqrt(2) * self.sigma_threshold)
 
-    def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return each query's probability to pass the test."""
-        return np.exp(gnmax.log_answered(counts, self.threshold, self.sigma_threshold))
+    @property
+    def answer(self) -> GNMaxCost:
+        """Return the cost of an answer."""
+        return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
         """Return the curve of the test and an answer, whatever the votes are."""
-        return gnmax.threshold_independent(self.sigma_threshold, orders) + gnmax.independent(self.sigma, orders)
+        return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
         """Return the test, whose one number moves by 1, and the answer."""
-        return (dp_event.GaussianDpEvent(self.sigma_threshold), *GNMaxCost(self.sigma).events())
+        return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
+
+    def chance_of_answer(self, counts: Counts) -> Floats:
+        """Return each query's probability to pass the test."""
+        distance = (counts.max(axis=1) - self.threshold) / self.sigma_threshold
+        return np.exp(np.asarray(log_ndtr(distance), dtype=np.float64))
+
+    def test_curves(self, counts: Counts, orders: Floats) -> Floats:
+        """Return each test's data-dependent curve: theorem 6 for two outcomes, of which the rarer has probability q."""
+        distance = np.abs(counts.max(axis=1) - self.threshold) / self.sigma_threshold
+        return self.test.divergence(np.asarray(log_ndtr(-distance), dtype=np.float64), orders)
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves: every query pays the test, an answered one its answer."""
-        test = gnmax.threshold_dependent(counts, self.threshold, self.sigma_threshold, orders)
-        dependent = test + answered[:, None] * gnmax.dependent(counts, self.sigma, orders)
-        independent = answered[:, None] * gnmax.independent(self.sigma, orders)
-        return dependent, independent + gnmax.threshold_independent(self.sigma_threshold, orders)
+        dependent = self.test_curves(counts, orders) + answered[:, None] * self.answer.dependent(counts, orders)
+        independent = answered[:, None] * self.answer.worst_case(orders)
+        return dependent, independent + self.test.worst_case(orders)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
         """Return the answer's curve where all teachers agree, and the test's where its outcome is clearest.
 
         That is where the largest count is as large as it can be, or as small.
         """
-        answer = GNMaxCost(self.sigma).least(teachers, classes, orders)
-        largest = np.array([[teachers], [-(-teachers // classes)]])
-        tests = gnmax.threshold_dependent(largest, self.threshold, self.sigma_threshold, orders)
-        return np.asarray(tests.min(axis=0) + answer)
+        tests = self.test_curves(np.array([[teachers], [-(-teachers // classes)]]), orders)
+        return np.asarray(tests.min(axis=0) + self.answer.least(teachers, classes, orders))
 
 
 @dataclass(frozen=True)
-class Bill:
+class QueryCosts:
     """Epsilon at one delta: of each query alone and of all queries up to each; and their Renyi curve at ``ORDERS``."""
 
     per_query: Floats
@@ -190,43 +241,49 @@ class Bill:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Both bills of a labelling. ``answers``: how many queries were answered, or the expected number of them.
+    """Both costs of a labelling. ``answers``: the number of answered queries, or its expectation.
 
     ``dependent`` is PRIVATE: it is computed from the votes. ``worst_case`` is the epsilon of all queries whatever the
-    votes are and however many are answered, by both accountants: the only one that a plan may promise.
+    votes and the number of answers are, by both accountants: the only one that a plan may promise.
     """
 
-    dependent: Bill
-    independent: Bill
+    dependent: QueryCosts
+    independent: QueryCosts
     worst_case: Bounds
     answers: float
 
 
 def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bool_] | None = None) -> Analysis:
-    """Return what labelling ``counts`` costs at ``delta``.
+    """Return the cost of labelling ``counts`` at ``delta``.
 
-    ``answered``, of shape (queries,), says which queries were answered. Without it an answer's cost is weighted by
-    its probability, as the published analysis does: an expectation, not a bound.
+    ``answered``: the mask of answered queries, shape (queries,). Without it an answer's cost is weighted by its
+    probability, as the published analysis does: an expectation, not a bound.
     """
     valid_delta(delta)
+    queries, pure = len(counts), cost.pure_epsilon
     weights = cost.chance_of_answer(counts) if answered is None else answered.astype(np.float64)
-    bills = [_OpenBill(len(counts), cost.pure_epsilon, delta) for _ in range(2)]
-    for rows in _chunks(len(counts)):
-        for bill, curves in zip(bills, cost.curves(counts[rows], weights[rows], _ORDERS), strict=True):
-            bill.add(rows, curves)
-    worst = bounds({event: times * len(counts) for event, times in Counter(cost.events()).items()}, delta)
-    return Analysis(bills[0].close(), bills[1].close(), worst, float(weights.sum()))
+    both = [QueryCosts(np.zeros(queries), np.zeros(queries), np.zeros(len(ORDERS))) for _ in range(2)]
+    for start in range(0, queries, _CHUNK):
+        rows = slice(start, min(start + _CHUNK, queries))
+        for one, curves in zip(both, cost.curves(counts[rows], weights[rows], _ORDERS), strict=True):
+            running = one.curve + np.cumsum(curves, axis=0)
+            numbers = np.arange(rows.start + 1, rows.start + 1 + len(curves))
+            one.per_query[rows] = np.minimum(epsilon_of_curves(curves, delta), pure)
+            one.cumulative[rows] = np.minimum(epsilon_of_curves(running, delta), pure * numbers)
+            one.curve[:] = running[-1]
+    worst = bounds({event: times * queries for event, times in Counter(cost.events()).items()}, delta)
+    return Analysis(both[0], both[1], worst, float(weights.sum()))
 
 
 def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
-    """Return how many of ``queries`` fit epsilon ``target`` whatever the votes are: each is tested and answered."""
+    """Return the number of ``queries`` within epsilon ``target``, whatever the votes are: all tested and answered."""
     each = np.arange(1, queries + 1)
     total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)
     return int((np.minimum(total, each * cost.pure_epsilon) <= target).sum())
 
 
 def least_epsilon(cost: Cost, teachers: int, classes: int, delta: float) -> float:
-    """Return an epsilon that the data-dependent one of an answered query is never below, whatever its votes are."""
+    """Return a lower bound on the data-dependent epsilon of an answered query, whatever its votes are."""
     return float(epsilon_of_curves(cost.least(teachers, classes, _ORDERS)[None], delta)[0])
 
 
@@ -262,27 +319,70 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
     return checked
 
 
-class _OpenBill:
-    def __init__(self, queries: int, pure_epsilon: float, delta: float) -> None:
-        self._bill = Bill(np.zeros(queries), np.zeros(queries), np.zeros(len(ORDERS)))
-        self._sum = self._bill.curve
-        self._pure_epsilon, self._delta = pure_epsilon, delta
-
-    def add(self, rows: slice, curves: Floats) -> None:
-        running = self._sum + np.cumsum(curves, axis=0)
-        numbers = np.arange(rows.start + 1, rows.start + 1 + len(curves))
-        pure = self._pure_epsilon
-        self._bill.per_query[rows] = np.minimum(epsilon_of_curves(curves, self._delta), pure)
-        self._bill.cumulative[rows] = np.minimum(epsilon_of_curves(running, self._delta), pure * numbers)
-        self._sum = running[-1]
-
-    def close(self) -> Bill:
-        return Bill(self._bill.per_query, self._bill.cumulative, self._sum)
+def independent_2017(gamma: float, orders: Floats) -> Floats:
+    """Return the 2017 paper's curve of one query whatever the votes are: 2 gamma^2 order, and 2 gamma at most."""
+    return np.minimum(2 * gamma**2 * orders, 2 * gamma)
 
 
-def _unanimous(teachers: int, classes: int) -> Counts:
-    return np.array([[teachers] + [0] * (classes - 1)])
+def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
+    """Return the 2017 paper's data-dependent curves, ``inf`` where theorem 3 does not hold, shape (queries, orders).
+
+    It holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) + 1); the script published with the paper
+    applies it beyond, where it can fall below the truth. A moment of the paper is (order - 1) times the divergence.
+    """
+    holds = log_q < -np.logaddexp(0.0, 2 * gamma)
+    inside = np.where(holds, log_q, -1 - 2 * gamma - np.log(2))[:, None]
+    less = orders - 1
+    log_stays = np.log1p(-np.exp(inside))
+    stays = log_stays + less * (log_stays - np.log1p(-np.exp(inside + 2 * gamma)))
+    curves = np.maximum(_log_of_sum(stays, inside + 2 * gamma * less) / less, 0.0)
+    return np.where(holds[:, None], curves, np.inf)
 
 
-def _chunks(queries: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, queries)) for start in range(0, queries, _CHUNK))
+def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
+    """Return the data-dependent curves of a mechanism that costs order / sigma^2, ``inf`` where the theorem is silent.
+
+    ``log_q``: ln of a bound on the chance of any but the likeliest outcome, shape (queries,). mu_1 and mu_2 are those
+    of proposition 10. It needs order <= mu_1, and q in the range where the bound grows with q, since only a bound on q
+    is known.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        mu_2 = sigma * np.sqrt(-log_q)
+        mu_1 = mu_2 + 1
+        epsilon_1, epsilon_2 = mu_1 / sigma**2, mu_2 / sigma**2
+        steepest = (mu_2 - 1) * epsilon_2 - mu_2 * (np.log1p(1 / (mu_1 - 1)) + np.log1p(1 / (mu_2 - 1)))
+        log_stays = np.log1p(-np.exp(log_q))
+        log_a = log_stays - np.log1p(-np.exp((log_q + epsilon_2) * (1 - 1 / mu_2)))
+        log_b = epsilon_1 - log_q / (mu_1 - 1)
+        holds = (mu_2 > 1) & (log_q <= steepest) & (log_q + epsilon_2 < 0)
+    holds &= np.isfinite(log_a) & np.isfinite(log_b)  # not where the votes are so clear that q underflows
+    stays, q, a, b, most = (np.where(holds, value, 0.0)[:, None] for value in (log_stays, log_q, log_a, log_b, mu_1))
+    less = orders - 1
+    curves = np.maximum(_log_of_sum(stays + less * a, q + less * b) / less, 0.0)
+    curves = np.where(holds[:, None] & (orders <= most), curves, np.inf)
+    return np.where(np.isneginf(log_q)[:, None], 0.0, curves)
+
+
+def _gaps_to_the_top(counts: Counts) -> Floats:
+    """Return the votes that each class is behind the first of the largest, ``inf`` for that one."""
+    top = counts.argmax(axis=1)[:, None]
+    gaps = (np.take_along_axis(counts, top, axis=1) - counts).astype(np.float64)
+    np.put_along_axis(gaps, top, np.inf, axis=1)
+    return gaps
+
+
+def _log_beaten(gaps: Floats) -> Floats:
+    """Return ln Pr[a count that is ``gaps`` >= 0 noise scales behind wins against the top one]."""
+    return np.log((2 + gaps) / 4) - gaps
+
+
+def _capped(log_q: Floats, num_classes: int) -> Floats:
+    """Return ``log_q``, at most ln(1 - 1/classes)."""
+    return np.minimum(log_q, np.log1p(-1 / num_classes))
+
+
+def _log_of_sum(first: Floats, second: Floats) -> Floats:
+    """Return ln(e^first + e^second), accurate where the sum is close to 1."""
+    small = np.maximum(first, second) < 0.5
+    near = np.expm1(np.where(small, first, 0.0)) + np.exp(np.where(small, second, 0.0))
+    return np.where(small, np.log1p(near), np.logaddexp(first, second))

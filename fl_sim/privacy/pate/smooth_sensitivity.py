@@ -1,4 +1,4 @@
-"""Publishing a data-dependent cost: noise scaled to its smooth sensitivity (Papernot et al. 2018, appendix B).
+"""Publication of a data-dependent cost: noise scaled to its smooth sensitivity (Papernot et al. 2018, appendix B).
 
 The published number is an upper bound on B, the summed data-dependent divergence of all queries at ONE order that is
 chosen without looking at the votes. A vote that moves shifts every gap by at most 2, hence (what a shift does to a tail
@@ -21,15 +21,14 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr, ndtri
+from scipy.special import ndtri
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.pate import gnmax, lnmax
-from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Counts, Floats, GNMaxCost, LNMaxCost
+from fl_sim.privacy.pate.labelling_cost import AnswerCost, ConfidentCost, Counts, Floats
 
-Cost: TypeAlias = LNMaxCost | GNMaxCost | ConfidentCost
 Answered: TypeAlias = NDArray[np.bool_]
+PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 
 _CELLS_PER_VOTE: Final = 8
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # how many cells one vote moves a gap by, at most; one is for rounding
@@ -40,12 +39,12 @@ _LEAST: Final = 1e-9  # keeps the logarithm of the sensitivity finite; a constan
 
 
 @dataclass(frozen=True)
-class Terms:
-    """How a cost is published, fixed without looking at the votes.
+class PublicationTerms:
+    """Terms of the publication of a cost, fixed without looking at the votes.
 
-    ``order``: of the divergence. ``smoothness``: kappa, how fast distant votes are discounted; its product with
-    ``order`` must stay well below 1/2. ``noise``: the noise on B in smooth sensitivities, and on the logarithm of the
-    sensitivity (which tells the reader how far off B may be) in units of kappa.
+    ``order``: of the divergence. ``smoothness``: kappa, the discount of distant votes; its product with ``order`` must
+    stay well below 1/2. ``noise``: the noise on B in smooth sensitivities, and on the logarithm of the sensitivity
+    (which bounds the error of B for the reader) in units of kappa.
     """
 
     order: float = 20.0
@@ -62,7 +61,7 @@ class Terms:
             )
 
     def divergence(self) -> float:
-        """Return what publishing costs by itself, at ``order``: both noisy numbers.
+        """Return the cost of the publication itself, at ``order``: both noisy numbers.
 
         For N(B, (noise S)^2) against N(B', (noise S')^2) with |B - B'| <= min(S, S') and S within e^(+-kappa) of S'
         (the paper's theorem 23, here without its rounding up of the Gaussians' divergence).
@@ -73,7 +72,7 @@ class Terms:
         return scale + shift + order / (2 * self.noise**2)
 
     def curve(self, orders: Floats) -> Floats:
-        """Return what publishing costs by itself at each of ``orders``: ``inf`` where there is no bound."""
+        """Return the cost of the publication itself at each of ``orders``: ``inf`` where there is no bound."""
         costs = np.full(len(orders), np.inf)
         for place, order in enumerate(orders):
             with suppress(UserError):  # the smoothness is too large for this order
@@ -85,8 +84,8 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Published:
-    """What may be shown to anybody.
+class PublishedCost:
+    """A cost that may be shown to anybody.
 
     ``epsilon`` at ``delta`` covers the labels AND this publication; it holds for the votes at hand unless the noise was
     beyond its quantile, which has probability ``failure``.
@@ -99,22 +98,22 @@ class Published:
     failure: float
 
 
-def planned(cost: Cost, delta: float, *, queries: int, teachers: int, classes: int) -> Terms:
+def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
     """Return the terms that would publish the least epsilon if all teachers always agreed: no vote is looked at.
 
     Every query is taken to be answered then.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
-    def expected(terms: Terms) -> float:
+    def expected(terms: PublicationTerms) -> float:
         total = queries * float(cost.curves(unanimous, np.ones(1), np.array([terms.order]))[0][0, 0])
         return _published(total, queries * sensitivity, delta, terms, (0.0, 0.0)).epsilon
 
-    best, least = Terms(), np.inf
+    best, least = PublicationTerms(), np.inf
     for order, scale in product(_ORDERS, _PRODUCTS):
-        sensitivity = smooth_sensitivity(unanimous, cost, Terms(order, scale / order))
+        sensitivity = smooth_sensitivity(unanimous, cost, PublicationTerms(order, scale / order))
         for noise in _NOISES:
-            terms = Terms(order, scale / order, noise)
+            terms = PublicationTerms(order, scale / order, noise)
             if (epsilon := expected(terms)) < least:
                 best, least = terms, epsilon
     return best
@@ -122,18 +121,18 @@ def planned(cost: Cost, delta: float, *, queries: int, teachers: int, classes: i
 
 def release(
     counts: Counts,
-    cost: Cost,
+    cost: PublishableCost,
     delta: float,
-    terms: Terms,
+    terms: PublicationTerms,
     *,
     noise: Noise,
     server_round: int = 0,
     answered: Answered | None = None,
-) -> Published:
+) -> PublishedCost:
     """Publish an upper bound on the data-dependent cost of labelling ``counts``.
 
-    ``answered``: which queries were, (queries,); None: all. A second call with other noise is a second release: it
-    costs ``terms.divergence()`` once more.
+    ``answered``: the mask of answered queries, (queries,); None: all. A second call with other noise is a second
+    release: it costs ``terms.divergence()`` once more.
     """
     answers = np.ones(len(counts), dtype=bool) if answered is None else answered
     total = float(cost.curves(counts, answers.astype(np.float64), np.array([terms.order]))[0].sum())
@@ -142,7 +141,9 @@ def release(
     return _published(total, sensitivity, delta, terms, (float(normal[0]), float(normal[1])))
 
 
-def smooth_sensitivity(counts: Counts, cost: Cost, terms: Terms, answered: Answered | None = None) -> float:
+def smooth_sensitivity(
+    counts: Counts, cost: PublishableCost, terms: PublicationTerms, answered: Answered | None = None
+) -> float:
     """Return S = max over d of e^(-kappa d) times a bound on how far B moves within d votes of ``counts``. PRIVATE.
 
     ``answered``: as ``release`` takes it.
@@ -151,7 +152,7 @@ def smooth_sensitivity(counts: Counts, cost: Cost, terms: Terms, answered: Answe
     if isinstance(cost, ConfidentCost):
         given = counts if answered is None else counts[answered]
         parts = [_of_tests(counts, cost, terms.order)]
-        parts += [_of_labels(given, GNMaxCost(cost.sigma), terms.order)] if len(given) else []
+        parts += [_of_labels(given, cost.answer, terms.order)] if len(given) else []
     else:
         parts = [_of_labels(counts, cost, terms.order)]
     most = 0.0
@@ -168,10 +169,10 @@ def smooth_sensitivity(counts: Counts, cost: Cost, terms: Terms, answered: Answe
 
 @dataclass(frozen=True)
 class _Part:
-    """What is paid for alike on several queries.
+    """A part of the cost of each query: that of its label, or of its test.
 
-    ``local`` yields for distance 0, 1, 2, ... bounds on one query's local sensitivity by its state; ``queries``: how
-    many are in each of ``states``.
+    ``local`` yields for distance 0, 1, 2, ... bounds on one query's local sensitivity by its state; ``queries``: the
+    number of queries in each of ``states``.
     """
 
     local: Iterator[Floats]
@@ -179,24 +180,25 @@ class _Part:
     queries: NDArray[np.int64]
 
 
-def _of_labels(counts: Counts, cost: LNMaxCost | GNMaxCost, order: float) -> _Part:
-    """Return what moves the cost of labels; a query's state is the cell of its equivalent gap."""
+def _of_labels(counts: Counts, cost: AnswerCost, order: float) -> _Part:
+    """Return the cost of labels; a query's state is the cell of its equivalent gap."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
-    log_q = _log_q_at(cost, gaps, num_classes)
+    log_q = cost.log_q_of_gaps(gaps, num_classes)
     # log q falls with the gap: the cell in which a query's equivalent gap lies, the last one where q is at its cap.
-    found = len(gaps) - 1 - np.searchsorted(log_q[::-1], _log_q(cost, counts), side="left")
+    found = len(gaps) - 1 - np.searchsorted(log_q[::-1], cost.log_q(counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
-    before = _divergence_at(cost, _log_q_at(cost, gaps - 2, num_classes), order)
-    return _Part(_local_sensitivities(before, _divergence_at(cost, log_q, order)), cells, queries)
+    orders = np.array([order])
+    before = cost.divergence(cost.log_q_of_gaps(gaps - 2, num_classes), orders)[:, 0]
+    return _Part(_local_sensitivities(before, cost.divergence(log_q, orders)[:, 0]), cells, queries)
 
 
 def _of_tests(counts: Counts, cost: ConfidentCost, order: float) -> _Part:
-    """Return what moves the cost of Confident-GNMax's test; a query's state is its largest count, from the least on."""
+    """Return the cost of Confident-GNMax's tests; a query's state is its largest count, from the least on."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
-    beta = gnmax.threshold_dependent(largest, cost.threshold, cost.sigma_threshold, np.array([order]))[:, 0]
+    beta = cost.test_curves(largest, np.array([order]))[:, 0]
     rise = np.abs(np.diff(beta))  # from each count to the next one
 
     def local() -> Iterator[Floats]:
@@ -223,44 +225,21 @@ def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
         local = np.max([_from(local, step) for step in (-_SHIFT, 0, _SHIFT)], axis=0)
 
 
-def _published(total: float, sensitivity: float, delta: float, terms: Terms, normal: tuple[float, float]) -> Published:
+def _published(
+    total: float, sensitivity: float, delta: float, terms: PublicationTerms, normal: tuple[float, float]
+) -> PublishedCost:
     """Return the noisy bound: each of the two noises is beyond ``quantile`` with probability delta / 2."""
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
     bound = max(total + terms.noise * (sensitivity * normal[1] + at_most * quantile), 0.0)
     spent = float(bound + terms.divergence())
     epsilon = spent + np.log1p(-1 / terms.order) - np.log(delta * terms.order) / (terms.order - 1)
-    return Published(max(float(epsilon), 0.0), delta, terms.order, spent, failure=delta)
+    return PublishedCost(max(float(epsilon), 0.0), delta, terms.order, spent, failure=delta)
 
 
 def _from(values: Floats, ahead: int) -> Floats:
-    """Return what lies ``ahead`` cells further along; the end cells stand for all beyond them."""
+    """Return the values ``ahead`` cells further along; the end cells stand for all beyond them."""
     return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
-
-
-def _log_q(cost: LNMaxCost | GNMaxCost, counts: Counts) -> Floats:
-    if isinstance(cost, LNMaxCost):
-        return lnmax.log_q(counts, cost.gamma)
-    return gnmax.log_q(counts, cost.sigma)
-
-
-def _log_q_at(cost: LNMaxCost | GNMaxCost, gaps: Floats, num_classes: int) -> Floats:
-    """Return ln q of votes whose other classes are all ``gaps`` behind the first, negative where they are ahead."""
-    if isinstance(cost, LNMaxCost):
-        tail = np.exp(lnmax.log_beaten(cost.gamma * np.abs(gaps)))
-        log_beaten = np.where(gaps < 0, np.log1p(-tail), lnmax.log_beaten(cost.gamma * np.abs(gaps)))
-    else:
-        log_beaten = log_ndtr(-gaps / (np.sqrt(2) * cost.sigma))
-    return lnmax.cap_log_q(np.log(num_classes - 1) + log_beaten, num_classes)
-
-
-def _divergence_at(cost: LNMaxCost | GNMaxCost, log_q: Floats, order: float) -> Floats:
-    orders = np.array([order])
-    if isinstance(cost, LNMaxCost):
-        theorem = lnmax.theorem_3(log_q, cost.gamma, orders)
-    else:
-        theorem = gnmax.theorem_6(log_q, cost.sigma, orders)
-    return np.asarray(np.minimum(theorem, cost.worst_case(orders))[:, 0])
 
 
 def _scale_divergence(order: float, log_ratio: float) -> float:

@@ -34,8 +34,8 @@ from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, replaces_records
 from fl_sim.privacy import events
-from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.events import adjacency
+from fl_sim.privacy.ledger import Receipt
 from fl_sim.privacy.terms import Adjacency
 from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path
 from fl_sim.simulation.client_runtime import as_kept, read_pool

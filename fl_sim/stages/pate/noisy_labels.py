@@ -238,7 +238,7 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
     return Released(labelled, ledger, charges, folder, reused=kept is not None)
 
 
-def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict[str, Any], smooth_sensitivity.Terms]:
+def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
     """Return a noisy upper bound on the data-dependent epsilon, which may be published, and the terms of that.
 
     It is the same every time: the key of its noise is kept for good.
@@ -281,7 +281,7 @@ class _Published(BaseModel):
     divergence: _Positive
     failure: _Positive
     own_cost: _Positive
-    terms: smooth_sensitivity.Terms
+    terms: smooth_sensitivity.PublicationTerms
 
 
 class _Labels(BaseModel):

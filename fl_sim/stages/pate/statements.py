@@ -16,7 +16,7 @@ from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.planned import payment_of
 from fl_sim.privacy.renyi import ORDERS, Curve
-from fl_sim.privacy.statement import Words, promised_releases, statement
+from fl_sim.privacy.statement import Coverage, promised_releases, statement
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 from fl_sim.stages.pate.noisy_labels import Released, Votes, publish_cost, votes_key
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
@@ -68,7 +68,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     if settings.keep_private:
         limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."
     charges = [(charge.release, charge.event) for charge in ledger.charges]
-    words = Words(COVERS, limits, simulation_only=labelling.noise == "seeded")
+    words = Coverage(COVERS, limits, simulation_only=labelling.noise == "seeded")
     labels = {"ledger": ledger.identity, **statement(terms, charges, planned, words)}
     if not settings.publish_cost:
         return [labels]

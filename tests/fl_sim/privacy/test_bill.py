@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 
 from fl_sim.privacy import bill
 from fl_sim.privacy.accounting import bounds, epsilon
-from fl_sim.privacy.bill import Bill, Paid, Payment, bills, payments_of_unit, whole_run
+from fl_sim.privacy.bill import Bill, Payment, RunPayments, bills, payments_of_unit, whole_run
 from fl_sim.privacy.events import BoundedRangeDpEvent, amplify_fixed_size, amplify_poisson, under_replacement
 from fl_sim.privacy.terms import Adjacency
 
@@ -31,11 +31,13 @@ def payment(event: dp_event.DpEvent = POISSON, times: int = 10, identity: str = 
     return Payment(identity=identity, **whole)  # type: ignore[arg-type]
 
 
-def run(*payments: Payment, data: str = "digits", clients: str = "label-1, 10 clients", bare: bool = False) -> Paid:
-    return Paid(data, clients, payments, bare)
+def run(
+    *payments: Payment, data: str = "digits", clients: str = "label-1, 10 clients", bare: bool = False
+) -> RunPayments:
+    return RunPayments(data, clients, payments, bare)
 
 
-def only(*runs: Paid) -> Bill:
+def only(*runs: RunPayments) -> Bill:
     [one] = bills(runs)
     return one
 
@@ -139,7 +141,7 @@ def test_without_a_guarantee_anywhere_there_is_none_together() -> None:
     assert told.to_json()["epsilon"] is None
     assert "none, since 2 of the 4 runs released something about the same records without" in told.in_words
     assert "The private releases among themselves cost epsilon" in told.in_words
-    lost = only(run(payment()), Paid("digits", "", None, bare=False), Paid("", "", None, bare=False))
+    lost = only(run(payment()), RunPayments("digits", "", None, bare=False), RunPayments("", "", None, bare=False))
     assert lost.epsilon is None
     assert "none, since it is not known what 2 of the 3 runs released" in lost.in_words
     noiseless = only(run(payment()), run(payment(epsilon=None, charged=())))
@@ -194,7 +196,7 @@ def test_units_data_sets_and_the_clients_of_other_splits_have_bills_of_their_own
 
 
 def test_runs_that_share_a_name_or_a_content_have_one_bill_in_the_place_and_under_the_name_of_the_first() -> None:
-    def about(data: str, content: str) -> Paid:
+    def about(data: str, content: str) -> RunPayments:
         return replace(run(payment(charged=(), epsilon=1.0), data=data), content=content)
 
     told = bills([about("a", "x"), about("other", "z"), about("b", "y"), about("b", "x"), about("c", "y")])

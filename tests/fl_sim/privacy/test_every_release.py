@@ -362,7 +362,7 @@ def test_votes(worlds: Both, mechanism: Any, change: tuple[int, int]) -> None:
 )
 def test_published_cost(cost: Cost) -> None:
     # Both numbers: the cost moves by at most its sensitivity, and the sensitivity by at most a factor e^kappa.
-    terms, draw = smooth_sensitivity.Terms(8.0, 0.02, 6.0), np.random.default_rng(5)
+    terms, draw = smooth_sensitivity.PublicationTerms(8.0, 0.02, 6.0), np.random.default_rng(5)
     for _ in range(15):
         predictions = draw.choice(3, size=(20, 4), p=(0.8, 0.15, 0.05))
         other = predictions.copy()

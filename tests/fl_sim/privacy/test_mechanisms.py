@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import (
     Noise,
     add_noise,
     clip_factor,
     clipping_norm_on_grid,
+    grid_spacing,
     next_clipping_norm,
     takes_part,
     update_noise_multiplier,

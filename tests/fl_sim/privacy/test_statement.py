@@ -14,7 +14,7 @@ from fl_sim.errors import BudgetExhausted
 from fl_sim.privacy.accounting import bounds, epsilon
 from fl_sim.privacy.events import amplify_poisson, single_steps
 from fl_sim.privacy.ledger import Ledger
-from fl_sim.privacy.statement import Words, promised_releases, statement
+from fl_sim.privacy.statement import Coverage, promised_releases, statement
 from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 
 ROUND = amplify_poisson(dp_event.GaussianDpEvent(6.0), 0.1)
@@ -116,7 +116,7 @@ def test_used_up_is_a_budget_that_no_release_of_any_planned_kind_fits() -> None:
 def test_a_budget_that_did_not_hold_promises_nothing() -> None:
     charges = [(f"round {number}", ROUND) for number in range(4)]
     terms = Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=epsilon([ROUND] * 2, 1e-5))
-    words = Words(covers="", does_not_cover="", simulation_only=False)
+    words = Coverage(covers="", does_not_cover="", simulation_only=False)
     assert statement(terms, charges, {ROUND: 10}, words)["epsilon"] == least({ROUND: 10})
     assert statement(terms, charges, None, words)["epsilon"] == least({ROUND: 4})
     exact = replace(terms, budget=epsilon([ROUND] * 4, 1e-5))

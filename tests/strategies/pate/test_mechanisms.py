@@ -13,8 +13,7 @@ from scipy import stats
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import compose, delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, noise_calibration, run_mechanism
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import Noise, grid_spacing
 from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.renyi import ORDERS
 from strategies.pate import mechanisms

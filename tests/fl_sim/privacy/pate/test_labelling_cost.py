@@ -13,7 +13,7 @@ from scipy import stats
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
-from fl_sim.privacy.pate import gnmax, labelling_cost, lnmax
+from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.renyi import ORDERS, rdp_curve
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax
 
@@ -110,10 +110,10 @@ def test_no_number_overflows_where_votes_are_as_clear_or_as_unclear_as_can_be() 
 
 def test_lnmax_whatever_the_votes_is_two_laplace_mechanisms_and_better_than_the_paper() -> None:
     for gamma in (0.01, 0.05, 0.5, 2.0):
-        independent = lnmax.independent(gamma, ALL)
+        independent = labelling_cost.LNMaxCost(gamma).worst_case(ALL)
         laplace = 2 * rdp_curve(dp_event.LaplaceDpEvent(1 / gamma))
         assert independent == pytest.approx(laplace, rel=1e-6)
-        assert (independent <= lnmax.independent_2017(gamma, ALL)).all()
+        assert (independent <= labelling_cost.independent_2017(gamma, ALL)).all()
         # What any (2 gamma, 0)-private mechanism can be charged at most: randomised response.
         response = (np.logaddexp(2 * gamma * ALL, 2 * gamma * (1 - ALL)) - np.logaddexp(2 * gamma, 0)) / (ALL - 1)
         assert (independent <= response * (1 + 1e-9)).all()
@@ -194,9 +194,9 @@ def worst_divergence(votes: tuple[int, ...], scale: float, family: str, order: f
 @pytest.mark.parametrize("votes", [(3, 0), (2, 2, 1), (6, 1, 1), (8, 0, 0), (3, 3, 0), (12, 1, 0)])
 def test_lnmax_bounds_are_above_the_exact_worst_neighbour(votes: tuple[int, ...], gamma: float) -> None:
     exact_q = 1 - label_distribution(votes, 1 / gamma, "laplace")[0]
-    assert exact_q <= np.exp(lnmax.log_q(np.array([votes]), gamma)[0]) + 1e-7
+    assert exact_q <= np.exp(labelling_cost.LNMaxCost(gamma).log_q(np.array([votes]))[0]) + 1e-7
     orders = np.array([1.5, 2.0, 4.0, 9.0, 30.0])
-    bound = lnmax.dependent(np.array([votes]), gamma, orders)[0]
+    bound = labelling_cost.LNMaxCost(gamma).dependent(np.array([votes]), orders)[0]
     for order, value in zip(orders, bound, strict=True):
         assert worst_divergence(votes, 1 / gamma, "laplace", order) <= value + 1e-6
 
@@ -205,7 +205,7 @@ def test_lnmax_bounds_are_above_the_exact_worst_neighbour(votes: tuple[int, ...]
 @pytest.mark.parametrize("votes", [(3, 0), (2, 2, 1), (8, 0, 0), (12, 1, 0)])
 def test_gnmax_bounds_are_above_the_exact_worst_neighbour(votes: tuple[int, ...], sigma: float) -> None:
     orders = np.array([1.5, 2.0, 4.0, 9.0])
-    bound = gnmax.dependent(np.array([votes]), sigma, orders)[0]
+    bound = labelling_cost.GNMaxCost(sigma).dependent(np.array([votes]), orders)[0]
     for order, value in zip(orders, bound, strict=True):
         assert worst_divergence(votes, sigma, "normal", order) <= value + 1e-6
 
@@ -214,7 +214,7 @@ def test_gnmax_bounds_are_above_the_exact_worst_neighbour(votes: tuple[int, ...]
 def test_threshold_bounds_are_above_the_exact_worst_neighbour(top: int) -> None:
     threshold, sigma = 10.0, 2.0
     orders = np.array([1.5, 2.0, 4.0, 9.0])
-    bound = gnmax.threshold_dependent(np.array([[top, 0]]), threshold, sigma, orders)[0]
+    bound = labelling_cost.ConfidentCost(threshold, sigma, 1.0).test_curves(np.array([[top, 0]]), orders)[0]
 
     def chances(largest: int) -> np.ndarray:
         return np.array([stats.norm.cdf(sign * (largest - threshold) / sigma) for sign in (1, -1)])
@@ -284,3 +284,34 @@ def test_no_votes_cost_less_than_the_least_that_is_told_beforehand(cost: labelli
     assert (cost.least(teachers, 3, ALL) <= found * (1 + 1e-12)).all()
     if not isinstance(cost, labelling_cost.ConfidentCost):  # whose test is cheapest at other votes than its answer
         assert told == least
+
+
+@pytest.mark.parametrize("gamma", [0.05, 0.5, 2.0])
+def test_theorem_3_holds_below_its_range_of_q_alone(gamma: float) -> None:
+    log_end = -np.log(np.exp(2 * gamma) + 1)
+    curves = labelling_cost.theorem_3(log_end + np.array([-1e-3, 1e-3]), gamma, np.array([1.5, 2.0, 9.0]))
+    assert np.isfinite(curves[0]).all()
+    assert np.isinf(curves[1]).all()
+
+
+@pytest.mark.parametrize("sigma", [5.0, 40.0])
+def test_theorem_6_grows_with_q_wherever_it_speaks_as_only_a_bound_on_q_is_known(sigma: float) -> None:
+    log_q, orders = -np.geomspace(600.0, 1e-3, 2000), np.array([1.1, 1.5, 2.0, 4.0, 10.0])
+    curves = labelling_cost.theorem_6(log_q, sigma, orders)
+    speaks = np.isfinite(curves)
+    assert speaks.sum() > 2000
+    rises = np.where(speaks, curves, 0.0)
+    both = speaks[1:] & speaks[:-1]
+    assert (np.diff(rises, axis=0)[both] >= 0).all()
+
+
+def test_a_certain_answer_costs_nothing() -> None:
+    orders = np.array([1.1, 2.0, 10.0])
+    assert (labelling_cost.theorem_6(np.array([-np.inf, -1e-9]), 2.0, orders) == [[0.0] * 3, [np.inf] * 3]).all()
+
+
+def test_a_test_costs_the_same_as_far_below_its_threshold_as_above_it() -> None:
+    orders, cost = np.array([1.5, 2.0]), labelling_cost.ConfidentCost(6.0, 0.5, 1.0)
+    below, above = cost.test_curves(np.array([[4, 1], [8, 1]]), orders)
+    assert (below == above).all()
+    assert (below < cost.test.worst_case(orders) / 2).all()

@@ -10,8 +10,8 @@ from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.pate.smooth_sensitivity import (
-    Cost,
-    Terms,
+    PublicationTerms,
+    PublishableCost,
     _local_sensitivities,
     planned,
     release,
@@ -39,22 +39,22 @@ def moves(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) // 2
 
 
-def divergence(cost: Cost, votes: tuple[int, ...], order: float, answered: float = 1.0) -> float:
+def divergence(cost: PublishableCost, votes: tuple[int, ...], order: float, answered: float = 1.0) -> float:
     return float(cost.curves(np.array([votes]), np.array([answered]), np.array([order]))[0][0, 0])
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
-@pytest.mark.parametrize("terms", [Terms(4.0, 0.02), Terms(12.0, 0.01)], ids=str)
-def test_it_bounds_the_exact_smooth_sensitivity_and_is_smooth(cost: Cost, terms: Terms) -> None:
+@pytest.mark.parametrize("terms", [PublicationTerms(4.0, 0.02), PublicationTerms(12.0, 0.01)], ids=str)
+def test_it_bounds_the_exact_smooth_sensitivity_and_is_smooth(cost: PublishableCost, terms: PublicationTerms) -> None:
     check(cost, terms, answered=True)
 
 
 @pytest.mark.parametrize("threshold", [2.0, 6.0, 9.0])
 def test_a_query_that_is_not_answered_moves_by_its_test_alone(threshold: float) -> None:
-    check(labelling_cost.ConfidentCost(threshold, 1.2, 1.5), Terms(4.0, 0.02), answered=False)
+    check(labelling_cost.ConfidentCost(threshold, 1.2, 1.5), PublicationTerms(4.0, 0.02), answered=False)
 
 
-def check(cost: Cost, terms: Terms, *, answered: bool) -> None:
+def check(cost: PublishableCost, terms: PublicationTerms, *, answered: bool) -> None:
     values = {votes: divergence(cost, votes, terms.order, float(answered)) for votes in EVERY}
     local = {
         votes: max(abs(values[votes] - values[other]) for other in EVERY if moves(votes, other) == 1) for votes in EVERY
@@ -70,10 +70,10 @@ def check(cost: Cost, terms: Terms, *, answered: bool) -> None:
 
 
 @pytest.mark.parametrize("cost", COSTS[:4], ids=str)
-@pytest.mark.parametrize("terms", [Terms(2.0, 0.3), Terms(4.0, 0.1)], ids=str)
+@pytest.mark.parametrize("terms", [PublicationTerms(2.0, 0.3), PublicationTerms(4.0, 0.1)], ids=str)
 @pytest.mark.parametrize("teachers", [6, 21])
 def test_with_two_classes_where_it_is_tight_it_still_bounds_what_a_vote_moves(
-    cost: Cost, terms: Terms, teachers: int
+    cost: PublishableCost, terms: PublicationTerms, teachers: int
 ) -> None:
     values = np.array([divergence(cost, (first, teachers - first), terms.order) for first in range(teachers + 1)])
     rise = np.abs(np.diff(values))
@@ -87,7 +87,7 @@ def test_with_two_classes_where_it_is_tight_it_still_bounds_what_a_vote_moves(
 @pytest.mark.parametrize("threshold", [3.0, 7.0])
 def test_of_the_test_alone_it_is_the_exact_smooth_sensitivity(threshold: float) -> None:
     """Ten votes on three classes: the largest count is 4 at least, and a vote moves it by 1."""
-    cost, terms = labelling_cost.ConfidentCost(threshold, 1.2, 1.5), Terms(4.0, 0.1)
+    cost, terms = labelling_cost.ConfidentCost(threshold, 1.2, 1.5), PublicationTerms(4.0, 0.1)
     largest = np.arange(4, 11)
     rest = 10 - largest
     values = np.array(
@@ -110,22 +110,22 @@ def test_a_divergence_that_rises_with_the_gap_has_no_sensitivity() -> None:
 
 
 def test_queries_add_up_because_one_teacher_votes_on_all_of_them() -> None:
-    cost, terms = labelling_cost.GNMaxCost(2.0), Terms(8.0, 0.02)
+    cost, terms = labelling_cost.GNMaxCost(2.0), PublicationTerms(8.0, 0.02)
     one = smooth_sensitivity(np.array([[9, 0, 0]]), cost, terms)
     assert smooth_sensitivity(np.array([[9, 0, 0], [0, 0, 9]]), cost, terms) == pytest.approx(2 * one)
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 @pytest.mark.parametrize("smoothness", [0.1, 0.3])
-def test_a_further_query_never_lowers_the_sensitivity(cost: Cost, smoothness: float) -> None:
+def test_a_further_query_never_lowers_the_sensitivity(cost: PublishableCost, smoothness: float) -> None:
     """Of one that is close and one that many votes away from a change, the first decides at distance 0."""
-    terms, close, clear = Terms(2.0, smoothness), (16, 13, 1), (30, 0, 0)
+    terms, close, clear = PublicationTerms(2.0, smoothness), (16, 13, 1), (30, 0, 0)
     alone = [smooth_sensitivity(np.array([votes]), cost, terms) for votes in (close, clear)]
     assert smooth_sensitivity(np.array([close, clear]), cost, terms) >= max(alone) > 0
 
 
 def test_tests_and_answers_add_up_over_the_queries_that_have_them() -> None:
-    cost, terms = labelling_cost.ConfidentCost(6.0, 2.0, 1.0), Terms(4.0, 0.02)
+    cost, terms = labelling_cost.ConfidentCost(6.0, 2.0, 1.0), PublicationTerms(4.0, 0.02)
     votes = np.array([[9, 0, 0], [5, 4, 0]])
 
     none, first, second, both = (
@@ -136,8 +136,8 @@ def test_tests_and_answers_add_up_over_the_queries_that_have_them() -> None:
     assert max(first, second) < both == smooth_sensitivity(votes, cost, terms)
 
 
-@pytest.mark.parametrize("terms", [Terms(4.0, 0.05, 3.0), Terms(20.0, 0.01, 12.0)], ids=str)
-def test_the_release_costs_what_it_says(terms: Terms) -> None:
+@pytest.mark.parametrize("terms", [PublicationTerms(4.0, 0.05, 3.0), PublicationTerms(20.0, 0.01, 12.0)], ids=str)
+def test_the_release_costs_what_it_says(terms: PublicationTerms) -> None:
     paid = terms.divergence() - terms.order / (2 * terms.noise**2)  # less the noise on the sensitivity
     worst = 0.0
     for ratio in np.exp(np.linspace(-1, 1, 9) * terms.smoothness):
@@ -169,7 +169,11 @@ def test_what_is_published_is_above_the_truth_and_covers_its_own_cost() -> None:
 def test_both_noises_are_in_smooth_sensitivities_and_each_is_beyond_its_quantile_in_half_of_the_failures(
     delta: float,
 ) -> None:
-    counts, cost, terms = np.array([[24, 6], [20, 10]] * 5), labelling_cost.GNMaxCost(8.0), Terms(8.0, 0.02, 3.0)
+    counts, cost, terms = (
+        np.array([[24, 6], [20, 10]] * 5),
+        labelling_cost.GNMaxCost(8.0),
+        PublicationTerms(8.0, 0.02, 3.0),
+    )
     total = float(cost.curves(counts, np.ones(10), np.array([8.0]))[0].sum())
     sensitivity, quantile = smooth_sensitivity(counts, cost, terms), float(stats.norm.isf(delta / 2))
     assert sensitivity > 0.01
@@ -183,7 +187,7 @@ def test_both_noises_are_in_smooth_sensitivities_and_each_is_beyond_its_quantile
 
 
 def test_a_published_epsilon_is_never_negative() -> None:
-    cost, terms = labelling_cost.GNMaxCost(40.0), Terms(4.0, 0.0125, 24.0)
+    cost, terms = labelling_cost.GNMaxCost(40.0), PublicationTerms(4.0, 0.0125, 24.0)
     found = release(np.array([[30, 0]]), cost, 0.9, terms, noise=Noise.seeded(0))
     assert found.divergence + np.log1p(-1 / 4) - np.log(0.9 * 4) / 3 < 0 == found.epsilon
 
@@ -204,4 +208,4 @@ def test_terms_are_planned_without_the_votes_and_help_where_teachers_agree() -> 
 )
 def test_terms_that_bound_nothing_are_refused(terms: tuple[float, float, float]) -> None:
     with pytest.raises(UserError):
-        Terms(*terms)
+        PublicationTerms(*terms)

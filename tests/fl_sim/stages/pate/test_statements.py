@@ -142,7 +142,7 @@ def test_labels_and_the_published_figure_cost_what_all_queries_cost_and_the_figu
     experiment = pate(*CONFIDENT, *PUBLISHED)
     test, answer = experiment.algorithm.labelling.mechanism.charges()
     (labels, both), _ = all_said(tmp_path / "run", experiment, votes_of(0.2))
-    terms = smooth_sensitivity.Terms(**both["published"]["terms"])
+    terms = smooth_sensitivity.PublicationTerms(**both["published"]["terms"])
     curve = compose({test: 40, answer: 40}) + terms.curve(np.array(ORDERS))
     assert both["epsilon"] == epsilon_of_curve(curve, 1e-5) > labels["epsilon"]
 

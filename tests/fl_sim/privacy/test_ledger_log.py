@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from fl_sim.errors import BudgetExhausted, RunError, UserError
 from fl_sim.privacy.accounting import epsilon
-from fl_sim.privacy.charge_log import Charge, Receipt, _digest
 from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
-from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.ledger import Charge, Ledger, Receipt, _digest
 from fl_sim.privacy.terms import Adjacency, Terms
 
 POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)

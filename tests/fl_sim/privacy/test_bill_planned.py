@@ -5,9 +5,8 @@ from dp_accounting.dp_event import DpEvent, GaussianDpEvent, PoissonSampledDpEve
 
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import bounds, epsilon_of_counts
-from fl_sim.privacy.bill import Paid, bills
+from fl_sim.privacy.bill import RunPayments, bills, payment_of
 from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
-from fl_sim.privacy.planned import payment_of
 from fl_sim.privacy.terms import Adjacency, Terms
 
 ROUNDS: dict[DpEvent, int] = {PoissonSampledDpEvent(0.1, GaussianDpEvent(1.1)): 50}
@@ -26,9 +25,9 @@ def _nothing_known() -> None:
 def test_without_time_for_a_pld_a_payment_is_that_of_the_rdp_accountant() -> None:
     with begun_only_if(lambda: False):
         rough = payment_of(terms(), ROUNDS, "", is_simulated=False)
-        [rough_bill] = bills([Paid("digits", "iid", (rough, rough), bare=False)])
+        [rough_bill] = bills([RunPayments("digits", "iid", (rough, rough), bare=False)])
     exact = payment_of(terms(), ROUNDS, "", is_simulated=False)
-    [exact_bill] = bills([Paid("digits", "iid", (exact, exact), bare=False)])
+    [exact_bill] = bills([RunPayments("digits", "iid", (exact, exact), bare=False)])
     assert rough.epsilon == epsilon_of_counts(ROUNDS, 1e-5)
     assert exact.epsilon is not None
     assert rough.epsilon > exact.epsilon

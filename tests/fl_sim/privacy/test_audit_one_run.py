@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fl_sim.privacy import one_run
+from fl_sim.privacy import audit
 from fl_sim.seeding import rng
 
 
 @pytest.mark.parametrize(("guesses", "correct"), [(40, 40), (100, 90), (1000, 700)])
 def test_without_delta_the_bound_is_that_of_clopper_and_pearson(guesses: int, correct: int) -> None:
-    bound = one_run.epsilon_lower_bound(1000, guesses, correct, 0.0, 0.05)
+    bound = audit.epsilon_lower_bound(1000, guesses, correct, 0.0, 0.05)
     share = float(stats.beta.ppf(0.05, correct, guesses - correct + 1))
     assert bound == pytest.approx(math.log(share / (1 - share)), abs=1e-3)
 
@@ -24,44 +24,44 @@ def test_the_delta_term_is_what_theorem_5_2_says(epsilon: float) -> None:
     means = [sum(law.pmf(9 - j) for j in range(1, i + 1)) / i for i in range(1, 10)]
     assert (means[0] == max(means)) == (epsilon == 1.5)
     wanted = law.pmf(9) + law.pmf(10) + 2 * 50 * 1e-3 * max(means)
-    assert one_run.p_value(50, 10, 9, epsilon, 1e-3) == pytest.approx(wanted, rel=1e-9)
+    assert audit.p_value(50, 10, 9, epsilon, 1e-3) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_no_right_guess_and_a_large_delta_prove_nothing() -> None:
     for correct, delta in ((0, 1e-3), (10, 0.5)):
-        assert one_run.p_value(50, 10, correct, 1.0, delta) == 1.0
-        assert one_run.epsilon_lower_bound(50, 10, correct, delta, 0.05) == 0.0
+        assert audit.p_value(50, 10, correct, 1.0, delta) == 1.0
+        assert audit.epsilon_lower_bound(50, 10, correct, delta, 0.05) == 0.0
 
 
 @pytest.mark.parametrize("correct", range(80, 100, 3))
 def test_the_bound_is_refuted_and_hardly_more_is_not(correct: int) -> None:
-    bound = one_run.epsilon_lower_bound(1000, 100, correct, 1e-5, 0.05)
-    assert one_run.p_value(1000, 100, correct, bound, 1e-5) <= 0.05
-    assert one_run.p_value(1000, 100, correct, bound + 3e-4, 1e-5) > 0.05
+    bound = audit.epsilon_lower_bound(1000, 100, correct, 1e-5, 0.05)
+    assert audit.p_value(1000, 100, correct, bound, 1e-5) <= 0.05
+    assert audit.p_value(1000, 100, correct, bound + 3e-4, 1e-5) > 0.05
 
 
 def test_every_share_calls_as_many_in_as_out_and_at_least_one() -> None:
     scores, taking_part = np.array([4.0, 1, 9, 3, 7, 0, 8, 2, 6, 5]), np.zeros(10, dtype=np.bool_)
     taking_part[[2, 6, 5, 9]] = True  # ranks 9, 8, 0, 5: the lowest is called wrongly, and 7 and 6 above 5
-    found = one_run.guess(scores, taking_part, 1e-3)
+    found = audit.guess(scores, taking_part, 1e-3)
     assert [one.guesses for one in found] == [2, 2, 2, 2, 4, 6, 10]
     assert [one.correct for one in found] == [1, 1, 1, 1, 3, 4, 7]
     scores = np.arange(200.0)
-    for one in one_run.guess(scores, scores >= 100, 1e-4):
-        level = (1 - one_run.CONFIDENCE) / len(one_run.SHARES)
-        assert one.epsilon_lower_bound == one_run.epsilon_lower_bound(200, one.guesses, one.guesses, 1e-4, level)
+    for one in audit.guess(scores, scores >= 100, 1e-4):
+        level = (1 - audit.CONFIDENCE) / len(audit.SHARES)
+        assert one.epsilon_lower_bound == audit.epsilon_lower_bound(200, one.guesses, one.guesses, 1e-4, level)
 
 
 def test_ties_go_to_those_that_stand_first() -> None:
     scores, taking_part = np.arange(1000.0) % 3, np.arange(1000) >= 500
     ranked = taking_part[sorted(range(1000), key=lambda place: scores[place])]
-    for one in one_run.guess(scores, taking_part, 1e-5):
+    for one in audit.guess(scores, taking_part, 1e-5):
         side = one.guesses // 2
         assert one.correct == (~ranked[:side]).sum() + ranked[-side:].sum()
 
 
 def test_delta_can_only_weaken_what_is_proven() -> None:
-    bounds = [one_run.epsilon_lower_bound(1000, 400, 390, delta, 0.05) for delta in (0.0, 1e-5, 1e-4, 1e-3)]
+    bounds = [audit.epsilon_lower_bound(1000, 400, 390, delta, 0.05) for delta in (0.0, 1e-5, 1e-4, 1e-3)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[-1]
 
@@ -69,7 +69,7 @@ def test_delta_can_only_weaken_what_is_proven() -> None:
 def test_the_bound_errs_as_often_as_it_may_and_no_oftener() -> None:
     # Randomised response tells every bit truly with probability e^eps / (1 + e^eps): for it theorem 5.2 is tight.
     law = stats.binom(500, 1 / (1 + math.exp(-1.0)))
-    enough = next(c for c in range(365, 500) if one_run.epsilon_lower_bound(500, 500, c, 0.0, 0.05) > 1.0)
+    enough = next(c for c in range(365, 500) if audit.epsilon_lower_bound(500, 500, c, 0.0, 0.05) > 1.0)
     assert law.sf(enough - 1) <= 0.05 < law.sf(enough - 2)
 
 
@@ -81,14 +81,14 @@ def test_the_best_of_all_shares_still_errs_seldom() -> None:
         bits = generator.random(500) < 0.5
         told = bits ^ (generator.random(500) > 1 / (1 + math.exp(-epsilon)))
         scores = told + 1e-3 * generator.random(500)
-        bounds.append(max(one.epsilon_lower_bound for one in one_run.guess(scores, bits, 1e-6)))
+        bounds.append(max(one.epsilon_lower_bound for one in audit.guess(scores, bits, 1e-6)))
     assert sum(bound > epsilon for bound in bounds) <= stats.binom.ppf(0.999, 100, 0.05)
     assert float(np.mean(bounds)) > 0.6 * epsilon
 
 
 def test_no_claim_above_the_power_limit_can_be_refuted() -> None:
-    level = 0.05 / len(one_run.SHARES)
-    limits = [one_run.power_limit(canaries, 1e-5) for canaries in (100, 300, 1000)]
+    level = 0.05 / len(audit.SHARES)
+    limits = [audit.power_limit(canaries, 1e-5) for canaries in (100, 300, 1000)]
     assert limits == sorted(limits)
     for canaries, limit in zip((100, 300, 1000), limits, strict=True):
         assert limit < math.log(canaries / math.log(1 / level))  # equal but for delta and e^-x against 1 / (1 + x)
@@ -97,6 +97,6 @@ def test_no_claim_above_the_power_limit_can_be_refuted() -> None:
 def test_the_power_limit_is_that_of_the_best_share_of_guesses() -> None:
     canaries = 1000
     perfect = np.arange(canaries, dtype=np.float64)
-    found = [one.epsilon_lower_bound for one in one_run.guess(perfect, perfect >= canaries // 2, 1e-5)]
+    found = [one.epsilon_lower_bound for one in audit.guess(perfect, perfect >= canaries // 2, 1e-5)]
     assert len(set(found)) > 1
-    assert one_run.power_limit(canaries, 1e-5) == max(found) > min(found)
+    assert audit.power_limit(canaries, 1e-5) == max(found) > min(found)
