@@ -34,8 +34,7 @@ from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.training import Adam, Weights, adversaries_of
 from fl_sim.native.kernel import CompiledNormals, Kernel, load_kernel
 from fl_sim.native.perceptrons import Pairs, Release, Shown
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
+from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid, grid_spacing
 
 Step = Callable[[int], None]
 SHAPE, NOISE_MULTIPLIER = (1, 28, 28), 1.1

@@ -16,8 +16,8 @@ from fl_sim.engines import wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_at, epsilon_of_counts, fixed_order
-from fl_sim.privacy.charge_log import Charge
 from fl_sim.privacy.events import BoundedRangeDpEvent
+from fl_sim.privacy.ledger import Charge
 from fl_sim.simulation.rounds import runtime_of
 
 GAUSSIAN = dp_event.GaussianDpEvent(5.0)

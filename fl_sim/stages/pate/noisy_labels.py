@@ -29,8 +29,7 @@ from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
-from fl_sim.privacy.charge_log import Receipt
-from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.ledger import Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, GNMaxCost, LNMaxCost
@@ -238,7 +237,9 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
     return Released(labelled, ledger, charges, folder, reused=kept is not None)
 
 
-def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
+def publish_cost(
+    settings: Pate, votes: Votes, released: Released
+) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
     """Return a noisy upper bound on the data-dependent epsilon, which may be published, and the terms of that.
 
     It is the same every time: the key of its noise is kept for good.

@@ -12,9 +12,8 @@ from dp_accounting import dp_event
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import compose, epsilon_of_curve, noise_beyond
-from fl_sim.privacy.bill import Payment
+from fl_sim.privacy.bill import Payment, payment_of
 from fl_sim.privacy.pate import labelling_cost
-from fl_sim.privacy.planned import payment_of
 from fl_sim.privacy.renyi import ORDERS, Curve
 from fl_sim.privacy.statement import Coverage, promised_releases, statement
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up

@@ -26,8 +26,7 @@ from fl_sim.native.perceptrons import (
     TwoWays,
     is_perceptron,
 )
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import Noise, add_noise
+from fl_sim.privacy.mechanisms import Noise, add_noise, grid_spacing
 
 
 class Generator(nn.Module):

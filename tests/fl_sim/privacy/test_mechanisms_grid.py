@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_sim.native.kernel import CompiledNormals, load_kernel
-from fl_sim.privacy.grid import DECIDED, GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
-from fl_sim.privacy.mechanisms import Noise, Normals
+from fl_sim.privacy.mechanisms import (
+    DECIDED,
+    GAUSSIAN,
+    LAPLACE,
+    TOLERANCE,
+    Law,
+    Noise,
+    Normals,
+    exact_step,
+    grid_spacing,
+)
 
 STD = 1.37
 RATIO = STD / grid_spacing(STD)
