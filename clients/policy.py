@@ -30,8 +30,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.mistakes import explain
 from fl_sim.own_code import in_one_line
 from fl_sim.privacy.accounting import epsilon_at, fixed_order
-from fl_sim.privacy.charge_log import Charge, Receipt
-from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.ledger import Charge, Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.settings import Settings, parse_table

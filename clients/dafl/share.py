@@ -28,7 +28,7 @@ from clients.policy import KEY, Policy, open_ledger, pay
 from fl_sim.errors import RunError, UserError
 from fl_sim.kinds import kind_of
 from fl_sim.privacy import events
-from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.ledger import Receipt
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from fl_sim.store.files import explain

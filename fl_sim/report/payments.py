@@ -11,7 +11,7 @@ from typing import Any, Final
 from fl_sim.errors import RunError
 from fl_sim.names import called
 from fl_sim.privacy import events
-from fl_sim.privacy.bill import Bill, Counts, Paid, Payment, bills, whole_run
+from fl_sim.privacy.bill import Bill, Counts, Payment, RunPayments, bills, whole_run
 from fl_sim.privacy.terms import Adjacency, rounded_up
 from fl_sim.report.files import PrivacyStatement, StageResult
 from fl_sim.report.groups import split_of
@@ -39,11 +39,11 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
         clients = f"{split_of(run)}, {run.config.clients} clients"
         content = run.result.records if run.result else ""
         by_name = not content and ":" in run.config.data
-        paid.append(Paid(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
+        paid.append(RunPayments(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
     # Contents with the keys of several machines cannot be compared.
     if len({one.content.partition(":")[0] for one in paid if one.content}) > 1:
         paid = [replace(one, by_name=one.by_name or ":" in one.data) for one in paid]
-    paid += [Paid("", "", None, bare=False)] * found.num_unread
+    paid += [RunPayments("", "", None, bare=False)] * found.num_unread
     return [bill.to_json() for bill in bills(paid)], problems
 
 

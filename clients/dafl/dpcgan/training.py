@@ -24,8 +24,7 @@ from clients.dafl.generator import GeneratorRequest
 from fl_sim.errors import RunError
 from fl_sim.native.kernel import CompiledNormals, Kernel
 from fl_sim.native.perceptrons import Adversaries, CompiledAdam, Pairs, Perceptron, Release, Shown, TwoWays
-from fl_sim.privacy.grid import grid_spacing
-from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid
+from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, grid_spacing
 from fl_sim.seeding import torch_alone
 
 if TYPE_CHECKING:
