@@ -51,7 +51,7 @@ from strategies.layer import Beginning, Stop, check_names, client_layers, layer_
 from strategies.own_layer import states_of
 
 if TYPE_CHECKING:
-    from fl_sim.privacy.bill import Paid, Payment
+    from fl_sim.privacy.bill import RunPayments, Payment
 
 Exchange: TypeAlias = Callable[[int, float], Round]
 """(round, its learning rate) -> the outcome; the strategy has the server's new state. Raises what run_round raises."""
@@ -323,12 +323,12 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
     return procedure.runtime()
 
 
-def planned_bill(job: Job) -> "Paid":
+def planned_bill(job: Job) -> "RunPayments":
     """Return the privacy bill of a run of ``job``, as far as it is fixed before the run begins.
 
     Takes seconds where the run is private: the PLD is computed here.
     """
-    from fl_sim.privacy.bill import Paid  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.bill import RunPayments  # noqa: PLC0415 (the accountants load slowly)
 
     experiment, of_training = job.experiment, procedure_of(job).payments()
     split = "centralized" if experiment.is_central else short_form(experiment.partition)
@@ -338,4 +338,4 @@ def planned_bill(job: Job) -> "Paid":
     payments = None if of_training is None else (*rounds, *beside)
     is_bare = of_training == () and not on_synthetic
     name, content = called(experiment.data), sealed_content(experiment.data, job.root, make_key=False)
-    return Paid(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)
+    return RunPayments(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)
