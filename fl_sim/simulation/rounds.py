@@ -51,7 +51,7 @@ from strategies.layer import Beginning, Stop, check_names, client_layers, layer_
 from strategies.own_layer import states_of
 
 if TYPE_CHECKING:
-    from fl_sim.privacy.bill import RunPayments, Payment
+    from fl_sim.privacy.bill import Payment, RunPayments
 
 Exchange: TypeAlias = Callable[[int, float], Round]
 """(round, its learning rate) -> the outcome; the strategy has the server's new state. Raises what run_round raises."""

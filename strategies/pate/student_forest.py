@@ -5,7 +5,7 @@ from __future__ import annotations
 from clients.teacher import RandomForest, as_table
 from fl_sim.importing import torch
 from fl_sim.seeding import rng
-from strategies.pate.student import StudentData, StudentCallback, no_callback
+from strategies.pate.student import StudentData, Watch, nobody
 
 _LEAST = 1e-3
 """The least probability a forest gives a class: a cross-entropy of infinity would say nothing."""
@@ -26,7 +26,7 @@ class ForestStudent(RandomForest):
 
         return networks.Forest(0, 1, num_classes)
 
-    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: StudentCallback = no_callback) -> torch.nn.Module:
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a forest of the labelled records."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 

@@ -19,13 +19,13 @@ from fl_sim.settings import Settings
 from strategies.pate.student import (
     Batches,
     Coins,
-    TrainingPart,
+    Part,
     StudentData,
-    StudentCallback,
+    Watch,
     descend,
     generator_for,
     move_average,
-    no_callback,
+    nobody,
     set_rate,
 )
 
@@ -54,7 +54,7 @@ class FeatureMatchingGan(Settings):
         build = networks.conv_classifier if colour else networks.gan_classifier
         return build(input_shape, num_classes)
 
-    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: StudentCallback = no_callback) -> torch.nn.Module:
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode; its last linear layer's input are the features."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
@@ -70,7 +70,7 @@ class FeatureMatchingGan(Settings):
             forger = torch.optim.Adam(game.forger.parameters(), self.learning_rate, betas=(0.5, 0.999), fused=True)
             labelled = Batches(len(data.labels), self.batch_size, random)
             public = Batches(len(data.unlabelled), self.batch_size, random)
-            parts: dict[str, TrainingPart] = {
+            parts: dict[str, Part] = {
                 "model": model, "average": average, "forger": game.forger, "optimizer": learner,
                 "forger optimizer": forger, "labelled": labelled, "public": public, "coins": Coins(random),
             }  # fmt: skip

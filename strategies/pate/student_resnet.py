@@ -19,12 +19,12 @@ from strategies.pate.augmentation import Augmentation
 from strategies.pate.student import (
     Batches,
     Coins,
-    TrainingPart,
+    Part,
     StudentData,
-    StudentCallback,
+    Watch,
     descend,
     generator_for,
-    no_callback,
+    nobody,
     set_rate,
     view,
 )
@@ -63,7 +63,7 @@ class ResidualStudent(Settings):
         deep = self.block == "bottleneck" or (self.block == "auto" and self.blocks >= _BOTTLENECK_FROM)
         return networks.residual_network(input_shape, num_classes, self.blocks, self.width, self.norm, deep=deep)
 
-    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: StudentCallback = no_callback) -> torch.nn.Module:
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
         with torch_kept():
             seed_torch(seed, "resnet student")
@@ -72,7 +72,7 @@ class ResidualStudent(Settings):
                 model.parameters(), self.learning_rate, self.momentum, weight_decay=self.weight_decay, nesterov=True
             )
             labelled = Batches(len(data.labels), self.batch_size, generator)
-            parts: dict[str, TrainingPart] = {
+            parts: dict[str, Part] = {
                 "model": model,
                 "optimizer": optimizer,
                 "labelled": labelled,

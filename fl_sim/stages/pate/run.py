@@ -47,7 +47,7 @@ from fl_sim.types import Dataset, Examples, Params, ServerState
 from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives
 from strategies.pate.settings import Pate
-from strategies.pate.student import TrainingPart, StudentData
+from strategies.pate.student import Part, StudentData
 
 LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
 
@@ -119,7 +119,7 @@ class _Training:
         experiment = job.experiment
         self.experiment, self.dataset, self.device, self.epsilon = experiment, job.dataset, job.device, epsilon
         self.log, self.out, self.finished, self.say = log, out, finished, say
-        self.parts: Mapping[str, TrainingPart] = {}
+        self.parts: Mapping[str, Part] = {}
         self.tests = experiment.evaluate.tests(is_last=True)
         self.start = ""
         self.settings, own = settings.student, settings.student_seed
@@ -137,7 +137,7 @@ class _Training:
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
 
-    def begin(self, parts: Mapping[str, TrainingPart]) -> int:
+    def begin(self, parts: Mapping[str, Part]) -> int:
         """Return how many steps an earlier process has taken, and make ``parts`` what they were after these."""
         self.parts, path = parts, self.out / run_directory.STUDENT
         if not path.exists():
@@ -279,7 +279,7 @@ class Standing:
 _STANDING = TypeAdapter(Standing)
 
 
-def write_standing(path: Path, standing: Standing, parts: Mapping[str, TrainingPart]) -> None:
+def write_standing(path: Path, standing: Standing, parts: Mapping[str, Part]) -> None:
     """Keep where training stands, whole or not at all; ``parts``: all that it changes, by name."""
     tensors = dict(_named(parts))
     facts = _STANDING.dump_json(standing).decode()
@@ -300,7 +300,7 @@ def read_standing(path: Path) -> tuple[Standing, Params]:
     return standing, tensors
 
 
-def put_back(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> None:
+def put_back(path: Path, tensors: Params, parts: Mapping[str, Part]) -> None:
     """Make ``parts`` what they were. Raises UserError where they are others now."""
     fresh = {name for name, part in parts.items() if not isinstance(part, torch.optim.Optimizer)}
     wanted = {name: value.shape for name, value in _named({name: parts[name] for name in fresh})}
@@ -315,7 +315,7 @@ def put_back(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> 
             raise UserError(f"{path} does not fit: {name}: {error}; delete it, and the student begins anew") from error
 
 
-def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
     """Give every tensor by a name: its part, and where in it that is."""
     for name, part in parts.items():
         state = part.state_dict()

@@ -18,7 +18,7 @@ from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.renyi import ORDERS
 from strategies.pate import mechanisms
 from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, count_votes, label
-from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism, NoNoise, VotingMechanism
+from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism, NoNoise, Voting
 
 NOISE = Noise.seeded(0)
 CLEAR = np.array([[0, 100, 0]] * 50)
@@ -232,11 +232,11 @@ def audited(release: Callable[[World, int], float], claim: list[dp_event.DpEvent
     return audit_profile(*outputs, delta_profile(claim, EPSILONS))
 
 
-def answers(mechanism: VotingMechanism) -> Callable[[World, int], float]:
+def answers(mechanism: Voting) -> Callable[[World, int], float]:
     return lambda world, run: float(mechanism.winner(ANSWER_WORLDS[world], noise=NOISE, query=run))
 
 
-def passing(mechanism: VotingMechanism) -> Callable[[World, int], float]:
+def passing(mechanism: Voting) -> Callable[[World, int], float]:
     return lambda world, run: float(mechanism.passes(TEST_WORLDS[world], noise=NOISE, query=run))
 
 
