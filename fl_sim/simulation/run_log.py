@@ -382,14 +382,14 @@ def _privacy(job: Job, log: RunLog, preprocess: dict[str, Any]) -> list[dict[str
         statements = stage.statements(statements)
     if not statements:
         return []
-    from fl_sim.privacy.statement import Facts, beside  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.statement import UncoveredFacts, beside  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.report.payments import with_whole_run  # noqa: PLC0415 (as above)
 
     tested_on = ""
     if experiment.evaluate.test != "never":
         said = ", as evaluate.test_is_public=true says," if is_own(experiment.data) else ""
         tested_on = f"the test records of {without_settings(experiment.data)}{said}"
-    facts = Facts(job.dataset.read_off, tested_on, tuned_on(experiment.data))
+    facts = UncoveredFacts(job.dataset.read_off, tested_on, tuned_on(experiment.data))
     return beside(with_whole_run(statements, preprocess), facts)
 
 
