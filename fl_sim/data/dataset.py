@@ -1,11 +1,11 @@
-"""From arrays as read to a Dataset: the checks that every source of records passes, of labels, classes and tokens.
+"""A Dataset from arrays: the checks of labels, classes and tokens that all sources of records pass; and its card.
 
-Classes are those that the user lists as public by ``data.classes``, or read off the records, which is then said. Tokens
-are given as such, or made of texts by LEAF's alphabet of Shakespeare's plays.
+Classes are those that the user lists as public by ``data.classes``, or read off the records, which the data set then
+states. Tokens are given as such, or made of texts by LEAF's alphabet of Shakespeare's plays.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
@@ -27,21 +27,21 @@ ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdef
 """LEAF's 80 characters, in its order: character i is class i, and token i + 1, as token 0 is padding."""
 
 MOST_CHARACTERS: Final = 10_000
-"""Of an alphabet of one's own; each is a class."""
+"""The most characters of a user's own alphabet; each is a class."""
 
 MOST_TOKENS: Final = 2**24
-"""Whole numbers up to here are exact in float32, in which all numbers of records are kept."""
+"""The most tokens: whole numbers up to here are exact in float32, the type of all numbers of records."""
 
 FIRST: Final = 5
-"""How many records of a table a card shows."""
+"""The count of records of a table on a card."""
 
 
 def known_dataset(
     known: KnownSet, train: Examples, test: Examples, where: str, remarks: tuple[str, ...] = ()
 ) -> Dataset:
-    """Return ``known`` with these records; the note says where the copy differs from the official one.
+    """Return ``known`` with these records; the note states how the copy differs from the official one.
 
-    Raises UserError for records that cannot be this data set's; ``where`` names the files in the message.
+    Raises UserError for records that cannot be this data set's; ``where``: the files, for the message.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
@@ -73,10 +73,10 @@ def own_dataset(
     *,
     listed: tuple[str, ...] = (),
 ) -> Dataset:
-    """Return the user's own records as a data set, checked. ``listed``: the classes, where they are public.
+    """Check the user's own records and return the data set. ``listed``: the classes, if they are public.
 
-    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1: with every class
-    there, of at least two, and in the training part, where they are not ``listed``. A listed class may have no record.
+    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1. Unless classes are
+    ``listed``, there are at least two, each with training records. A listed class may have no record.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -86,7 +86,9 @@ def own_dataset(
     if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
         raise UserError(f"{where}: training records are {_type(train)} but test records {_type(test)}")
     if listed:
-        check_listed((train.labels, test.labels), listed, where)
+        for labels in (train.labels, test.labels):
+            if not 0 <= labels.min() <= labels.max() < len(listed):
+                raise unlisted(where)
         return Dataset(name, train, test, len(listed), mean, std, classes=listed)
     classes = np.unique(np.concatenate([train.labels, test.labels]))
     num_classes = len(classes)
@@ -99,16 +101,10 @@ def own_dataset(
     return Dataset(name, train, test, num_classes, mean, std)
 
 
-def check_listed(parts: Sequence[NDArray[np.int64]], listed: tuple[str, ...], where: str) -> None:
-    """Raise UserError for labels beyond the ``listed`` classes; none is quoted."""
-    if any(len(labels) and not 0 <= labels.min() <= labels.max() < len(listed) for labels in parts):
-        raise unlisted(where)
-
-
 def with_validation(dataset: Dataset, validation: Examples | None, where: str) -> Dataset:
     """Return ``dataset`` with its validation records, if any.
 
-    Raises UserError unless they are like its training records.
+    Raises UserError unless they have the form of its training records.
     """
     if validation is None:
         return dataset
@@ -131,7 +127,7 @@ def with_validation(dataset: Dataset, validation: Examples | None, where: str) -
 
 
 def check_classes(train: NDArray[np.int64], test: NDArray[np.int64], classes: tuple[str, ...], where: str) -> None:
-    """Raise UserError for one class alone, and for a class that test records have and no training record."""
+    """Raise UserError for a single class, and for a class without training records."""
     if len(classes) < 2:
         raise UserError(f"{where}: all records are of class {classes[0]}; there is nothing to tell apart")
     if strangers := sorted({*np.unique(test).tolist()} - {*np.unique(train).tolist()}):
@@ -153,9 +149,9 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
 
 
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
-    """Say whether images of ``shape`` (records, ...) have their channels in front of height and width.
+    """Return True if images of ``shape`` (records, ...) seem to have their channels before height and width.
 
-    Read with channels last, such images have up to four rows and more than four columns and channels, or fewer rows
+    Read as channels last, such images have up to four rows and more than four columns and channels, or fewer rows
     than columns and as many channels as columns.
     """
     _, first, second, last = shape
@@ -163,7 +159,7 @@ def looks_channels_first(shape: tuple[int, ...]) -> bool:
 
 
 def looks_channels_last(shape: tuple[int, ...]) -> bool:
-    """Say whether images of ``shape`` (records, ...) have their channels behind height and width."""
+    """Return True if images of ``shape`` (records, ...) seem to have their channels after height and width."""
     _, first, second, last = shape
     return last <= 4 < min(first, second) or last < first == second
 
@@ -176,12 +172,12 @@ def enumerated(names: Iterable[str], most: int = 20) -> str:
 
 
 def most_bytes() -> int:
-    """Return how many bytes one array may take."""
+    """Return the most bytes of one array: half of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def listed_classes(own: OwnName) -> tuple[str, ...]:
-    """Return the classes in the order of ``data.classes``, none where it is not set; ``10`` stands for 0 to 9.
+    """Return the classes of ``data.classes`` in order, none if it is not set; ``10`` stands for 0 to 9.
 
     Raises UserError for fewer than two classes, and for one that is listed twice.
     """
@@ -197,19 +193,19 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return that the classes were read off the records, unless the user has ``listed`` them."""
+    """Return the note that classes were read off the records, unless the user has ``listed`` them."""
     return () if listed else (CLASSES_READ_OFF,)
 
 
 def unlisted(where: str, cure: str = "") -> UserError:
-    """Return the refusal of records of another class, which it does not name: that may be the secret of a record."""
+    """Return the refusal of an unlisted class without its name, which may be the secret of a record."""
     return UserError(
         f"{where}: there are records of a class that data.classes does not list; list it, leave data.classes out{cure}"
     )
 
 
 def alphabet_set(given: str) -> str:
-    """Return the characters that a setting names, LEAF's where it is empty. Raises UserError for one named twice."""
+    """Return the alphabet of a setting, LEAF's if it is empty. Raises UserError for a character named twice."""
     if not given:
         return ALPHABET
     if twice := [character for character in given if given.count(character) > 1][:1]:
@@ -224,25 +220,23 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where} has inputs that are no texts, or empty ones, among texts")
     rows = np.zeros((len(texts), max(map(len, map(str, texts)))), dtype=np.float32)
-    places = _places(alphabet)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(str(text))] = [1 + _place(character, places, where) for character in str(text)]
+    for row, text in zip(rows, map(str, texts), strict=True):
+        row[: len(text)] = [1 + place for place in _places(text, alphabet, where)]
     return rows
 
 
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
-    """Return the classes of single characters: what follows each text."""
+    """Return the classes of single characters, the next ones of texts."""
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
             f"{where} has texts for inputs and labels that are no single characters: of texts, next-character "
             "prediction (Shakespeare) alone is supported, not classes of texts (Sent140) or names of files (CelebA)"
         )
-    places = _places(alphabet)
-    return np.array([_place(str(character), places, where) for character in characters], dtype=np.int64)
+    return np.array(_places("".join(map(str, characters)), alphabet, where), dtype=np.int64)
 
 
 def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
-    """Return whole numbers (records, length) as tokens. Raises UserError for others, and for padding before a token."""
+    """Return whole numbers (records, length) as tokens. Raises UserError for others, and padding before a token."""
     if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
         raise UserError(f"{where}: {array.dtype} {array.shape}; tokens are whole numbers of shape (records, length)")
     tokens = array.astype(np.int64)
@@ -260,13 +254,8 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
     return tokens.astype(np.float32)
 
 
-def widened(rows: NDArray[np.float32], length: int) -> NDArray[np.float32]:
-    """Return tokens with padding up to ``length``."""
-    return np.pad(rows, ((0, 0), (0, length - rows.shape[1])))
-
-
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
-    """Raise UserError where numbers of ``dataset`` that ``preprocess`` learns from lie outside of 0 to 1."""
+    """Raise UserError if numbers of ``dataset`` that ``preprocess`` learns from lie outside of 0 to 1."""
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
@@ -276,13 +265,14 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 
 
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
-    """Return the facts as plain values. ``with_records``: also the first training records of a table, as models see it.
+    """Return the facts of a data set as plain values: sizes, classes, clients, columns.
 
-    ``range`` of a number is its smallest and largest value among the training records: a statistic of these, which is
-    left out where they are.
+    ``with_records``: also the first training records of a table, as models see them, and the ``ranges`` of its numbers:
+    statistics of the training records.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4
+    counts = [np.bincount(part.labels, minlength=dataset.num_classes) for part in (train, test)]
     card: dict[str, Any] = {
         "name": dataset.name,
         "note": dataset.note,
@@ -301,14 +291,27 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
             "shape": list(dataset.input_shape),
             "type": str(train.inputs.dtype),
         },
-        "classes": _classes(dataset),
+        "classes": [
+            {"name": name, "train": int(train_count), "test": int(test_count)}
+            for name, train_count, test_count in zip(_class_names(dataset), *counts, strict=True)
+        ],
         "clients": _clients(dataset),
         "columns": [{"name": name, "is": what} for name, what in dataset.shown],
         "inferred": list(dataset.inferred),
     }
     if with_records and not is_image:
-        card["first_records"] = _first(dataset)
-        card["ranges"] = _ranges(dataset)
+        names, classes, inputs = _names(dataset), _class_names(dataset), train.inputs
+        card["first_records"] = [
+            {
+                **{name: round(float(value), 6) for name, value in zip(names, inputs[row], strict=True)},
+                "class": classes[train.labels[row]],
+            }
+            for row in range(min(FIRST, len(train)))
+        ]
+        card["ranges"] = [
+            {"name": name, "from": float(low), "to": float(high)}
+            for name, low, high in zip(names, inputs.min(axis=0), inputs.max(axis=0), strict=True)
+        ]
     return card
 
 
@@ -316,27 +319,25 @@ def _type(part: Examples) -> str:
     return f"{part.inputs.dtype} of shape {part.inputs.shape[1:]}"
 
 
+def _places(text: str, alphabet: str, where: str) -> list[int]:
+    places = _numbered(alphabet)
+    try:
+        return [places[character] for character in text]
+    except KeyError as error:
+        whose = "of LEAF's 80" if alphabet == ALPHABET else f"of the {len(places)} in data.alphabet"
+        raise UserError(
+            f"{where} has the character {shortened(error.args[0])!r}, which is none {whose}; take it out, or name all "
+            "characters by data.alphabet"
+        ) from None
+
+
 @lru_cache(maxsize=2)
-def _places(alphabet: str) -> Mapping[str, int]:
+def _numbered(alphabet: str) -> dict[str, int]:
     return {character: place for place, character in enumerate(alphabet)}
 
 
-def _place(character: str, places: Mapping[str, int], where: str) -> int:
-    if character not in places:
-        whose = "of LEAF's 80" if places is _places(ALPHABET) else f"of the {len(places)} in data.alphabet"
-        raise UserError(
-            f"{where} has the character {shortened(character)!r}, which is none {whose}; take it out, or name all "
-            "characters by data.alphabet"
-        )
-    return places[character]
-
-
-def _classes(dataset: Dataset) -> list[dict[str, Any]]:
-    counts = [np.bincount(part.labels, minlength=dataset.num_classes) for part in (dataset.train, dataset.test)]
-    names = dataset.classes or tuple(map(str, range(dataset.num_classes)))
-    return [
-        {"name": name, "train": int(train), "test": int(test)} for name, train, test in zip(names, *counts, strict=True)
-    ]
+def _class_names(dataset: Dataset) -> tuple[str, ...]:
+    return dataset.classes or tuple(map(str, range(dataset.num_classes)))
 
 
 def _clients(dataset: Dataset) -> dict[str, Any] | None:
@@ -362,30 +363,8 @@ def _clients(dataset: Dataset) -> dict[str, Any] | None:
     }
 
 
-def _first(dataset: Dataset) -> list[dict[str, Any]]:
-    part = dataset.train
-    names = _names(dataset)
-    classes = dataset.classes or tuple(map(str, range(dataset.num_classes)))
-    return [
-        {
-            **{name: round(float(value), 6) for name, value in zip(names, part.inputs[row], strict=True)},
-            "class": classes[part.labels[row]],
-        }
-        for row in range(min(FIRST, len(part)))
-    ]
-
-
-def _ranges(dataset: Dataset) -> list[dict[str, Any]]:
-    inputs = dataset.train.inputs
-    names = _names(dataset)
-    return [
-        {"name": name, "from": float(low), "to": float(high)}
-        for name, low, high in zip(names, inputs.min(axis=0), inputs.max(axis=0), strict=True)
-    ]
-
-
 def _names(dataset: Dataset) -> tuple[str, ...]:
-    """Return a name for each number of a record; a category's has the category behind an equals sign."""
+    """Return a name for each number of a record: of a category COLUMN=CATEGORY."""
     if dataset.names:
         return dataset.names
     if dataset.columns:

@@ -1,13 +1,12 @@
 """LEAF's JSON (Caldas et al. 2018): folders train and test, each file with users, num_samples and user_data.
 
-Files are read one after another. A user's records are a group of their own, in both parts.
+Files are read one after another. Each user's records are a group, in both parts.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +24,6 @@ from fl_sim.data.dataset import (
     own_dataset,
     read_off_classes,
     unlisted,
-    widened,
 )
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_file import similar_spellings
@@ -39,12 +37,12 @@ FEMNIST_SIDE: Final = 28
 
 _BY_USER: Final = "each user is a client, the same one in train and test where names are equal"
 _IMAGES_READ_OFF: Final = ("that all numbers of a record lie from 0 to 1, so that records are images",)
-_SWELL: Final = 12  # times the bytes of a file that its objects take up in Python
+_SWELL: Final = 12  # the bytes of a file's Python objects, in those of the file
 
 
 @dataclass(frozen=True)
 class _User:
-    """One user's records: inputs (records, numbers), bytes where they are FEMNIST's, and labels (records,)."""
+    """One user's records: inputs (records, numbers), bytes for FEMNIST's images, and labels (records,)."""
 
     name: str
     file: Path
@@ -52,20 +50,14 @@ class _User:
     labels: NDArray[np.int64]
     is_text: bool = False
 
-    def widened(self, length: int) -> "_User":
-        """Return the same with padding up to ``length`` behind texts."""
-        if not self.is_text:
-            return self
-        return replace(self, inputs=widened(self.inputs.astype(np.float32, copy=False), length))
-
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the records below ``path``. Raises UserError, with file and user, for what is no such JSON.
+    """Read the records below ``path``. Raises UserError, with file and user, for anything but LEAF's JSON.
 
     Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows of numbers stay as they are, and
-    classes are the labels that occur, or those of ``data.classes``, by size. Texts with one character as their label
-    are Shakespeare's: sequences of tokens, and every character of the alphabet is a class: LEAF's, or
-    ``data.alphabet``.
+    classes are the labels in the files, or those of ``data.classes``, by size. Texts with one character as their label
+    are Shakespeare's: sequences of tokens, and every character of the alphabet is a class (LEAF's, or
+    ``data.alphabet``).
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]
@@ -73,45 +65,52 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     is_text = everyone[0].is_text
     if is_text:
         length = max(user.inputs.shape[1] for user in everyone if user.is_text)
-        parts = [[user.widened(length) for user in users] for users in parts]
-    _check_alike([user for users in parts for user in users])
-    numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
+        parts = [[_padded(user, length) for user in users] for users in parts]
+        everyone = [user for users in parts for user in users]
+    _check_alike(everyone)
     listed = _listed(own, is_text=is_text)
-    labels = [user.labels for user in everyone]
-    found = np.arange(len(alphabet)) if is_text else _classes(labels, listed, str(path))
-    train, test = (_examples(users, numbers, found) for users in parts)
+    found = np.unique(np.concatenate([user.labels for user in everyone]))
+    if len(listed) and not np.isin(found, listed).all():
+        raise unlisted(str(path))
+    labels = np.arange(len(alphabet)) if is_text else listed if len(listed) else found
+    numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
+    train, test = (_examples(users, numbers, labels) for users in parts)
+    left = f"{strangers:,} clients have test records alone" if (strangers := len(numbers) - len(parts[0])) else ""
+    counted = tuple(filter(None, (left, similar_spellings("users", {*numbers}, with_names=False))))
     is_image, width = train.inputs.ndim == 4, train.inputs.shape[1]
+    numeric = "images of 28x28, as bytes" if is_image else f"{width} numbers a record, as they are"
+    note = f"LEAF, {'texts, what comes next is the class' if is_text else numeric}; {len(parts[0]):,} clients by user"
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
-    strangers = len(numbers) - len(parts[0])
-    left = f"{strangers:,} clients have test records alone" if strangers else ""
-    doubles = similar_spellings("users", {user.name for user in everyone}, with_names=False)
-    counted = tuple(filter(None, (left, doubles)))
-    note = f"LEAF, {_what(train, is_text=is_text)}; {len(parts[0]):,} clients by user"
-    if own.option("alphabet") and not is_text:
-        raise UserError(f"data.alphabet is for texts, and {path} holds numbers; leave it out")
     if is_text:  # every character is a class, whether or not it occurs
-        names, vocabulary = tuple(map(repr, alphabet)), len(alphabet) + 1
         whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
-        inferred: tuple[str, ...] = (
-            f"{len(alphabet):,} characters {whose} are the classes, and the tokens from 1",
-            _BY_USER,
-        )
+        meaning = f"{len(alphabet):,} characters {whose} are the classes, and the tokens from 1"
         return Dataset(
-            name, train, test, len(alphabet), mean, std, note, counted=counted, classes=names, vocabulary=vocabulary,
-            read_off=("the length of the longest text",), inferred=inferred,
+            name, train, test, len(alphabet), mean, std, note, counted=counted, classes=tuple(map(repr, alphabet)),
+            vocabulary=len(alphabet) + 1, read_off=("the length of the longest text",), inferred=(meaning, _BY_USER),
         )  # fmt: skip
-    classes = tuple(map(str, found.tolist()))
+    if own.option("alphabet"):
+        raise UserError(f"data.alphabet is for texts, and {path} holds numbers; leave it out")
+    classes = tuple(map(str, labels.tolist()))
     if not len(listed):
         check_classes(train.labels, test.labels, classes, str(path))
     kind = "rows of 784 numbers from 0 to 1 are images of 28x28, 1 becomes 255" if is_image else "rows are numbers"
-    inferred = (kind, f"{len(classes):,} classes, in the order of their numbers", _BY_USER)
     made = own_dataset(name, train, test, mean, std, str(path), listed=classes if len(listed) else ())
     read_off = (*read_off_classes(len(listed)), *(_IMAGES_READ_OFF if is_image else ()))
-    return replace(made, note=note, counted=counted, classes=classes, inferred=inferred, read_off=read_off)
+    order = f"{len(classes):,} classes, in the order of their numbers"
+    return replace(
+        made, note=note, counted=counted, classes=classes, inferred=(kind, order, _BY_USER), read_off=read_off
+    )
+
+
+def _padded(user: _User, length: int) -> _User:
+    if not user.is_text:
+        return user
+    inputs = user.inputs.astype(np.float32, copy=False)
+    return replace(user, inputs=np.pad(inputs, ((0, 0), (0, length - inputs.shape[1]))))
 
 
 def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
-    """Return the labels that ``data.classes`` lists, by size. Raises UserError where they are no whole numbers."""
+    """Return the labels of ``data.classes``, by size. Raises UserError unless they are whole numbers."""
     listed = listed_classes(own)
     if listed and is_text:
         raise UserError("data.classes: of texts every character of LEAF's alphabet is a class; leave data.classes out")
@@ -122,24 +121,8 @@ def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
     return np.unique(np.array([*map(int, listed)], dtype=np.int64))
 
 
-def _classes(labels: Sequence[NDArray[np.int64]], listed: NDArray[np.int64], where: str) -> NDArray[np.int64]:
-    """Return the labels that are classes, by size. Raises UserError for records of one that is not ``listed``."""
-    occurring = np.unique(np.concatenate(labels))
-    if len(listed) and not np.isin(occurring, listed).all():
-        raise unlisted(where)
-    return listed if len(listed) else occurring
-
-
-def _what(train: Examples, *, is_text: bool) -> str:
-    if is_text:
-        return "texts, what comes next is the class"
-    if train.inputs.ndim == 4:
-        return "images of 28x28, as bytes"
-    return f"{train.inputs.shape[1]} numbers a record, as they are"
-
-
 def _users(folder: Path, alphabet: str) -> list[_User]:
-    """Return the users in all files of ``folder`` that have records, with one file's objects in memory at a time."""
+    """Read the users with records from all files of ``folder``, with one file's objects in memory at a time."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         raise UserError(f"{folder} holds no *.json; wanted are LEAF's folders {folder.parent}/train and test")
@@ -151,7 +134,9 @@ def _users(folder: Path, alphabet: str) -> list[_User]:
                 f"{file} has {file.stat().st_size:,} bytes, too many to read at once on this machine; have LEAF write "
                 "smaller files, or take fewer users"
             )
-        for user in _of_file(file, alphabet):
+        content = _content(file)
+        for name, size in zip(content["users"], content["num_samples"], strict=True):
+            user = _user(file, name, size, content["user_data"], alphabet)
             if user.name in users:
                 raise UserError(
                     f"{file}: user {shortened(user.name)!r} is in {users[user.name].file}, too; keep one of both"
@@ -160,21 +145,23 @@ def _users(folder: Path, alphabet: str) -> list[_User]:
             num_bytes += user.inputs.nbytes
         if 2 * num_bytes > most_bytes():
             raise UserError(f"{folder} takes more than half of this machine's memory; take fewer users")
-    held = [user for user in users.values() if len(user.labels)]
-    if not held:
+    with_records = [user for user in users.values() if len(user.labels)]
+    if not with_records:
         raise UserError(f"{folder} holds no records of any user")
-    return held
-
-
-def _of_file(file: Path, alphabet: str) -> Iterator[_User]:
-    content = _content(file)
-    for user, size in zip(content["users"], content["num_samples"], strict=True):
-        yield _user(file, user, size, content["user_data"], alphabet)
+    return with_records
 
 
 def _content(file: Path) -> Mapping[str, Any]:
+    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Raise UserError for an object with a key twice, of which JSON would drop the first."""
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise UserError(f"{file} has the key {shortened(key)!r} twice in one object; keep one of both")
+        return found
+
     try:
-        content: Any = json.loads(file.read_bytes(), object_pairs_hook=partial(_once, file))
+        content: Any = json.loads(file.read_bytes(), object_pairs_hook=without_twins)
     except UserError:
         raise
     except (ValueError, RecursionError, OSError) as error:
@@ -185,15 +172,6 @@ def _content(file: Path) -> Mapping[str, Any]:
         raise UserError(f"{file} is not LEAF's JSON: wanted are users and num_samples, equally long, and user_data")
     checked: Mapping[str, Any] = content
     return checked
-
-
-def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises UserError for one that has a key twice, of which only the last would be read."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise UserError(f"{file} has the key {shortened(key)!r} twice in one object; keep one of both")
-    return found
 
 
 def _user(file: Path, user: object, size: object, data: Mapping[str, Any], alphabet: str) -> _User:

@@ -1,7 +1,7 @@
 """Arrays in an npz file: copies of public sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
 
-All are checked, and memory-mapped where they are not compressed. Whose records are whose is told by client_train (or
-groups) and client_test, whole numbers or texts.
+All are checked, and memory-mapped unless they are compressed. The arrays client_train (or groups) and client_test name
+the client of each record, by whole numbers or texts.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,43 +40,45 @@ CLIENTS: Final = ("client_train", "groups")
 """Two names for the same array."""
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
-_OPTIONAL = (*CLIENTS, "client_test", "vocabulary", "mean", "std", "x_val", "y_val", "jpeg_train", "jpeg_test")
+_JPEG = ("jpeg_train", "jpeg_test")
+_OPTIONAL = (*CLIENTS, "client_test", "vocabulary", "mean", "std", "x_val", "y_val", *_JPEG)
 _WORDS: Final = {
     **dict.fromkeys(("clients", "client", "users", "user", "writer", "writers"), "client_train"),
     **dict.fromkeys(("x_valid", "y_valid", "x_validation", "y_validation"), "x_val and y_val"),
     **dict.fromkeys(("x", "data", "images", "features"), "x_train and x_test"),
     **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
 }
-"""{what others call an array: what is meant here}"""
+"""{other names of arrays: their names here}"""
 _INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
 
 _LARGE: Final = 2**26
-"""Bytes: what is larger is held against all that headers say before it is read."""
-_MOST_PACKED: Final = 500  # times the bytes in the file that a compressed array of more than those bytes may take
+"""Bytes: the headers of larger files are checked against one another before any array is read."""
+_MOST_PACKED: Final = 500  # the most bytes of such a compressed array, in those in the file
 
 MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
 _USES: Final = ("leave", "train", "validate")
 
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
-    """Return the known data set that ``path`` holds a copy of."""
+    """Read the copy of a known data set in ``path``."""
     arrays = read_arrays(path, REQUIRED, _OPTIONAL, others=True)
     train, test = with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
-    return known_dataset(known, train, test, str(path), _remarks(arrays, len(train) + len(test)))
+    num_jpeg, total = sum(arrays[name].size for name in _JPEG if name in arrays), len(train) + len(test)
+    copied = f"{100 * (1 - num_jpeg / total):.1f} % lossless copy ({num_jpeg} images decoded from JPEG)"
+    return known_dataset(known, train, test, str(path), (copied,) if num_jpeg else ())
 
 
 def read_own(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
+    """Read the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
 
     Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
     0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
-    would be a statistic of the clients' private data. ``client_train`` (or ``groups``), if there: a whole number or a
-    text for each training record, its writer, hospital or device, which partition=natural keeps together;
-    ``client_test`` says the same of test records, on which clients' accuracies are then measured. ``x_val`` and
-    ``y_val``, if there, are for ``evaluate.validation=given``. Raises UserError for any other array: a misspelt one
-    would be left out without a word. With a number ``vocabulary``, inputs are sequences of tokens: whole numbers below
-    it, from 1, and zeros behind shorter ones. ``data.classes`` lists public classes.
+    would be a statistic of the clients' private data. Optional arrays: ``client_train`` (or ``groups``), a whole number
+    or a text for each training record, its writer, hospital or device, for partition=natural; ``client_test``, the same
+    for test records, for clients' accuracies; ``x_val`` and ``y_val``, for ``evaluate.validation=given``;
+    ``vocabulary``, a number: inputs are then sequences of tokens, whole numbers below it, from 1, with zeros behind
+    shorter ones. Raises UserError for any other array, which may be misspelt. ``data.classes`` lists public classes.
     """
     arrays = read_arrays(path, REQUIRED, _OPTIONAL)
     vocabulary = _vocabulary(path, arrays)
@@ -92,21 +94,20 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
     listed, inferred = listed_classes(own), images_inferred(arrays["x_train"].shape) if is_image else ()
     made = own_dataset(name, train, test, mean, std, str(path), listed=listed)
-    counted = tuple(filter(None, [similar_spellings("clients", client_names(arrays), with_names=False)]))
+    clients = [arrays[key] for key in (*CLIENTS, "client_test") if key in arrays]
+    names = sorted({str(one) for array in clients if array.dtype.kind == "U" for one in np.unique(array)})
+    counted = tuple(filter(None, [similar_spellings("clients", names, with_names=False)]))
     made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed), counted=counted)
     return with_validation(made, _validation(path, arrays), str(path))
 
 
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
-    """Return the arrays of a file. Raises UserError for one that is damaged, or lacks some, or holds ``others``."""
+    """Read the arrays of a file. Raises UserError if it is damaged, lacks some or, unless ``others``, has more."""
     try:
         with zipfile.ZipFile(path) as archive:
             found = [info.filename.removesuffix(".npy") for info in archive.infolist()]
             members = dict(zip(found, archive.infolist(), strict=True))
-            _check_once(path, found)
-            _check_names(path, list(members), required)
-            if not others:
-                _check_no_others(path, list(members), (*required, *optional))
+            _check_names(path, found, required, None if others else (*required, *optional))
             wanted = [name for name in (*required, *optional) if name in members]
             headers = {name: _header(path, archive, members[name]) for name in wanted}
             if sum(header.num_bytes for header in headers.values()) > _LARGE:
@@ -122,7 +123,7 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
 
 
 def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return what is taken for granted of images of ``shape`` in a file, a line each."""
+    """Describe the assumptions about images of ``shape`` in a file, a line each."""
     _, height, width = shape[:3]
     if len(shape) == 3:
         return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
@@ -163,18 +164,28 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Return both parts with where each record comes from, where the file says that."""
+    """Return both parts with the client of each record, if the file has them."""
     given = [name for name in CLIENTS if name in arrays]
+
+    def clients(name: str, records: Examples) -> NDArray[np.generic]:
+        array = arrays[name]
+        if array.dtype.kind not in "iuU" or array.shape != (len(records),):
+            raise UserError(
+                f"{path}: {name} is {array.dtype} of shape {array.shape}; wanted is a whole number or a text for each "
+                f"of {len(records)} records"
+            )
+        return array if array.dtype.kind == "U" else array.astype(np.int64)
+
     if len(given) > 1:
         raise UserError(f"{path} holds {' and '.join(given)}, two names for the same; leave one of them out")
     if not given and "client_test" in arrays:
         raise UserError(f"{path} holds client_test and no client_train, whose records are then tested; add it")
     if not given:
         return train, test
-    of_train = _clients(path, given[0], arrays[given[0]], len(train))
+    of_train = clients(given[0], train)
     if "client_test" not in arrays:
         return replace(train, groups=_numbers(of_train)), test
-    of_test = _clients(path, "client_test", arrays["client_test"], len(test))
+    of_test = clients("client_test", test)
     if of_train.dtype.kind != of_test.dtype.kind:
         raise UserError(
             f"{path}: {given[0]} is {of_train.dtype} and client_test {of_test.dtype}; both must be whole numbers, or "
@@ -184,18 +195,11 @@ def with_clients(
     return replace(train, groups=numbers[: len(train)]), replace(test, groups=numbers[len(train) :])
 
 
-def client_names(arrays: Mapping[str, NDArray[np.generic]]) -> list[str]:
-    """Return the names of all clients, where the file has texts for them."""
-    given = [arrays[name] for name in (*CLIENTS, "client_test") if name in arrays]
-    return sorted({str(name) for one in given if one.dtype.kind == "U" for name in np.unique(one)})
-
-
 def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the images with one label each, normalised by 0.5 and 0.5 as MedMNIST's own programs do.
+    """Read the images with one label each, normalised by 0.5 and 0.5 as MedMNIST's own programs do.
 
-    ``data.val``: "leave" leaves the validation part out and says so, "train" trains on it, too, "validate" keeps it for
-    ``evaluate.validation=given``. Raises UserError for several labels an image, for volumes, and for what is no such
-    file.
+    ``data.val``: "leave" leaves the validation part out and notes it, "train" trains on it, too, "validate" is for
+    ``evaluate.validation=given``. Raises UserError for several labels an image, for volumes, and for other files.
     """
     use = own.option("val") or "leave"
     if use not in _USES:
@@ -225,25 +229,29 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
 
 @dataclass(frozen=True)
 class _Header:
-    """What an array says of itself: its shape, and how long its member of the file is."""
+    """The header of an array: its shape, and the length of its member of the file."""
 
     shape: tuple[int, ...]
     num_bytes: int
 
     @property
     def length(self) -> int:
-        """Return how many records it has."""
+        """The count of its records."""
         return self.shape[0] if self.shape else 1
 
 
-def _check_names(path: Path, found: list[str], required: Sequence[str]) -> None:
+def _check_names(path: Path, found: list[str], required: Sequence[str], known: Sequence[str] | None) -> None:
+    """Raise UserError for an array that is there twice, missing or, if ``known`` are given, unknown."""
+    name, count = Counter(found).most_common(1)[0] if found else ("", 0)
+    if count > 1:
+        raise UserError(
+            f"{path} holds {count} arrays called {shortened(name)!r}; write the file again with one of them"
+        )
     if missing := [name for name in required if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
         raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(required)}")
 
-
-def _check_no_others(path: Path, found: list[str], known: Sequence[str]) -> None:
-    if others := [name for name in found if name not in known]:
+    if known is not None and (others := [name for name in found if name not in known]):
         first = others[0]
         meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)
         raise UserError(
@@ -260,7 +268,7 @@ def _validation(path: Path, arrays: Arrays) -> Examples | None:
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:
-    """Return how many tokens there are, 0 where records are no sequences of tokens."""
+    """Return the number of tokens, 0 if records are no sequences of tokens."""
     if "vocabulary" not in arrays:
         return 0
     given = arrays["vocabulary"]
@@ -273,20 +281,17 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
     return int(given.astype(np.int64).sum())
 
 
-def _check_once(path: Path, found: Sequence[str]) -> None:
-    name, count = Counter(found).most_common(1)[0] if found else ("", 0)
-    if count > 1:
-        raise UserError(
-            f"{path} holds {count} arrays called {shortened(name)!r}; write the file again with one of them"
-        )
-
-
 def _header(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
-    """Return what an array says of itself. Raises UserError unless it is as long as it says, and fits into memory."""
+    """Read an array's header. Raises UserError unless its length is right, and fits into memory."""
     where = f"{path}: {info.filename}"
     try:
         with archive.open(info) as file:
-            header = _read_header(file)
+            version = np.lib.format.read_magic(file)
+            reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, _, dtype = reads[version](file)
+            if dtype.hasobject:
+                raise ValueError("it holds pickled objects, which are never loaded")  # noqa: TRY301 (one message)
+            header = _Header(tuple(shape), file.tell() + int(math.prod(shape)) * dtype.itemsize)
     except Exception as error:
         raise _unreadable(where, error) from error
     if header.num_bytes != info.file_size:
@@ -302,7 +307,7 @@ def _header(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Hea
 
 
 def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise UserError for an array that holds nothing but the same few bytes, a gigabyte in a megabyte."""
+    """Raise UserError for an array of the same few bytes over and over, a gigabyte in a megabyte."""
     for info in members:
         if info.file_size > max(_LARGE, _MOST_PACKED * info.compress_size):
             raise UserError(
@@ -313,7 +318,7 @@ def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_lengths(path: Path, headers: Mapping[str, _Header], required: Sequence[str]) -> None:
-    """Raise UserError for arrays that cannot belong together, before any of them is read."""
+    """Raise UserError for arrays that cannot belong together, before any array is read."""
     inputs = headers[required[0]]
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
@@ -345,17 +350,8 @@ def _unreadable(where: str, error: Exception) -> UserError:
     return UserError(f"{where} cannot be read ({in_one_line(error)}); write the file again with numpy.savez")
 
 
-def _read_header(file: IO[bytes]) -> _Header:
-    version = np.lib.format.read_magic(file)
-    reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, _, dtype = reads[version](file)
-    if dtype.hasobject:
-        raise ValueError("it holds pickled objects, which are never loaded")
-    return _Header(tuple(shape), file.tell() + int(math.prod(shape)) * dtype.itemsize)
-
-
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
-    """Map a stored member of bytes at its place in the zip; None for what cannot be mapped.
+    """Map a stored member of bytes at its place in the zip; None if it cannot be mapped.
 
     Wider types are read instead: a zip does not align its members, and torch takes no unaligned memory.
     """
@@ -390,22 +386,6 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
     if not np.isfinite(values).all():
         raise UserError(f"{path}: {name} is not finite: {values.tolist()}")
     return tuple(float(value) for value in np.broadcast_to(values, channels))
-
-
-def _remarks(arrays: Arrays, num_records: int) -> tuple[str, ...]:
-    num_jpeg = sum(arrays[name].size for name in ("jpeg_train", "jpeg_test") if name in arrays)
-    if not num_jpeg:
-        return ()
-    return (f"{100 * (1 - num_jpeg / num_records):.1f} % lossless copy ({num_jpeg} images decoded from JPEG)",)
-
-
-def _clients(path: Path, name: str, clients: NDArray[np.generic], num_records: int) -> NDArray[np.generic]:
-    if clients.dtype.kind not in "iuU" or clients.shape != (num_records,):
-        raise UserError(
-            f"{path}: {name} is {clients.dtype} of shape {clients.shape}; wanted is a whole number or a text for each "
-            f"of {num_records} records"
-        )
-    return clients if clients.dtype.kind == "U" else clients.astype(np.int64)
 
 
 def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:

@@ -1,21 +1,18 @@
-"""One data set at one place: read once in a process, and once more after its files have changed; or verified.
+"""Data sets by name: loaded once per process, and again after their files have changed; verified; and their content.
 
-Verified: whether its files are what they should be, by checksums, sizes, shapes and counts. The user's own data set by
-import path, ``data=my_package.sets:hospitals``, is a function of the data root.
+Verification compares checksums, sizes, shapes and counts with the published ones. The user's own data set by import
+path, ``data=my_package.sets:hospitals``, is a function of the data root.
 
-Which records a data set is about, whatever it is called and however it is read: a digest of what its files hold.
-
-Two names have one content where they are two spellings of a path, a link, or a copy; where other columns are the label,
-other ranges are set, or another share is for testing; where the classes are merged, or the features are other ones. The
-order of lines and records does not count. A table whose columns were changed, or a part of the records, is other
-content.
+The content of a data set is a digest of the records in its files. Two names have one content if they are two spellings
+of a path, a link or a copy, or differ in label column, ranges, test share, merged classes or features. The order of
+lines and records does not count. A table with changed columns, or a part of the records, is other content.
 """
 
 import hashlib
 import hmac
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +24,7 @@ from numpy.typing import NDArray
 from fl_sim.data import hub, leaf, npz, table
 from fl_sim.data.dataset import known_dataset, looks_channels_last, tokens_in, with_validation
 from fl_sim.data.features import Features, as_features
-from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name, without_settings
+from fl_sim.data.naming import KNOWN, KnownSet, OwnKind, OwnName, own_name, without_settings
 from fl_sim.data.pictures import SUFFIXES, read_folder
 from fl_sim.data.places import DataSource, describe_missing, download, find, look_for
 from fl_sim.data.public_sets import read_cifar, read_digits, read_idx, read_svhn, read_uci
@@ -40,17 +37,17 @@ from fl_sim.types import Dataset, Examples
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
-"""What Hugging Face's library writes beside the records."""
+"""Files of Hugging Face's library beside the records."""
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
     """Return the data set ``name``, one of ``NAMES``, KIND:PLACE (fl_sim.data.naming) or package.module:function.
 
     Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
-    downloaded unless FL_SIM_OFFLINE is set. Read once per process, and again where its files have changed since (what a
-    function of the user's own makes: once); images stay uint8, memory-mapped where the files allow. ``features``: what
-    records are turned into. Raises UserError for unknown names, missing or damaged files, what is no classification
-    data set, and records that have no such features.
+    downloaded unless FL_SIM_OFFLINE is set. Read once per process, and again after its files have changed (a function
+    of the user's own is called once); images stay uint8, memory-mapped if the files allow. ``features``: the
+    representation of the inputs. Raises UserError for unknown names, missing or damaged files, anything but a
+    classification data set, and records without such features.
     """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     stamps = _stamps(name, source)
@@ -59,26 +56,26 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
 
 
 def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -> str:
-    """Return a digest of the training and validation records of ``name``, and of its test records where they matter."""
+    """Return a digest of the training and validation records of ``name`` and, ``with_test``, of its test records."""
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     return _fingerprint_once(name, source, _stamps(name, source), with_test)
 
 
 def read(name: str, source: DataSource) -> Dataset:
-    """Return the data set ``name`` as it now lies at ``source``."""
-    path = source.path
+    """Read the data set ``name`` at ``source``."""
+    path, own = source.path, own_name(name)
     if source.layout == "own":
         return _made(name, path)
     if path is None:
         return read_digits()
-    if own_files := own_name(name):
-        return _read_own_files(name, own_files, path)
+    if own:
+        return _READERS[own.kind](name, own, path)
     return _read_known(KNOWN[name], source, path)
 
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome for one data set: where it is, what is wrong (nothing: ``ok``), and what else a reader must know."""
+    """The result of a verification: the place of a data set, its problems, and a note."""
 
     name: str
     source: DataSource | None
@@ -87,14 +84,14 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Return whether the set was found and nothing is wrong with it."""
+        """True if the set was found and has no problems."""
         return self.source is not None and not self.problems
 
 
 def verify(name: str, data_root: Path | None = None) -> Check:
-    """Read all of ``name`` and compare it with what is published.
+    """Read all of ``name`` and compare it with the published facts.
 
-    Official files: MD5; npz files: the zip's checksums (nobody publishes an MD5 for them); all: shapes, counts, labels.
+    Official files: MD5; npz files: the zip's checksums (no MD5 is published for them); all: shapes, counts, labels.
     Raises UserError for an unknown name.
     """
     source = find(name, data_root)
@@ -110,10 +107,10 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 
 
 def content_of(name: str, data_root: Path | None) -> str:
-    """Return a digest of the records that ``name`` trains on as they lie in their files, whoever reads them how.
+    """Return a digest of the training records of ``name`` in their files, whatever the settings of reading.
 
-    Of tables and folders: of all that the file or the folder holds. It tells whoever knows all records but one what
-    that one is: it is for this machine alone, see ``sealed_content``. Raises UserError as ``load`` does.
+    Of tables and folders: of the whole file or folder. It reveals one record to anybody who knows all others: it is for
+    this machine alone, see ``sealed_content``. Raises UserError as ``load`` does.
     """
     name = records_of(name)
     own = own_name(name)
@@ -128,7 +125,7 @@ def content_of(name: str, data_root: Path | None) -> str:
 
 
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
-    """Return ``content_of`` the records that ``name`` trains on, and of those that it tests on."""
+    """Return ``content_of`` the training records of ``name``, and of its test records."""
     own = own_name(records_of(name))
     if own is not None and "test_file" in own.options:
         return content_of(name, data_root), content_of(f"{own.kind}:{own.option('test_file')}", data_root)
@@ -139,10 +136,10 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
 
 
 def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
-    """Return ``content_of`` under a secret key of this machine, to be told in results; "" where there is no such key.
+    """Return ``content_of`` under a secret key of this machine, for results; empty if there is no key.
 
-    The part before the colon tells the key: contents under two keys cannot be compared. ``make_key``: as ``make`` of
-    ``machine_key``, for a plan, which writes nothing.
+    The part before the colon identifies the key: contents under two keys cannot be compared. ``make_key``: as ``make``
+    of ``machine_key``, for a plan, which writes nothing.
     """
     key = machine_key(make=make_key)
     if not key:
@@ -163,7 +160,9 @@ def _fingerprint_once(name: str, source: DataSource, stamps: "_Stamps", with_tes
 
 def _read_known(known: KnownSet, source: DataSource, path: Path) -> Dataset:
     if known.finer:
-        return _merged(_read_known(KNOWN[known.finer], source, path), known)
+        finer, classes = _read_known(KNOWN[known.finer], source, path), np.array(known.merged)
+        train, test = (Examples(part.inputs, classes[part.labels], part.groups) for part in (finer.train, finer.test))
+        return replace(finer, name=known.name, train=train, test=test, num_classes=known.num_classes)
     if source.layout == "uci":
         return read_uci(path, known)
     if source.layout == "npz":
@@ -173,31 +172,13 @@ def _read_known(known: KnownSet, source: DataSource, path: Path) -> Dataset:
     return known_dataset(known, train, test, str(path / next(iter(known.files)).rpartition("/")[0]))
 
 
-def _merged(finer: Dataset, known: KnownSet) -> Dataset:
-    """Return the records of ``finer`` under the labels of ``known``."""
-    classes = np.array(known.merged)
-    train, test = (Examples(part.inputs, classes[part.labels], part.groups) for part in (finer.train, finer.test))
-    return replace(finer, name=known.name, train=train, test=test, num_classes=known.num_classes)
-
-
-def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
-    match own_files.kind:
-        case "csv" | "parquet":
-            return table.read(name, own_files, path)
-        case "npz":
-            return npz.read_own(name, own_files, path)
-        case "folder":
-            return read_folder(name, own_files, path)
-        case "leaf":
-            return leaf.read(name, own_files, path)
-        case "medmnist":
-            return npz.read_medmnist(name, own_files, path)
-        case "hf":
-            return hub.read(name, own_files, path)
-
+_READERS: Final[Mapping[OwnKind, Callable[[str, OwnName, Path], Dataset]]] = {
+    "csv": table.read, "parquet": table.read, "npz": npz.read_own, "folder": read_folder, "leaf": leaf.read,
+    "medmnist": npz.read_medmnist, "hf": hub.read,
+}  # fmt: skip
 
 _Stamps: TypeAlias = tuple[tuple[str, int, int, int], ...]
-"""The path, size, time of the last change in nanoseconds and number of every file that a data set is read from."""
+"""Path, size, time of the last change in nanoseconds and inode of every file of a data set."""
 
 
 @lru_cache(maxsize=2)
@@ -208,12 +189,12 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # a part of the key: files that have changed are read again
+    del stamps  # a part of the key: changed files are read again
     return read(name, source)
 
 
 def _stamps(name: str, source: DataSource) -> _Stamps:
-    """Return the stamps of the files of ``name``; none where nobody knows them, or they are embedded."""
+    """Return the stamps of the files of ``name``; none if they are unknown or embedded."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 
@@ -235,7 +216,7 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 
 
 def _made(name: str, data_root: Path | None) -> Dataset:
-    """Return what the function at the import path ``name`` makes of ``data_root`` (None where none was given), checked.
+    """Call the function at the import path ``name`` with ``data_root`` (or None), and check its data set.
 
     It must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError for anything else.
     """
@@ -302,34 +283,29 @@ def _check_part(part: Examples, num_classes: int, where: str) -> None:
 
 
 def _checksums(name: str, source: DataSource) -> list[str]:
-    known = KNOWN.get(name)
-    if source.path is None:
+    known, path = KNOWN.get(name), source.path
+    if path is None:
         return []
     if source.layout in {"npz", "medmnist"}:
-        return _zip_checksums(source.path)
-    if known is None:
-        return []
-    return [
-        f"{source.path / file}: MD5 is {actual}, the official file's is {published}"
-        for file, published in _published(known).items()
-        if (actual := _md5(source.path / file)) != published
-    ]
-
-
-def _zip_checksums(path: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, OSError):
-        return []  # reading it fails too, and says more
-    return [f"{path}: {bad} does not match its checksum; fetch or write the file again"] if bad else []
+        try:
+            with zipfile.ZipFile(path) as archive:
+                bad = archive.testzip()
+        except (zipfile.BadZipFile, OSError):
+            return []  # reading it fails too, with a better message
+        return [f"{path}: {bad} does not match its checksum; fetch or write the file again"] if bad else []
+    problems = []
+    for file, published in (_published(known) if known else {}).items():
+        with (path / file).open("rb") as opened:
+            actual = hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        if actual != published:
+            problems.append(f"{path / file}: MD5 is {actual}, the official file's is {published}")
+    return problems
 
 
 def _published(known: KnownSet) -> dict[str, str]:
     """Return {file: MD5}."""
-    held = {file: md5 for file, md5 in known.files.items() if md5 is not None}
-    if held:
-        return held
+    if own := {file: md5 for file, md5 in known.files.items() if md5 is not None}:
+        return own
     from torchvision import datasets  # noqa: PLC0415 (seconds to import)
 
     dataset = getattr(datasets, known.torchvision_class)
@@ -339,13 +315,8 @@ def _published(known: KnownSet) -> dict[str, str]:
     return {f"{dataset.base_folder}/{file}": md5 for file, md5 in (*dataset.train_list, *dataset.test_list, meta)}
 
 
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
 def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Path]:
-    """Return the files whose bytes are the content; none where it is that of the arrays that are read from them."""
+    """Return the files whose bytes are the content; none if the arrays in them are the content."""
     if own is None:
         known = KNOWN.get(name)
         source = look_for(name, data_root) if known else None
@@ -363,7 +334,7 @@ def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Pa
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written again."""
+    """Return a key that changes when a file is written again."""
     try:
         status = path.stat()
     except OSError:
@@ -373,34 +344,23 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
-    paths = [Path(str(path)) for path, *_ in files]
-    try:
-        digests = [_of_lines(path) if path.suffix.lower() == ".csv" else _of_bytes(path) for path in paths]
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
+    digests = []
+    for path in (Path(str(path)) for path, *_ in files):
+        try:
+            with path.open("rb") as file:
+                if path.suffix.lower() == ".csv":  # lines in any order, whatever ends them
+                    lines = (line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n") for line in file)
+                    digests.append(_added(hashlib.sha256(line).digest() for line in lines if line))
+                else:
+                    digests.append(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
     return digests[0].hex() if len(digests) == 1 else _added(digests).hex()
-
-
-def _of_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def _of_lines(path: Path) -> bytes:
-    """Return a digest of a file's lines in any order, whatever ends them."""
-    with path.open("rb") as file:
-        return _added(hashlib.sha256(line).digest() for line in _lines(file))
-
-
-def _lines(file: Iterable[bytes]) -> Iterator[bytes]:
-    for line in file:
-        if text := line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"):
-            yield text
 
 
 @lru_cache(maxsize=8)
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
-    """Return the digest of the training inputs. ``signature``: of the file; one that was written again is another."""
+    """Return the digest of the training inputs. ``signature``: a part of the key, of the file."""
     return _of_inputs(load(name, data_root).train.inputs)
 
 
@@ -409,7 +369,7 @@ def _of_inputs(inputs: NDArray[Any]) -> str:
 
 
 def _added(digests: Iterable[bytes]) -> bytes:
-    """Return a digest of several in any order, each as often as it occurs."""
+    """Return the digest of a multiset of digests."""
     total, count = 0, 0
     for digest in digests:
         total, count = total + int.from_bytes(digest), count + 1
