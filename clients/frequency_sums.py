@@ -1,7 +1,7 @@
-"""What a client sends for a private start: three times a few sums over its records' lowest frequencies.
+"""Sums for a private start: a client sends a few sums over its records' lowest frequencies, three times.
 
-Every answer is one vector, of which the server clips the length before it adds up clients and noise: so a client is
-protected as a whole, whatever it holds. The next question is asked when the noisy answers to the last one are known.
+Every answer is one vector. The server clips its length before it adds up clients and noise: so a client is protected
+as a whole, whatever its records. The next question depends on the noisy answers to the last one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ STEPS: Final[tuple[Step, ...]] = (1, 2, 3)
 SQUARES: Final = 0.5
 COUNT: Final = 0.5
 COMMON: Final = 0.3
-"""What squares weigh beside means, a record beside its frequencies, and products of all classes beside each class's."""
+"""The weights of squares beside means, of a record beside its frequencies, of common products beside each class's."""
 
 LONGEST: Final = 1.5
-"""The most that a record counts for, in a frame in which records are about 1 long."""
+"""The clipping norm of a record, in a frame in which records are about 1 long."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where frequencies are measured from, and in which units: ``centre`` and ``width``, both (d,)."""
+    """The origin and the units of frequencies: ``centre`` and ``width``, both (d,)."""
 
     centre: Array
     width: Array
@@ -47,10 +47,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class FrequencyQuestion:
-    """What is asked: step 1, mean and mean square of all records; 2, counts and means by class; 3, products by class.
+    """Step 1: mean and mean square of all records; 2: counts and means by class; 3: products by class.
 
-    ``records``: how many records a client has on average, a public number; sums are divided by it. ``means``: of the
-    classes, (C, d) in ``frame``, from which step 3 measures.
+    ``records``: the mean number of records of a client, public; sums are divided by it. ``means``: of the classes,
+    (C, d) in ``frame``, about which step 3 takes products.
     """
 
     step: Step
@@ -60,7 +60,7 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return the public frame of step 1 for images of ``shape``, whose frequencies at ``order`` are looked at.
+    """Return the public frame of step 1 for images of ``shape`` and their frequencies at ``order``.
 
     It measures from black, and its unit is an image all of whose pixels are a quarter of the way to white.
     """
@@ -81,7 +81,7 @@ def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, t
 
 
 def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np.int64], num_classes: int) -> Params:
-    """Return what a client with these records (n, *shape), in [-1, 1], sends: float32, zeros without records.
+    """Return the answer of a client with these records (n, *shape), in [-1, 1]: float32, zeros without records.
 
     Records that are not finite are left out.
     """
@@ -115,7 +115,7 @@ def question_tensors(question: FrequencyQuestion) -> Params:
 
 
 def read_question(tensors: Params) -> FrequencyQuestion:
-    """Undo ``question_tensors``."""
+    """Return the question in the tensors of ``question_tensors``."""
     arrays = {name: value.numpy().astype(np.float64) for name, value in tensors.items()}
     [step] = (one for one in STEPS if one == arrays["step"][0])
     means = arrays["means"] if len(arrays["means"]) else None

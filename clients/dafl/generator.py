@@ -1,4 +1,4 @@
-"""What a private generator is given and what it states before it starts: every kind fits the same slot of DA-FL."""
+"""The protocol of private generators, their requests and their bills: every kind fits the same slot of DA-FL."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PrivateRecords:
     """One client's own records, scaled by public constants alone.
 
     ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
-    of a table, if they are known: (inputs + 1) / 2 is in their units. ``features``: the version of the public features
-    that they are, empty for records as they came.
+    of a table, if they are known: (inputs + 1) / 2 is in their units. ``features``: the version of the public features,
+    empty for the original records.
     """
 
     inputs: torch.Tensor
@@ -35,10 +35,10 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class GeneratorBill:
-    """What a generator will cost: ``event`` released ``steps`` times. Known before a record is looked at.
+    """The cost of a release: ``event`` released ``steps`` times. Known before a record is read.
 
-    ``noise_multiplier`` is noise on a sum / clipping norm of one record, 0 where nothing is protected (epsilon inf).
-    ``refused``: why nothing can be released within the budget; empty where it can. A refused bill costs nothing.
+    ``noise_multiplier`` is noise on a sum / clipping norm of one record, 0 for no protection (epsilon inf).
+    ``refused``: why nothing can be released within the budget, or empty. A refused bill costs nothing.
     """
 
     event: dp_event.DpEvent
@@ -50,7 +50,7 @@ class GeneratorBill:
 
 @dataclass(frozen=True)
 class GeneratorRequest:
-    """What one client's generator is to make, and of what: the arguments of ``Generator.generate``."""
+    """The arguments of one client's ``Generator.generate``."""
 
     records: PrivateRecords
     counts: NDArray[np.int64]
@@ -60,7 +60,7 @@ class GeneratorRequest:
 
 
 Made: TypeAlias = "torch.Tensor | Exception"
-"""One client's synthetic records, or why it has none: one client's failure is not the others'."""
+"""One client's synthetic records, or its error: one client's failure is not the others'."""
 
 
 def nothing() -> None:
@@ -71,7 +71,7 @@ class Generator(Protocol):
     """A kind of private generator: frozen settings with a bill and a release. Unit: one record, add or remove."""
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Say what ``generate`` will cost on a client of ``num_records`` (public), within (epsilon, delta).
+        """Return the cost of ``generate`` on a client of ``num_records`` (public), within (epsilon, delta).
 
         epsilon inf: no noise and no clipping.
         """
@@ -87,58 +87,58 @@ class Generator(Protocol):
     ) -> torch.Tensor:
         """Return synthetic records, (sum of counts, *input shape) in [-1, 1], sorted by class.
 
-        ``counts``: (num_classes,) how many of each class to make, a private release already: classes with 0 are taken
-        for absent. All that touches ``records`` is protected by ``noise`` (secret: Poisson masks, too) as ``bill``
-        says; ``generator`` is for what needs no secret (initial weights, latent vectors). Raises RunError where
-        training ends in numbers that are not finite.
+        ``counts``: (num_classes,) the number of records of each class to make, a private release already: classes with
+        0 are taken for absent. All that touches ``records`` is protected by ``noise`` (secret: Poisson masks, too) as
+        ``bill`` says; ``generator`` draws all that needs no secret (initial weights, latent vectors). Raises RunError
+        if training ends in numbers that are not finite.
         """
         ...
 
 
 @runtime_checkable
-class Stacking(Protocol):
-    """A generator that many clients' releases share work in; of any other, one client's is made after another's."""
+class StackedGenerator(Protocol):
+    """A generator that makes the releases of many clients together; others make one after another."""
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
-        """Do what ``generate`` does for each of many clients, with the same bits, in less time where that can be.
+        """Return the result of ``generate`` for each of many clients, with the same bits, in less time if possible.
 
-        ``check`` is called every now and then, and what it raises ends all. May be called from several threads.
+        ``check`` is called every now and then, and its error ends all. May be called from several threads.
         """
         ...
 
 
 @runtime_checkable
-class Choosy(Protocol):
+class ShapedGenerator(Protocol):
     """A generator that is not for records of every shape."""
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError where it cannot make records of ``shape``: asked before anything is charged."""
+        """Raise UserError if it cannot make records of ``shape``. Called before anything is charged."""
         ...
 
 
 @runtime_checkable
-class Compiled(Protocol):
-    """A generator whose steps are compiled code's where there is such code for this processor."""
+class CompiledGenerator(Protocol):
+    """A generator that may train by compiled code, if there is such code for this processor."""
 
     def trainer(self) -> str:
-        """Return who takes its steps on this machine, and why, if it is PyTorch: words for a result."""
+        """Return the name of the trainer on this machine and, for PyTorch, the reason: text for a result."""
         ...
 
 
 @runtime_checkable
-class Shortening(Protocol):
-    """A generator whose time can be told from less than a whole release."""
+class ShortenedGenerator(Protocol):
+    """A generator whose time can be extrapolated from less than a whole release."""
 
     def shortened(self, steps: int) -> tuple[Generator, float]:
-        """Return a generator of which a release takes about this share of the time, to guess the time from."""
+        """Return a generator with fewer steps, and about which share of the time its release takes."""
         ...
 
 
 def generate_all(
     generator: Generator, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing
 ) -> list[Made]:
-    """Return what ``generator`` makes of each request. ``check`` is called now and then; what it raises ends all."""
-    if isinstance(generator, Stacking):
+    """Return the records or the error of each request. ``check`` is called now and then; its error ends all."""
+    if isinstance(generator, StackedGenerator):
         return generator.generate_stacked(requests, check)
     made: list[Made] = []
     for one in requests:

@@ -27,7 +27,7 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """What the labels of one client cost together, at delta 0, by three ways of counting; all three are true.
+    """The cost of all labels of one client, at delta 0, by three ways of counting; all three are true.
 
     ``parallel``: a record is in one class, so adding or removing it touches one selection: epsilon_1. ``sequential``:
     the paper's L epsilon_1, as if it touched all. ``replace_one``: a record that changes its class touches two.
@@ -39,14 +39,14 @@ class Totals:
 
 
 class _Selection(Settings):
-    """What both mechanisms share: the price, the range and the threshold. Unit: one record, add or remove.
+    """The price, the range and the threshold of both mechanisms. Unit: one record, add or remove.
 
-    ``epsilon``: epsilon_1, what the selection for one class costs at delta 0. ``composition``: which total is charged.
-    ``false_positive``: how likely a class without records may get synthetic ones; smaller selections than that takes
-    are set to 0, and 1 keeps them all. ``least_share``: selections below this share of the client's largest one are set
-    to 0 as well, since a generator makes noise of a class it saw next to nothing of, under a label that says otherwise;
-    0 keeps them. Both look at selections alone and cost nothing. ``largest``: R, the most synthetic records of one
-    class (None: gamma times the public bound on a class's records that ``largest_count`` is given).
+    ``epsilon``: epsilon_1, the cost of the selection for one class at delta 0. ``composition``: the total that is
+    charged. ``false_positive``: the probability at most that a class without records gets synthetic ones; smaller
+    selections are set to 0, and 1 keeps them all. ``least_share``: selections below this share of the client's largest
+    one are set to 0 as well, since a generator makes noise of a class with next to no records, under a label that says
+    otherwise; 0 keeps them. Both read selections alone and cost nothing. ``largest``: R, the most synthetic records of
+    one class (None: gamma times the public bound on a class's records in ``largest_count``).
     """
 
     epsilon: float = Field(0.1, gt=0)
@@ -56,23 +56,23 @@ class _Selection(Settings):
     largest: int | None = Field(None, ge=0)
 
     def largest_count(self, gamma: float, public_records: int) -> int:
-        """Return R. ``public_records`` bounds a class's records and must be known without looking at the client's.
+        """Return R. ``public_records`` bounds a class's records and must be known without reading the client's.
 
-        R that follows the data tells it: between two values of R some outcome is possible in one world alone.
+        An R that follows the data reveals it: between two values of R some outcome is possible in one world alone.
         """
         return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
 
     def totals(self, num_classes: int) -> Totals:
-        """Return what selecting for ``num_classes`` classes costs."""
+        """Return the cost of selecting for ``num_classes`` classes."""
         return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
 
     def total_epsilon(self, num_classes: int) -> float:
-        """Return the total that ``composition`` names: what the plain sum with other releases has to count."""
+        """Return the total that ``composition`` names, for the plain sum with other releases."""
         totals = self.totals(num_classes)
         return totals.parallel if self.composition == "parallel" else totals.sequential
 
     def event(self, num_classes: int) -> "dp_event.DpEvent":
-        """Return what the ledger is charged for all classes together, under add or remove one record."""
+        """Return the ledger's event for all classes together, under add or remove one record."""
         from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
 
         one = self._event_of_one_class()
@@ -90,10 +90,10 @@ class _Selection(Settings):
         return int((reached > self.false_positive).sum())
 
     def select(self, class_counts: NDArray[np.int64], gamma: float, largest: int, noise: Noise) -> NDArray[np.int64]:
-        """Return how many records of each class to make, (num_classes,): private, and free to publish once charged.
+        """Return the number of records of each class to make, (num_classes,): private, and public once charged.
 
-        ``class_counts``: (num_classes,) how many the client holds, SENSITIVE. ``largest``: R, public. The coins are
-        those of ``noise``, which must be this client's own: under one key the same selection comes out again.
+        ``class_counts``: (num_classes,) the client's own numbers, SENSITIVE. ``largest``: R, public. ``noise`` must be
+        this client's own: one key always yields the same selection.
         """
         held = np.asarray(class_counts, dtype=np.int64)
         assert held.ndim == 1

@@ -1,6 +1,6 @@
 """DA-FL's settings: synthetic records before the main task (Tang, Wang, Liu 2023).
 
-"DA-FL", Journal on Communications 44(1). What a client does with them is in clients/dafl/share.py.
+"DA-FL", Journal on Communications 44(1). The client half is in clients/dafl/share.py.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.generator import Choosy, Generator
+from clients.dafl.generator import Generator, ShapedGenerator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.marginals import Marginals
 from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
@@ -55,7 +55,7 @@ class DaFl(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence["DaFl"], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Say what clients release before the first round, and within which budget."""
+        """Return the caption on the clients' release before the first round and its budget."""
         gammas = values([one.client_gammas or one.gamma for one in chosen])
         made_by = values([kind_of(one.generator) for one in chosen])
         epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
@@ -78,9 +78,9 @@ class DaFl(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError where the generator cannot make such records, or does not see them as they are."""
+        """Raise UserError if the generator cannot make such records, or does not see them as they are."""
         self.generator_epsilon(dataset.num_classes)
-        if isinstance(self.generator, Choosy):
+        if isinstance(self.generator, ShapedGenerator):
             self.generator.check_shape(dataset.input_shape)
         if features == "none":
             check_unit_range(dataset, "da-fl")
@@ -91,7 +91,7 @@ class DaFl(Settings):
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError where no client can release anything within ``epsilon``: largest ones are asked first."""
+        """Raise UserError if no client can release anything within ``epsilon``. Largest clients come first."""
         del experiment
         refused = ""
         for held in sorted(set(records), reverse=True):
@@ -107,17 +107,17 @@ class DaFl(Settings):
 
     @property
     def replaces_records(self) -> bool:
-        """Say whether clients train on the pool alone."""
+        """Return True if clients train on the pool alone."""
         return self.train_on == "synthetic"
 
     def gamma_of(self, client: int) -> float:
-        """Return how many records ``client`` makes, as a share of those it holds."""
+        """Return the number of records that ``client`` makes, as a share of its own."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:
-        """Return the name of what ``client`` releases: two releases of one name differ in their noise key alone.
+        """Return the name of the release of ``client``: two releases of one name differ in their noise key alone.
 
-        ``features``: the version of the public features that its records are.
+        ``features``: the version of the public features that its records consist of.
         """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
         settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}
@@ -126,7 +126,7 @@ class DaFl(Settings):
         ).hexdigest()[:16]
 
     def generator_epsilon(self, num_classes: int) -> float:
-        """Return eps_0, what the labels leave for the generator. Raises UserError where that is nothing."""
+        """Return eps_0, the budget that the labels leave for the generator. Raises UserError if that is nothing."""
         used = self.labels.total_epsilon(num_classes)
         left = self.epsilon - used
         if left <= 0:

@@ -210,7 +210,7 @@ def _bill(settings: DaFl, records: PrivateRecords) -> GeneratorBill:
 def _picked_labels(
     settings: DaFl, records: PrivateRecords, gamma: float, public_records: int, noise: Noise
 ) -> NDArray[np.int64]:
-    """Return how many records of each class to make, (num_classes,), by PLS; exactly gamma n_k where epsilon is inf."""
+    """Return the number of records of each class to make, (num_classes,), by PLS; gamma n_k if epsilon is inf."""
     held = np.bincount(records.labels.numpy(), minlength=records.num_classes)
     if math.isinf(settings.epsilon):
         exact: NDArray[np.int64] = np.rint(gamma * held).astype(np.int64)

@@ -17,7 +17,7 @@ cost of a step without privacy (``benchmarks/dpcgan_step.py``). They are what th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
@@ -61,11 +61,11 @@ def clipped_sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     a client gets does not depend on the others.
     """
     found = iter(_sums([one for one in clients if len(one.real)]))
-    return [next(found) if len(one.real) else _zero(one) for one in clients]
-
-
-def _zero(one: ClientPairs) -> torch.Tensor:
-    return torch.zeros(sum(weight.numel() for weight in one.discriminator.parameters()), dtype=torch.float64)
+    sizes = [sum(weight.numel() for weight in one.discriminator.parameters()) for one in clients]
+    return [
+        next(found) if len(one.real) else torch.zeros(size, dtype=torch.float64)
+        for one, size in zip(clients, sizes, strict=True)
+    ]
 
 
 def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
@@ -91,61 +91,40 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     return [torch.cat([part.flatten() for parts in one for part in parts]) for one in zip(*by_layer, strict=True)]
 
 
-class _Layers(Protocol):
-    """The gradients of a layer for every pair of all clients, in the form they are cheapest in, as float64."""
-
-    def squared_norms(self) -> torch.Tensor:
-        """Return each pair's share of its squared gradient norm, (pairs,): never less than the true value."""
-        ...
-
-    def forget(self, pairs: torch.Tensor) -> None:
-        """Make the gradients of ``pairs`` (a mask) zero."""
-        ...
-
-    def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return each client's sum over pairs of factor times gradient, for each of the layer's parameters."""
-        ...
-
-
-def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> list[_Layers]:
-    """Return D's layers with parameters, with what entered each and the loss's derivative by what left it."""
+def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Linears | _Apart]":
+    """Return D's layers with parameters, with the input of each and the loss's derivative by its output."""
+    rows: list[torch.Tensor] = []
+    for one, size in zip(clients, sizes, strict=True):
+        pairs = one.real.new_zeros(size, 2, *one.real.shape[1:])
+        pairs[: len(one.real), 0], pairs[: len(one.real), 1] = one.real, one.fake
+        rows.append(pairs.flatten(0, 1))  # rows 2i, real, and 2i + 1, fake, make pair i
     passed: list[Layers] = []
-    rows = [_side_by_side(one.real, one.fake, size) for one, size in zip(clients, sizes, strict=True)]
     scores = stacked([one.discriminator for one in clients], rows, passed.append).view(-1, 2)
     loss = functional.softplus(scores * torch.tensor([-1.0, 1.0])).sum()
     errors: Sequence[torch.Tensor] = torch.autograd.grad(loss, [layers.left for layers in passed])
-    return [_layers(*parts) for parts in zip(passed, errors, strict=True)]
-
-
-def _side_by_side(real: torch.Tensor, fake: torch.Tensor, size: int) -> torch.Tensor:
-    """Return rows 2i, real, and 2i + 1, fake, that make pair i of ``size``."""
-    rows = real.new_empty(size, 2, *real.shape[1:])
-    rows[: len(real), 0], rows[: len(real), 1], rows[len(real) :] = real, fake, 0.0
-    return rows.flatten(0, 1)
-
-
-def _layers(passed: Layers, error: torch.Tensor) -> _Layers:
-    entered = [part.detach() for part in passed.entered]
-    if isinstance(passed.layers[0], nn.Linear):
-        return _Linears(entered, error, has_bias=passed.layers[0].bias is not None)
-    errors = torch.split(error, [len(part) for part in entered])
-    return _Apart([_layer(*parts) for parts in zip(passed.layers, entered, errors, strict=True)])
-
-
-def _layer(layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> "_Layer":
-    if isinstance(layer, nn.Conv2d):
-        return _Convolution(layer, entered, error)
-    assert isinstance(layer, nn.InstanceNorm2d)
-    return _InstanceNorm(layer, entered, error)
+    found: list[_Linears | _Apart] = []
+    for layers, error in zip(passed, errors, strict=True):
+        entered, first = [part.detach() for part in layers.entered], layers.layers[0]
+        if isinstance(first, nn.Linear):
+            found.append(_Linears(entered, error, has_bias=first.bias is not None))
+        else:
+            kind = _Convolution if isinstance(first, nn.Conv2d) else _InstanceNorm
+            parts = zip(layers.layers, entered, torch.split(error, [len(part) for part in entered]), strict=True)
+            found.append(_Apart([kind(*part) for part in parts]))
+    return found
 
 
 class _Linears:
-    """Linear layers: ``entered`` by client, ``errors`` of all of them one below the other."""
+    """Gradients of linear layers, for every pair of all clients, as float64.
+
+    ``entered``: by client; ``errors``: of all clients, one below the other.
+    """
 
     def __init__(self, entered: Sequence[torch.Tensor], errors: torch.Tensor, *, has_bias: bool) -> None:
         self.has_bias, self.a, self.e = has_bias, [part.double() for part in entered], errors.double()
 
     def squared_norms(self) -> torch.Tensor:
+        """Return each pair's share of its squared gradient norm, (pairs,): never less than the true value."""
         products = [_products(part) for part in self.a]
         inputs, inputs_across = (torch.cat(parts) for parts in zip(*products, strict=True))
         errors, errors_across = _products(self.e)
@@ -155,6 +134,7 @@ class _Linears:
         return own + 2 * inputs_across * errors_across + _SLACK * own
 
     def forget(self, pairs: torch.Tensor) -> None:
+        """Make the gradients of ``pairs`` (a mask) zero."""
         both = pairs.repeat_interleave(2)
         self.e = self.e.masked_fill(both[:, None], 0.0)
         sizes = [len(part) for part in self.a]
@@ -163,6 +143,7 @@ class _Linears:
         ]
 
     def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Return each client's sum over pairs of factor times gradient, for each of the layer's parameters."""
         errors = (self.e.view(-1, 2, self.e.shape[1]) * factors[:, None, None]).flatten(0, 1)
         parts = zip(torch.split(errors, [len(part) for part in self.a]), self.a, strict=True)
         return [[error.T @ entered, *([error.sum(0)] if self.has_bias else [])] for error, entered in parts]
@@ -174,22 +155,10 @@ def _products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linalg.vecdot(rows, rows), torch.linalg.vecdot(real, fake)
 
 
-class _Layer(Protocol):
-    """A layer of one client, where sharing operations with others would gain nothing."""
-
-    num_pairs: int
-
-    def squared_norms(self) -> torch.Tensor: ...
-
-    def forget(self, pairs: torch.Tensor) -> None: ...
-
-    def weighted_sum(self, factors: torch.Tensor) -> list[torch.Tensor]: ...
-
-
 class _Apart:
-    """Layers of every client, taken one by one."""
+    """Layers of every client, one by one: sharing operations would gain nothing. Methods as of ``_Linears``."""
 
-    def __init__(self, layers: Sequence[_Layer]) -> None:
+    def __init__(self, layers: "Sequence[_Convolution | _InstanceNorm]") -> None:
         self.layers = layers
         self.sizes = [layer.num_pairs for layer in layers]
 
@@ -208,10 +177,12 @@ class _Apart:
 class _Convolution:
     """As a linear layer, with a row for every position of the output: a pair's gradient is e_r a_r' + e_f a_f'."""
 
-    def __init__(self, layer: nn.Conv2d, entered: torch.Tensor, error: torch.Tensor) -> None:
+    def __init__(self, layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> None:
+        assert isinstance(layer, nn.Conv2d)
         assert layer.groups == 1
+        assert not isinstance(layer.padding, str)
         self.num_pairs = len(entered) // 2
-        self.a = functional.unfold(entered, layer.kernel_size, layer.dilation, _ints(layer.padding), layer.stride)
+        self.a = functional.unfold(entered, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
         self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
@@ -259,19 +230,15 @@ def _sizes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what belongs to the real and to the fake of each pair."""
+    """Return the rows of the real and of the fake half of each pair."""
     return rows[0::2], rows[1::2]
-
-
-def _ints(padding: str | tuple[int, ...]) -> tuple[int, ...]:
-    assert not isinstance(padding, str)
-    return padding
 
 
 class _InstanceNorm:
     """The gradient of its scale is the sum over positions of error times normalised input."""
 
-    def __init__(self, layer: nn.InstanceNorm2d, entered: torch.Tensor, error: torch.Tensor) -> None:
+    def __init__(self, layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> None:
+        assert isinstance(layer, nn.InstanceNorm2d)
         assert layer.affine
         assert not layer.track_running_stats
         self.num_pairs = len(entered) // 2

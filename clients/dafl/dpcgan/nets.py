@@ -3,8 +3,8 @@
 None keeps statistics of a batch, so every record is scored by itself: clipping record by record needs that.
 
 The networks of several clients work as a stack: one below the other lie the rows of all, and what has no weights is
-done to them at once. Every client's rows are filled up to a multiple of 32, because vectorised kernels do what is left
-over in another way, that rounds otherwise: so a client gets the same bits whoever else is in the stack.
+done to them at once. Every client's rows are padded to a multiple of 32, because vectorised kernels compute the rest in
+another way, which rounds otherwise: so a client gets the same bits whoever else is in the stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ _SPREAD: Final = 1.0
 class Networks:
     """A pair of networks. Classes are one-hot, (n, classes), and of no width where there is one class only.
 
-    ``view``: what D sees of records, (n, *shape) in [-1, 1]: a public map of each record by itself.
-    ``join``: what the networks take: (views or latent vectors, classes) -> one tensor.
+    ``view``: records, (n, *shape) in [-1, 1] -> D's views of them: a public map of each record by itself.
+    ``join``: (views or latent vectors, classes) -> one tensor, the input of the networks.
     ``discriminator``: joined views -> scores, (n, 1); real is high.
     ``generator``: joined latent vectors -> views.
     ``render``: views as G makes them -> records.
@@ -49,7 +49,7 @@ class Networks:
 
 @dataclass(frozen=True)
 class Layers:
-    """One layer of every client's network, what entered each, (rows, ...), and what left all, one below the other."""
+    """One layer of every client's network, the input of each, (rows, ...), and all outputs, one below the other."""
 
     layers: tuple[nn.Module, ...]
     entered: tuple[torch.Tensor, ...]
@@ -64,9 +64,9 @@ def filled_up(num_rows: int) -> int:
 def stacked(
     nets: Sequence[nn.Sequential], parts: Sequence[torch.Tensor], seen: Callable[[Layers], None] | None = None
 ) -> torch.Tensor:
-    """Return what each of ``nets``, alike but for their weights and inputs, makes of its own rows, one below the other.
+    """Return the outputs of ``nets``, alike but for their weights and inputs, for their own rows, one below the other.
 
-    ``parts``: every net's input, with a number of rows that suits a stack. ``seen`` hears of every layer with weights.
+    ``parts``: every net's input, with a number of rows that suits a stack. ``seen`` is called with all layers with weights.
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = None  # until a layer with weights, whose inputs may be of unequal width
@@ -92,7 +92,7 @@ def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor
 
 
 def kernel_for(nets: Networks) -> Kernel | None:
-    """Return what computes the steps of these networks, where there is compiled code for them; None: PyTorch does."""
+    """Return the compiled code for the steps of these networks; None if there is none and PyTorch computes them."""
     generator = nets.generator
     parts = [nets.discriminator, generator.curved, generator.straight] if isinstance(generator, SmallGenerator) else []
     return load_kernel()[0] if parts and all(map(is_perceptron, parts)) else None

@@ -117,7 +117,7 @@ class DpCgan(Settings):
         return made
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
-        """Train all clients, as one stack where sharing operations saves time: see ``Generator``."""
+        """Train all clients, as one stack if sharing operations saves time: see ``Generator``."""
         from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (needs torch as it is imported)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
@@ -141,7 +141,7 @@ class DpCgan(Settings):
         return made
 
     def trainer(self) -> str:
-        """Return who takes the steps: compiled code those of the small networks, where there is such code."""
+        """Return the name of the trainer: compiled code for the small networks, if there is such code."""
         from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (needs torch as it is imported)
 
         kernel, why_not = load_kernel()
@@ -152,18 +152,18 @@ class DpCgan(Settings):
 
     @property
     def is_compilable(self) -> bool:
-        """Say whether compiled code takes the steps, where there is such code for the processor."""
+        """Return True if compiled code trains these networks, provided there is such code for the processor."""
         return self.networks == "small" and self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
-        """Return the same of ``steps`` D steps at most."""
+        """Return the generator with ``steps`` D steps at most, and its share of the steps."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
     def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
-        """Give (number of steps, what takes a step) of all who train together: where their steps are as many.
+        """Yield (number of steps, a function that takes a step) of all clients that train together: of as many steps.
 
-        Each by itself where steps are long (the paper's networks), or compiled: its weights then stay in the cache.
+        Each by itself if steps are long (the paper's networks), or compiled: its weights then stay in the cache.
         """
         from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 

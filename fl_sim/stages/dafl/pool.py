@@ -21,7 +21,7 @@ import torch
 from dp_accounting import dp_event
 from safetensors import SafetensorError
 
-from clients.dafl.generator import Compiled
+from clients.dafl.generator import CompiledGenerator
 from clients.dafl.settings import DaFl
 from clients.dafl.share import label_event
 from clients.policy import open_ledger
@@ -272,7 +272,7 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
 def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
     """Return who took the generators' steps; empty where there were none, or of a kind that nothing is compiled for."""
     generator, here = settings_of(job.experiment).generator, [one["here"] for one in said if one["receipt"] is not None]
-    if not here or not isinstance(generator, Compiled):
+    if not here or not isinstance(generator, CompiledGenerator):
         return ""
     return (
         generator.trainer()

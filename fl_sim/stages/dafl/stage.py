@@ -174,11 +174,11 @@ class Synthesis(Stage):
         As if all clients held records of one class: of more they take longer. Those of other splits, budgets and seeds
         take as long.
         """
-        from clients.dafl.generator import Shortening  # noqa: PLC0415 (the accountants load slowly)
+        from clients.dafl.generator import ShortenedGenerator  # noqa: PLC0415 (the accountants load slowly)
 
         job, settings, clients = self.job, self.settings, self.job.experiment.num_clients
         records, steps = max(1, len(job.shards.records) // clients), 1.0
-        if isinstance(settings.generator, Shortening):
+        if isinstance(settings.generator, ShortenedGenerator):
             steps = 1 / settings.generator.shortened(1)[1]
         alike = job.experiment.chosen("data", "features", "normalise", "clients")
         generator = settings.model_dump(mode="json", include={"generator", "gamma"})
@@ -193,12 +193,12 @@ class Synthesis(Stage):
 
     def _release(self, size: int, steps: int) -> Callable[[], object]:
         """Make ready the release of a client that holds ``size`` records, by a generator that takes ``steps`` steps."""
-        from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (as above)
+        from clients.dafl.generator import Generator, PrivateRecords, ShortenedGenerator  # noqa: PLC0415 (as above)
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415 (as above)
 
         job, settings = self.job, self.settings
         generator: Generator = settings.generator
-        if isinstance(generator, Shortening):
+        if isinstance(generator, ShortenedGenerator):
             generator, _ = generator.shortened(steps)
         inputs, _ = to_tensors(public_records(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
