@@ -66,7 +66,7 @@ def stacked(
 ) -> torch.Tensor:
     """Return the outputs of ``nets``, alike but for their weights and inputs, for their own rows, one below the other.
 
-    ``parts``: every net's input, with a number of rows that suits a stack. ``seen`` is called with every layer of weights.
+    ``parts``: every net's input, of as many rows as suit a stack. ``seen`` is called with each layer of weights.
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = None  # until a layer with weights, whose inputs may be of unequal width
