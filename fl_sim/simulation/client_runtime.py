@@ -31,21 +31,21 @@ from partitions import EvaluationSkew, FeatureSkew
 from strategies.layer import Relabel, Workload, layer_kinds
 
 PADDING = 4
-"""Pixels on every side of an image of which a window is cut out, as the field has it since He et al. 2016."""
+"""Pixels of padding on every side of an image before a window is cut out, as in He et al. 2016."""
 
 KEEP_BYTES = 256 * 2**20
-"""Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
+"""Training sets up to this size in float32 stay in memory in that form, one copy in each process."""
 
 KEEP_ON_GPU = 0.25
-"""Training sets that take up no larger a part of a GPU's memory stay there, as bytes if they are images."""
+"""Training sets up to this part of a GPU's memory stay there, as bytes if they are images."""
 
 
 def runtime_for(
     job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask], layers: tuple[ClientLayer, ...] = ()
 ) -> ClientRuntime:
-    """Return what a worker needs to play any client of ``job``, which trains as ``algorithm`` says.
+    """Return the client runtime of ``job`` with the training of ``algorithm``.
 
-    ``tasks``: what clients may be asked beside training, by name.
+    ``tasks``: the client tasks beside training, by name. ``layers``: the client halves of the layers.
     """
     experiment = job.experiment
     own: Callable[[int], Records] = partial(_own_records, job)
@@ -87,7 +87,7 @@ def runtime_for(
 
 
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
-    """Return a round's settings for clients, with the schedule already in ``learning_rate``."""
+    """Return the local settings of a round; ``learning_rate``: by the schedule."""
     local = job.experiment.local
     # By name, so that a field of one that the other lacks is an error, not forgotten.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
@@ -95,20 +95,20 @@ def local_settings(job: Job, learning_rate: float) -> LocalSettings:
 
 
 def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
-    """Return how many minibatch steps every client takes in a round; ``num_synthetic``: records of a pool for all."""
+    """Return the number of local steps of every client in a round; ``num_synthetic``: records of a pool for all."""
     settings = local_settings(job, job.experiment.local.learning_rate)
     sizes, which = np.unique(sizes_trained_on(job, num_synthetic), return_inverse=True)
     return np.array([settings.num_steps(size) for size in sizes.tolist()], dtype=np.int64)[which]
 
 
 def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
-    """Return what every client does in a round; ``num_synthetic``: records of a pool for all."""
+    """Return the workload of every client in a round; ``num_synthetic``: records of a pool for all."""
     settings = local_settings(job, job.experiment.local.learning_rate)
     return Workload(sizes_trained_on(job, num_synthetic), settings, traffic)
 
 
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
-    """Return how many records every client trains on where ``num_synthetic`` are shared: its own, these, or both."""
+    """Return the number of every client's training records: its own, the ``num_synthetic`` of a pool, or both."""
     own: NDArray[np.int64] = job.shards.sizes
     if not num_synthetic:
         return own
@@ -138,9 +138,9 @@ def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples
 
 
 def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
-    """Return normalised records as generators see them, in [-1, 1], by the data set's public constants.
+    """Return normalised records in the range of generators, [-1, 1], by the data set's public constants.
 
-    Public features, of which no record is longer than 1, are there already.
+    Public features, of which no record is longer than 1, are in that range already.
     """
     mean, std = _constants(job.dataset, inputs.ndim)
     records = inputs * std + mean
@@ -148,7 +148,7 @@ def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
-    """Return records in [-1, 1] in the form in which a pool is kept: uint8 in 0..255, but features as they are."""
+    """Return records in [-1, 1] in the form of a pool: uint8 in 0..255, but features as they are."""
     if job.experiment.features != "none":
         return records
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -165,7 +165,7 @@ def _own_records(job: Job, client: int) -> Records:
 
 
 def _in_memory(job: Job) -> Callable[[int], Records]:
-    """Return ``_own_records`` out of one array with everybody's records, client by client."""
+    """Return ``_own_records`` from one array with the records of all clients, client by client."""
     bounds = job.shards.bounds
 
     def rows(client: int) -> range:
@@ -189,20 +189,20 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
 
 
 def _relabels(job: Job) -> dict[int, Relabel]:
-    """Return {client: what it makes of its labels}, of those who train on other labels than they hold."""
+    """Return {client: its change of labels}, of the clients that train on other labels than theirs."""
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
     return {client: relabel for kind in kinds for client, relabel in kind.relabels(job.experiment, num_classes).items()}
 
 
 def _num_bytes(job: Job) -> int:
-    """Return how much memory the training set takes in the form in which it would stay there."""
+    """Return the memory of the training set in the form in which it would stay there, in bytes."""
     records = job.dataset.train
     as_bytes = stays_bytes(records, job.device) and not _is_skewed(job.experiment)
     return (1 if as_bytes else 4) * records.inputs.size
 
 
 def _room(device: torch.device) -> float:
-    """Return how much memory the training set may take, in bytes."""
+    """Return the most memory that the training set may take, in bytes."""
     if device.type == "cpu":
         return KEEP_BYTES
     return KEEP_ON_GPU * torch.cuda.get_device_properties(device).total_memory
@@ -229,9 +229,9 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return what is held out of all clients' records, each part as its client sees it, on the job's device.
+    """Return the validation records, each client's with its feature skew, on the job's device.
 
-    Validation records that the data set comes with are no client's: they are seen as test records are.
+    Validation records that the data set comes with belong to no client: they are treated like test records.
     """
     if job.dataset.validation is not None:
         return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
@@ -245,7 +245,7 @@ def validation_records(job: Job) -> Source:
 
 
 def evaluation_records(job: Job) -> Source:
-    """Return the test records as the global model is tested on them, on the job's device."""
+    """Return the test records of the global model, with the feature skew of evaluation, on the job's device."""
     return _as_evaluated(job, job.dataset.test, "test feature-noise")
 
 
@@ -261,7 +261,7 @@ def _as_evaluated(job: Job, examples: Examples, purpose: str) -> Source:
 
 
 def _is_skewed(experiment: Experiment) -> bool:
-    """Say whether clients see something of their own in their records, which are bytes no more."""
+    """Return True if clients have feature skew; their records are not bytes then."""
     return isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
 
 
@@ -287,23 +287,23 @@ def _kept_shape(scheme: object, method: str, seen: NDArray[np.float32], inputs: 
 
 
 SHARE_PER_CORE: Final = 0.9
-"""How much of a further core is turned into speed."""
+"""The gain in speed by one more core."""
 
 STACK_ON_GPU = 100
-"""Clients that are trained as one computation on a GPU unless the experiment says otherwise."""
+"""The number of clients that a GPU trains as one computation, by default."""
 
 
 def cores() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Fix torch's threads and those of numpy's linear algebra for a while, and put them back.
+    """Fix the number of threads of torch and of numpy's linear algebra, and restore it afterwards.
 
-    Their number changes the last bits of every sum. And where other processes keep the cores busy, OpenBLAS' threads
-    wait for each other by spinning: decompositions of 60 x 60 numbers took up to 25 times as long with two as with one.
+    The number changes the last bits of every sum. On busy cores the threads of OpenBLAS wait for each other by
+    spinning: decompositions of 60 x 60 numbers took up to 25 times as long with two threads as with one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -315,31 +315,30 @@ def fixed_threads(threads: int) -> Iterator[None]:
 
 
 def generator_threads(engine: Engine) -> int:
-    """Return how many threads of this process train clients' generators: they are trained on the CPU, by PyTorch."""
+    """Return the number of threads of this process for clients' generators, which PyTorch trains on the CPU."""
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
 def workers_of(engine: Engine, job: Job) -> int:
-    """Return how many clients ``engine`` trains at a time in this process."""
+    """Return the number of clients that ``engine`` trains at a time in this process."""
     if not isinstance(engine, InProcess):
         return 1
     return min(threads_of(engine, job), job.experiment.num_clients)
 
 
 def threads_of(engine: Engine, job: Job) -> int:
-    """Return how many threads of this process may run the job's model at once."""
+    """Return the number of threads of this process that may run the job's model at once."""
     if job.device.type != "cpu" or not job.trainer.is_parallel(job.dataset.input_shape):
         return 1
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
 def stack_of(engine: Engine, job: Job) -> int:
-    """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
+    """Return the number of clients that ``engine`` trains as one computation; 1 means no stack.
 
-    Always 1 where the aggregator hides clients: the last bits of a client in a stack depend on the others, by which one
-    client would move every update; and where clients work at their own pace, as who is in a stack then depends on where
-    a run stopped.
-    Raises UserError where more are asked for than the model allows.
+    Always 1 where the aggregator hides clients, as the last bits of a client in a stack depend on the others, so that
+    one client would change every update; and where rounds are not synchronous, as the stacks would then depend on
+    where a run stopped. Raises UserError for a stack that the model does not allow.
     """
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):
         return 1
@@ -364,22 +363,22 @@ def _stack_on_gpu(engine: InProcess | Ray, job: Job) -> int:
 
 
 def clients_at_once(engine: Engine, job: Job) -> float:
-    """Return how many times as fast as one core or one GPU ``engine`` trains clients."""
-    engine, experiment = here(engine), job.experiment
+    """Return the speed of ``engine`` in training clients, relative to one core or one GPU."""
+    engine, experiment = local_engine(engine), job.experiment
     cohort = max(1, round(experiment.sampler.expected_size(experiment.num_clients)))
     workers = workers_of(engine, job) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, cohort))
 
 
 def answers_at_once(job: Job) -> float:
-    """Return how many times as fast as one core clients answer in threads, or in actors."""
-    engine, clients = here(job.experiment.engine), job.experiment.num_clients
+    """Return the speed of clients' answers in threads or actors, relative to one core."""
+    engine, clients = local_engine(job.experiment.engine), job.experiment.num_clients
     workers = generator_threads(engine) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, clients))
 
 
 def side_by_side(workers: int) -> float:
-    """Return how many times as fast as one worker so many are.
+    """Return the speed of ``workers`` workers, relative to one.
 
     >>> side_by_side(1), side_by_side(3)
     (1.0, 2.8)
@@ -387,6 +386,6 @@ def side_by_side(workers: int) -> float:
     return 1 + (workers - 1) * SHARE_PER_CORE
 
 
-def here(engine: Engine) -> InProcess | Ray:
-    """Return ``engine``, and for auto the one that is there without Ray."""
+def local_engine(engine: Engine) -> InProcess | Ray:
+    """Return ``engine``; for auto the one without Ray."""
     return InProcess(threads=engine.threads) if isinstance(engine, Auto) else engine

@@ -1,4 +1,4 @@
-"""Which engine runs an experiment: the one asked for, or the faster one by a timed step of the job itself."""
+"""The engine of a run: the one in its settings, or the faster one by a timed step of the job itself."""
 
 import importlib.util
 import math
@@ -42,25 +42,25 @@ from fl_sim.training.trainer import Training
 from fl_sim.types import LocalSettings
 
 RAY_START_SECONDS = 10.0
-"""What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
+"""Seconds to start Ray and to import torch in its actors (6 to 12 s measured on two cores)."""
 
 LEAST_PRODUCTS = 1e7
-"""Products of a weight and a record in a piece of work: a millisecond of a core, during which Python runs elsewhere."""
+"""The fewest products of a weight and a record in a batch of work: a millisecond of a core without Python."""
 
 MOST_NUMBERS = 2**24
-"""Parameters of all clients in a piece of work: 64 MiB of models, and as much of momentum, beside what they send."""
+"""The most parameters of all clients in a batch of work: 64 MiB of models, and as much of momentum, beside updates."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The engine taken, and in words the reason, and who trains clients."""
+class EngineChoice:
+    """The chosen engine, with the reason and the trainer of clients in words."""
 
     kind: str
     why: str
     trainer: str
 
 
-FLOWER = Choice(
+FLOWER = EngineChoice(
     "flower",
     "engine flower: Flower's own runtime started this run",
     "unknown: each node trains with what it has, the native trainer or PyTorch",
@@ -68,8 +68,8 @@ FLOWER = Choice(
 
 
 @contextmanager
-def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choice]]:
-    """Start the job's engine and give it back afterwards."""
+def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
+    """Start the job's engine, and close it afterwards."""
     check_trainer(job)  # before steps are timed, which could take a minute
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
@@ -91,15 +91,15 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
                 ClientStore,
                 WorkerSetup,
                 worker_app,
-                worker_player,
+                worker_handler,
             )
 
             signer = Signer.fresh()
             grid = RayGrid(
                 worker_app, num_clients, resources, on_reply,
-                together and replace(together, handler=partial(worker_player, stacked=stack > 1)),
+                together and replace(together, handler=partial(worker_handler, stacked=stack > 1)),
                 Apart(WorkerSetup.of(job, signer), ClientStore(job, signer), own_modules(job.experiment)),
-                say=_tell,
+                say=lambda line: print(f"fl-sim: {in_a_line(line)}", file=sys.stderr),
             )  # fmt: skip
         else:
             grid = RayGrid(client_app, num_clients, resources, on_reply, together)
@@ -116,42 +116,35 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         )  # fmt: skip
     try:
         with settled():
-            yield grid, Choice(engine.kind, why, trainer_line(job, workers, stack))
+            yield grid, EngineChoice(engine.kind, why, trainer_line(job, workers, stack))
     finally:
         grid.close()
 
 
-def _tell(line: str) -> None:
-    sys.stderr.write(f"fl-sim: {in_a_line(line)}\n")
-
-
 def client_app() -> ClientApp:
-    """Return the ClientApp for other processes: Ray's actors call this, and Flower's runtime."""
+    """Return the ClientApp of other processes: Ray's actors and Flower's runtime call this."""
     return build_client_app(runtime_of)
 
 
 def _runtime_here(job: Job) -> RuntimeFactory:
-    """Return what gives the clients of this process their runtime: the job that the run has made already."""
+    """Return a factory of the client runtime in this process, from the job that the run has made already."""
     made = cache(lambda: procedure_of(job).runtime())
     return lambda *_: made()
 
 
 def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
-    """Return how several clients are trained at a time; None where that does not pay."""
+    """Return the batching of clients; None where it does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
-    player, parameters = partial(train_together, runtime_of, stacked=stack > 1), _num_parameters(job)
+    handler = partial(train_together, runtime_of, stacked=stack > 1)
+    parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # of a tiny model many steps
-    return ClientBatching(player, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
-
-
-def _num_parameters(job: Job) -> int:
-    return num_parameters(dict(job.model().named_parameters()))
+    return ClientBatching(handler, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
 
 
 def choose(job: Job) -> tuple[Engine, str]:
-    """Return the engine to use and why."""
+    """Return the engine to use, and the reason."""
     experiment, engine = job.experiment, job.experiment.engine
     if isinstance(engine, Ray) and (script := defined_in_script(experiment)):
         raise UserError(
@@ -174,7 +167,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return why ``workers`` actors of Ray would be of no use, empty where they might."""
+    """Return the reason against ``workers`` actors of Ray, empty without one."""
     if script := defined_in_script(job.experiment):
         return f"no other process finds {script}, which the script that runs defines"
     if job.device.type == "cuda":
@@ -187,7 +180,7 @@ def _why_alone(job: Job, workers: int) -> str:
 
 
 def trains_natively(job: Job) -> bool:
-    """Say whether the native trainer takes this job's clients."""
+    """Return True if the native trainer takes this job's clients."""
     if job.device.type != "cpu":
         return False
     plan = procedure_of(job).typical_plan()
@@ -195,7 +188,7 @@ def trains_natively(job: Job) -> bool:
 
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
-    """Return which trainer is used, and at which precision if not float32, in words."""
+    """Return the trainer, and the precision if not float32, in words."""
     if isinstance(job.experiment.algorithm, Training):
         return f"trainers of algorithm {kind_of(job.experiment.algorithm)}, one client after another; else PyTorch"
     precision = "" if job.experiment.local.precision == "float32" else f", {job.experiment.local.precision}"
@@ -212,7 +205,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
 
 
 def _left_to_pytorch(job: Job) -> str:
-    """Return what of ``job`` the native trainer does not take, in words, where that can be told; else nothing."""
+    """Return the settings of ``job`` that the native trainer does not take, in words, as far as known."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
@@ -223,7 +216,7 @@ def _left_to_pytorch(job: Job) -> str:
 
 
 def check_trainer(job: Job) -> None:
-    """Raise UserError where who trains clients here has no ``local.precision`` of the kind that is asked for."""
+    """Raise UserError where the trainer of clients here lacks the ``local.precision`` of the settings."""
     check_precision(job)
     if job.experiment.local.precision != "bfloat16" or job.device.type != "cpu" or has_gpus_elsewhere(job.experiment):
         return
@@ -239,12 +232,12 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 
 def estimated_seconds(job: Job) -> float:
-    """Return about how long local training takes one client after another, from timed steps on public test records."""
+    """Return about how many seconds local training takes, one client after another, from timed steps."""
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 
 def seconds_beforehand(job: Job) -> float:
-    """Return about how long clients work before the first round, one after another."""
+    """Return about how many seconds clients work before the first round, one after another."""
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 
 

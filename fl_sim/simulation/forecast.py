@@ -21,7 +21,7 @@ from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
 from fl_sim.simulation.client_runtime import (
     clients_at_once,
-    here,
+    local_engine,
     local_settings,
     side_by_side,
     sizes_trained_on,
@@ -29,7 +29,7 @@ from fl_sim.simulation.client_runtime import (
     steps_by_client,
     threads_of,
 )
-from fl_sim.simulation.stage import Procedure, Stage, stages_of
+from fl_sim.simulation.stage import Procedure, stages_of
 from fl_sim.simulation.timing import Stopwatch, Work, public_records
 from fl_sim.training.loop import resident
 from fl_sim.training.records import Records
@@ -39,13 +39,13 @@ from fl_sim.types import LocalTask, Traffic
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a whole run is expected to take.
+    """The forecast of a whole run.
 
-    ``seconds``: on this machine, by itself; None where nothing was timed, and ``at_least`` where not all was.
-    ``synthetic_seconds``: those of them that go into what is made once for several runs, synthetic records.
-    ``traffic``: bytes of arrays to and from all clients in all rounds; None where there are none (PATE and TSTR), and
-    where it was not counted. ``once``: those of what travels before or after the rounds, about, by what it is.
-    ``left_out``: what is not in the time, or only in part, in words.
+    ``seconds``: on this machine, by itself; None without a timing; a lower bound with ``at_least``.
+    ``synthetic_seconds``: the part of them that makes what several runs share, synthetic records.
+    ``traffic``: bytes of arrays to and from all clients in all rounds; None without rounds (PATE and TSTR), and where
+    it was not counted. ``once``: bytes that travel before or after the rounds, about, by purpose.
+    ``left_out``: the work without a timing, or with a timing of a part, in words.
     """
 
     seconds: float | None
@@ -57,13 +57,13 @@ class Estimate:
 
     @property
     def total(self) -> Traffic | None:
-        """Return all bytes together; None where none were counted."""
+        """Return the sum of all bytes; None where none were counted."""
         counted = [*([self.traffic] if self.traffic else []), *self.once.values()]
         return sum(counted, Traffic(0, 0)) if counted else None
 
 
 NOTHING: Final = Estimate(None, None)
-"""Where nothing was timed nor counted."""
+"""Without a timing, and without a count of bytes."""
 
 
 def estimate_of(
@@ -73,9 +73,9 @@ def estimate_of(
     *,
     made: Collection[str] = (),
 ) -> Estimate:
-    """Return what ``works`` take by what ``watch`` has timed; None: nothing was.
+    """Return the forecast of ``works`` from the timings of ``watch``; None: without timings.
 
-    ``traffic``: bytes by what they are, those of ``rounds`` among them. ``made``: names of what is there already.
+    ``traffic``: bytes by purpose, those of ``rounds`` among them. ``made``: names of shared results that exist already.
     """
     once = dict(traffic)
     of_rounds = once.pop("rounds", None)
@@ -97,10 +97,10 @@ def estimate_of(
 
 
 PROBE_STEPS: Final = 8
-"""Minibatch steps that are timed at most to guess how long a client's turn takes."""
+"""The most minibatch steps in the timing of a client's turn."""
 
 MOST_MEASURED: Final = 512
-"""Records on which the measuring of a model is timed at most."""
+"""The most records in the timing of an evaluation."""
 
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
@@ -111,29 +111,30 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 
 
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
-    """Return training, of clients that train ``trainings`` times on average, measuring, and what the stages do."""
+    """Return the work of clients that train ``trainings`` times on average, of the evaluation, and of the stages."""
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
     times = -(-rounds // job.experiment.evaluate_every)  # the last round is measured in any case
     tested = {"rounds": times, "last": 1, "never": 0}[evaluate.test]
     clients = training_work(procedure, algorithm, trainings)
+    server_steps = sum(stage.num_server_steps() for stage in stages)
     return (
         clients,
-        server_steps(clients, sum(stage.num_server_steps() for stage in stages)),
+        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # the server alone, one step after another
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         *(work for stage in stages for work in stage.work()),
     )
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the local training of all clients, each of which trains ``trainings`` times on average."""
+    """Return the work of all clients, each of which trains ``trainings`` times on average."""
     job = procedure.job
-    experiment, stages = job.experiment, stages_of(job)
-    steps, sizes = steps_by_client(job, _pooled(stages)), sizes_trained_on(job, _pooled(stages))
+    experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
+    steps, sizes = steps_by_client(job, pooled), sizes_trained_on(job, pooled)
     turns = trainings * experiment.sampler.expected_size(experiment.num_clients)
     busy = sizes[sizes > 0]
     records = min(experiment.local.batch_size, max(1, round(float(busy.mean())))) if len(busy) else 1
-    stack, plan = _stack(job), procedure.typical_plan()
+    stack, plan = stack_of(local_engine(experiment.engine), job), procedure.typical_plan()
     is_plain = not fields_in_use(plan) and not isinstance(algorithm, Training)
     how = "plain" if is_plain else kind_of(experiment.algorithm)
     beside = "" if stack == 1 else f" of {stack} clients at once"
@@ -143,7 +144,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
         _kind(experiment, "" if is_plain else as_table(experiment.algorithm, "json"), records, stack),
         turns * float(np.mean(steps > 0)) / stack,
         turns * int(steps.sum()) / len(steps) / stack,
-        lambda size, pieces: _turn(job, algorithm, plan, size, pieces),
+        partial(_turn, job, algorithm, plan, stack),
         records,
         PROBE_STEPS,
         clients_at_once(experiment.engine, job),
@@ -153,57 +154,35 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
 
 
 def evaluation_work(procedure: Procedure, records: int) -> Work:
-    """Return the measuring of models on ``records`` records, all together."""
+    """Return the work of evaluating models on ``records`` records in all."""
     job = procedure.job
-    at_once = side_by_side(threads_of(here(job.experiment.engine), job))
-    what = f"measuring {job.experiment.model} on a record of {job.experiment.data}"
+
+    def ready(size: int, pieces: int) -> Callable[[], object]:
+        tested = resident(public_records(job, size * pieces), job.dataset, job.device)
+        params = procedure.beginning().model or detached(job.model().named_parameters())
+        return _awaited(job, lambda: job.trainer.evaluate(params, tested.inputs, tested.labels, scale=tested.scale))
+
     return Work(
-        what, _kind(job.experiment, "measuring"), 0.0, records,
-        lambda size, pieces: _measured(procedure, size * pieces), most=MOST_MEASURED, at_once=at_once,
+        f"measuring {job.experiment.model} on a record of {job.experiment.data}", _kind(job.experiment, "measuring"),
+        0.0, records, ready, most=MOST_MEASURED,
+        at_once=side_by_side(threads_of(local_engine(job.experiment.engine), job)),
         threads=job.experiment.engine.threads, clock=_clock_of(job),
     )  # fmt: skip
 
 
-def server_steps(clients: Work, steps: int) -> Work:
-    """Return ``steps`` of training by the server alone, one after another, each like a step of ``clients``."""
-    return replace(clients, turns=0.0, pieces=steps, at_once=1.0)
-
-
-def _pooled(stages: Sequence[Stage]) -> int:
-    """Return about how many records stages give to all clients to train on."""
-    return sum(stage.num_pooled() for stage in stages)
-
-
-def _stack(job: Job) -> int:
-    return stack_of(here(job.experiment.engine), job)
-
-
-def _clock_of(job: Job) -> Callable[[], float]:
-    return time.thread_time if job.device.type == "cpu" else time.perf_counter
-
-
-def _awaited(job: Job, work: Callable[[], object]) -> Callable[[], object]:
-    """Return ``work`` as it is on a CPU; on a GPU, work that ends when the GPU has."""
-
-    def awaited() -> object:
-        done = work()
-        torch.cuda.synchronize(job.device)
-        return done
-
-    return awaited if job.device.type == "cuda" else work
-
-
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return a text that is the same for experiments in which one kind of work takes the same time."""
+    """Return the key of a kind of work: equal for experiments in which its pieces take equally long."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})
     return json.dumps([what, kept, local, engine], sort_keys=True)
 
 
-def _turn(job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, size: int, steps: int) -> Callable[[], object]:
-    """Make ready one client's turn, or that of a stack of clients, with the trainer that would take it."""
-    experiment, chosen, stack = job.experiment, job.experiment.local, _stack(job)
+def _turn(
+    job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, stack: int, size: int, steps: int
+) -> Callable[[], object]:
+    """Return a turn of ``steps`` steps, of one client or of a stack of clients, with the trainer that would take it."""
+    experiment, chosen = job.experiment, job.experiment.local
     records = resident(public_records(job, size * steps), job.dataset, job.device)
     settings = replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0, batch_size=size)
     task = LocalTask(0, 0, 1, len(records), settings, detached(trainable(job.model()).items()))
@@ -224,9 +203,16 @@ def _no_records(*_: object) -> Records:
     raise AssertionError("a timed step trains on public test records")
 
 
-def _measured(procedure: Procedure, count: int) -> Callable[[], object]:
-    job = procedure.job
-    records = resident(public_records(job, count), job.dataset, job.device)
-    params = procedure.beginning().model or detached(job.model().named_parameters())
+def _clock_of(job: Job) -> Callable[[], float]:
+    return time.thread_time if job.device.type == "cpu" else time.perf_counter
 
-    return _awaited(job, lambda: job.trainer.evaluate(params, records.inputs, records.labels, scale=records.scale))
+
+def _awaited(job: Job, work: Callable[[], object]) -> Callable[[], object]:
+    """Return ``work`` itself on a CPU; on a GPU, ``work`` that ends when the GPU is done."""
+
+    def awaited() -> object:
+        done = work()
+        torch.cuda.synchronize(job.device)
+        return done
+
+    return awaited if job.device.type == "cuda" else work

@@ -27,10 +27,10 @@ from partitions import Parts
 
 @dataclass(frozen=True, eq=False)
 class WorkerSetup:
-    """What a worker elsewhere needs to play any client of a job, without a file of its own.
+    """A job as a worker without the driver's files receives it.
 
-    ``shards``, ``validation``: as of the job. ``digest``: of all arrays. ``signer``: whose tickets the worker takes.
-    ``files``: what came later, by name.
+    ``shards``, ``validation``: as in the job. ``digest``: of all arrays. ``signer``: the signer of valid tickets.
+    ``files``: the contents of files that came later, by name.
     """
 
     experiment: str
@@ -40,28 +40,25 @@ class WorkerSetup:
     digest: str
     signer: remote.Signer
     files: dict[str, bytes] = field(default_factory=dict)
+    _tensors: dict[str, Params] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
-        """Pack ``job``, for workers that take what ``signer`` signs."""
-        # Models are measured at home: validation records stay there.
+        """Pack ``job`` for workers that accept the tickets of ``signer``."""
+        # The driver measures models: validation records stay there.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         digest = _digest(dataset, job.shards, job.validation)
         return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest, signer)
 
     @cached_property
     def runtime(self) -> ClientRuntime:
-        """Return what plays the job's clients. Raises RunError where other records came than were sent."""
+        """Return the client runtime of the job. Raises RunError where other records arrived than were sent."""
         if _digest(self.dataset, self.shards, self.validation) != self.digest:
             raise RunError("other records arrived than were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
         device = device_of(experiment)
         job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self._read)
         return procedure_of(job).runtime()
-
-    @cached_property
-    def _tensors(self) -> dict[str, Params]:
-        return {}
 
     def _read(self, name: str) -> Params:
         if name not in self._tensors:
@@ -75,13 +72,13 @@ def worker_app(setup: WorkerSetup) -> ClientApp:
     return build_client_app(lambda *_: setup.runtime, setup.signer)
 
 
-def worker_player(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
-    """Return what trains several clients at a time on a worker that was sent ``setup``."""
+def worker_handler(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
+    """Return the function that trains several clients at a time on a worker that was sent ``setup``."""
     return train_together(lambda *_: setup.runtime, stacked=stacked)
 
 
 def _plain(examples: Examples) -> Examples:
-    """Return records as arrays in memory, which a map of a file is not once it is somewhere else."""
+    """Return records as arrays in memory: a memory map of a file is useless on another machine."""
     groups = None if examples.groups is None else examples.groups.view(np.ndarray)
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
@@ -96,9 +93,10 @@ def _digest(dataset: Dataset, *splits: Parts) -> str:
 
 @dataclass
 class ClientStore:
-    """The store of one run. What was paid for and is not made yet waits here, by task and client.
+    """The files of one run's remote clients, at the driver: client states, noise keys and ledgers.
 
-    ``signer``: signs that it was paid for, for the workers that have the same one.
+    They are the files of a run whose workers see this disk, with the same content. A release is charged here before a
+    worker makes it. ``signer``: signs the tickets of charged releases, for workers with the same one.
     """
 
     job: Job
@@ -107,8 +105,8 @@ class ClientStore:
     _begun: dict[tuple[str, int], Begun] = field(default_factory=dict)
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return what a worker needs: the message without paths, and beside it what its client has at home."""
-        order, content = self._for_the_road(message.content)
+        """Return the message for a worker, without paths, with its client's state; or the answer where it is known."""
+        order, content = self._without_paths(message.content)
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
         try:
             own = self._own(message, order, content)
@@ -117,10 +115,10 @@ class ClientStore:
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Keep what the client keeps, and return its answer without."""
+        """Store the client state of an answer, and return the answer without it."""
         if answer.has_error():
             return answer
-        order, client = self._for_the_road(message.content)[0], partition_of(message)
+        order, client = self._without_paths(message.content)[0], partition_of(message)
         if order.task == wire.TRAIN:
             save_state(order.state_dir, client, order.server_round, wire.take_state(answer.content))
             return answer
@@ -137,12 +135,10 @@ class ClientStore:
     def _own(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return what one client's message has beside the ``content`` that all have, or its answer."""
+        """Return the private part of one client's message, or its answer; ``content``: the part that all share."""
         client = partition_of(message)
-        if order.task == wire.TRAIN:
-            return wire.state_records(load_state(order.state_dir, client, order.server_round))
-        task = self._runtime.tasks.get(order.task)
-        if task is not None and task.reads_state:
+        task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)
+        if order.task == wire.TRAIN or (task is not None and task.reads_state):
             return wire.state_records(load_state(order.state_dir, client, order.server_round))
         if not isinstance(task, PaidAtHome):
             return {}
@@ -153,7 +149,7 @@ class ClientStore:
             self._begun[order.task, client] = begun
         return self.signer.records(self._begun[order.task, client].ticket, order.task, client, content)
 
-    def _for_the_road(self, content: RecordDict) -> tuple[wire.TaskConfig, RecordDict]:
+    def _without_paths(self, content: RecordDict) -> tuple[wire.TaskConfig, RecordDict]:
         if self._shared is None or self._shared[0] is not content:
             order = wire.read_task_config(content)
             self._shared = (content, order, wire.with_config(content, order.without_paths))

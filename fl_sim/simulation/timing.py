@@ -16,18 +16,18 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.types import Examples
 
 Ready = Callable[[int, int], Callable[[], object]]
-"""(records of a piece, pieces) -> what does so many pieces of so many records each, in one turn."""
+"""(records of a piece, number of pieces) -> a turn, a function that does these pieces."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: ``turns`` of it with ``pieces`` in them, all together, such as clients' turns and their steps.
+    """One kind of work: ``turns`` with ``pieces`` in all, such as clients' turns and their steps.
 
-    ``what``: a piece, in words. ``kind``: the same for work whose pieces take equally long. ``ready`` loads what a turn
-    needs, and returns the turn; None: this work cannot be timed. ``records``: of a piece; ``most``: pieces of a turn
-    that is timed. ``at_once``: how many turns go on at a time. ``makes``: the name of what the work leaves for all runs
-    that need the same, empty for nothing. ``threads``: of torch. ``clock``: by which a turn is timed; on a CPU the time
-    that this thread computes, whoever else computes there.
+    ``what``: a piece, in words. ``kind``: equal for work whose pieces take equally long. ``ready``: loads the input of
+    a turn and returns the turn; None without a timing. ``records``: in a piece; ``most``: pieces in a timed turn.
+    ``at_once``: parallel turns. ``makes``: the name of a result that several runs share, empty without one.
+    ``threads``: of torch. ``clock``: the clock of a turn; on a CPU the time of this thread, whatever else the machine
+    does.
     """
 
     what: str
@@ -44,7 +44,7 @@ class Work:
 
 
 def public_records(job: Job, count: int) -> Examples:
-    """Return so many public test records, some of them twice where there are fewer."""
+    """Return ``count`` public test records, some of them repeated where there are fewer."""
     test = job.dataset.test
     return test.take(np.arange(count) % len(test))
 
@@ -53,28 +53,28 @@ Say: TypeAlias = Callable[[str], object]
 Clock: TypeAlias = Callable[[], float]
 
 MEASURING_SECONDS: Final = 12.0
-"""For all measuring of a plan together."""
+"""The time budget of all timings of a plan."""
 
 _FEWEST: Final = 2
-"""Records of the first piece: BatchNorm takes no single one."""
+"""The records of the first piece: BatchNorm needs two."""
 _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
 _FLAT: Final = 1.5
-"""Work that grew by less than this while its records grew eightfold is tried on many more."""
+"""A piece with eight times the records that took less than this many times as long is followed by a far larger one."""
 _CHEAP: Final = 0.25
-"""Of what is left for a kind of work: a piece that takes no more is not led up to."""
+"""A share of the remaining time: a piece that takes less is timed at once, without smaller ones before it."""
 _LONG_ENOUGH: Final = 0.05
-"""Seconds: work that takes less is timed several times."""
+"""Work that takes fewer seconds is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a kind of work takes: ``turn`` seconds for a turn, and ``piece`` seconds for each piece in it.
+    """The seconds of a kind of work: ``turn`` for a turn, and ``piece`` for each piece in it.
 
-    ``at_least``: a whole piece had no place in the budget, so these are the seconds of one of fewer records.
-    ``why_not``: why nothing was timed, in words.
+    ``at_least``: these are the seconds of a piece of fewer records, as a whole piece exceeded the budget.
+    ``why_not``: the reason for no timing, in words.
     """
 
     turn: float = 0.0
@@ -87,7 +87,7 @@ NO_TIME: Final = Timing(why_not="no time was left for it")
 
 
 class Stopwatch:
-    """Keeps the timings of kinds of work, which many runs share.
+    """Times kinds of work, which many runs share, once each.
 
     ``budget``: seconds for one call of ``time_all``, by ``clock``.
     """
@@ -98,9 +98,9 @@ class Stopwatch:
         self._what: dict[str, str] = {}
 
     def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
-        """Time each kind of ``works`` that is not known yet, until the budget is used up; ``say`` hears what is next.
+        """Time each new kind of ``works`` until the budget is spent; ``say`` receives the next kind, in words.
 
-        Each has an equal share of what is left; those that need more then have larger shares of what others have left.
+        Each kind gets an equal share of the remaining time; unfinished ones then get larger shares of the rest.
         """
         new = {work.kind: work for work in works if work.ready and work.kind not in self.timings}
         self._what |= {work.kind: work.what for work in new.values()}
@@ -118,24 +118,24 @@ class Stopwatch:
 
     @property
     def told(self) -> tuple[tuple[str, Timing], ...]:
-        """Return each kind of work in words, with what it takes."""
+        """Return each kind of work in words, with its timing."""
         return tuple((what, self.timings[kind]) for kind, what in self._what.items())
 
     def timing(self, work: Work) -> Timing:
-        """Return what is known of a kind of work."""
+        """Return the timing of a kind of work."""
         return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it is not timed beforehand")
 
     def seconds(self, work: Work) -> float:
-        """Return about how long all of ``work`` takes; 0 where nothing was timed."""
+        """Return about how many seconds all of ``work`` takes; 0 without a timing."""
         timing = self.timing(work)
         return (work.turns * timing.turn + work.pieces * timing.piece) / work.at_once
 
 
 class _Ladder:
-    """One kind of work on its way from a piece of few records to a whole piece, and then to several in a turn.
+    """The timing of one kind of work: from a piece of few records to a whole piece, then several pieces in a turn.
 
-    ``_size``: records of the largest piece so far. ``_waited`` and ``_waited_before``: how long it and the one before
-    it kept us waiting. ``_least``: what a piece takes at least, in a turn that has more.
+    ``_size``: records of the largest piece so far. ``_waited`` and ``_waited_before``: wall-clock seconds of it and of
+    the piece before it. ``_least``: a lower bound of a piece's seconds in a turn of several.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
@@ -143,7 +143,7 @@ class _Ladder:
         self._clock, self._size, self._waited, self._waited_before, self._least = clock, 0, 0.0, 0.0, 0.0
 
     def climb(self, seconds: float) -> None:
-        """Time larger and larger pieces while the next one has a place in ``seconds``, by what the last one took."""
+        """Time larger and larger pieces, as long as the next one fits into ``seconds`` by the time of the last one."""
         deadline = self._clock() + seconds
         try:
             with fixed_threads(self.work.threads):
@@ -162,7 +162,7 @@ class _Ladder:
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
     def _next(self, left: float) -> int:
-        """Return how many records the next piece has, 0 where there is no time for one."""
+        """Return the number of records of the next piece, 0 without time for one."""
         records = self.work.records
         if not self._size:
             return min(_FEWEST, records) if left > 0 else 0
@@ -174,7 +174,7 @@ class _Ladder:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return what a second piece of ``size`` records adds to a turn; 0 where it is not known, and not cheap."""
+        """Return the seconds that a second piece of ``size`` records adds to a turn; 0 where timing it is not cheap."""
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
             return 0.0
@@ -183,7 +183,7 @@ class _Ladder:
         return min(one, max(0.0, two - one))
 
     def _time_several(self, deadline: float) -> None:
-        """Tell a turn's own time from that of its pieces, where a turn of several is cheap."""
+        """Separate a turn's own time from that of its pieces, where a turn of several is cheap."""
         one, affordable = self.found.turn + self.found.piece, (deadline - self._clock()) / max(self._waited, 1e-9)
         if affordable < 2:
             return
@@ -194,7 +194,7 @@ class _Ladder:
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:
-        """Return the seconds of a turn: the least of several, as the first one loads what others find."""
+        """Return the seconds of a turn: the least of several, as the first one fills caches."""
         assert self.work.ready is not None
         turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()
         is_on_the_way = bool(self._size) and size < self.work.records
