@@ -70,7 +70,7 @@ class PlanReport:
             )
         if self.searches:
             say(f"before them {search_in_words(self.searches, self.jobs)}")
-        for sentence in dict.fromkeys(sentence for one in self.runs for sentence in one.told):
+        for sentence in dict.fromkeys(sentence for one in self.runs for sentence in one.notes):
             say(sentence)
         for bill in self.bills:
             say(bill.in_words)
@@ -100,7 +100,7 @@ class PlanReport:
                     "seconds_at_least": one.estimate.at_least, "synthetic_seconds": one.estimate.synthetic_seconds,
                     "bytes": asdict(one.estimate.traffic) if one.estimate.traffic else None,
                     "bytes_once": {what: asdict(traffic) for what, traffic in one.estimate.once.items()},
-                    "left_out": list(one.estimate.left_out), "told": list(one.told),
+                    "left_out": list(one.estimate.left_out), "told": list(one.notes),
                 }
                 for one in self.runs
             ],

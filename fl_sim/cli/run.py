@@ -172,9 +172,10 @@ def show_plan(
             planned = _planned_run(given, out, data_root)
         with importing():
             from fl_sim.cli.printed import PlanReport  # noqa: PLC0415
+            from fl_sim.privacy.bill import bills  # noqa: PLC0415
             from fl_sim.privacy.loss_distribution import begun_only_if  # noqa: PLC0415
             from fl_sim.simulation.timing import Stopwatch  # noqa: PLC0415
-            from fl_sim.tables.forecast import bills_of, forecast, search_forecasts  # noqa: PLC0415
+            from fl_sim.tables.forecast import forecast, search_forecasts  # noqa: PLC0415
         watch = None if quick else Stopwatch()
         found = forecast(planned.runs, planned.cells, data_root, watch, billed=in_time, say=show)
         searches = []
@@ -182,8 +183,8 @@ def show_plan(
             searches = search_forecasts(planned.settings, planned.searches, planned.cells.parent, data_root, found)
         show("adding up what all runs cost in privacy")
         with begun_only_if(in_time):
-            bills = bills_of(found)
-        report = PlanReport(found, searches, planned.jobs, bills, watch, is_rough=any(is_late))
+            costs = bills([one.paid for one in found if one.paid is not None])
+        report = PlanReport(found, searches, planned.jobs, costs, watch, is_rough=any(is_late))
     if json_output:
         say(json.dumps({"directory": str(planned.cells), **report.to_json()}))
     else:
