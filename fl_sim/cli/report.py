@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,10 @@ from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.page import page
-from fl_sim.report.page_sections import TargetRow, groups_of, runs_of, summary, target_rows, title_of
+from fl_sim.report.page_words import groups_of, runs_of, summary, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
-from fl_sim.report.runs import Found, SavedRun, find, read_all
+from fl_sim.report.runs import find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import write_text
@@ -54,11 +54,10 @@ def write_report(
     target: float | None,
     json_output: bool,
 ) -> None:
-    """Write the page and its figures, and print where they are and what could not be shown.
+    """Write the page and its figures, and print their paths and the runs that could not be shown.
 
-    ``paper``: diagrams are also written as PDF and SVG, as wide as a paper's column and as its text. ``pictures``:
-    images are found for synthetic records that are feature vectors. ``target``: a test accuracy in [0, 1]; what runs
-    took to it is told, too.
+    ``paper``: also write diagrams as PDF and SVG, as wide as a paper's column and as its text. ``pictures``: find
+    images for synthetic feature vectors. ``target``: a test accuracy in [0, 1] whose cost is reported.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
@@ -85,16 +84,24 @@ def write_report(
     for name, content in files.items():
         (out / name).write_bytes(content)
     write_text(out / PAGE, page(found, shown, figures, costs, target))
-    problems, got_there = _problems(found), [] if target is None else target_rows(groups_of(shown), target)
+    unfinished = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
+    unread = [(problem.path, "problem", problem.error) for problem in found.problems]
+    problems = [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + unread]
+    reached = [] if target is None else target_rows(groups_of(shown), target)
     for problem in problems:
         say(f"warning: {problem['dir']}: {problem['error']}", err=True)
     if json_output:
-        told = _as_json(out, list(files), shown, problems) | {"bill": bills}
-        say(json.dumps(told | ({} if target is None else {"target": _target_as_json(target, got_there)})))
+        result = _as_json(out, list(files), shown, problems) | {"bill": bills}
+        if target is not None:
+            result["target"] = {"accuracy": target, "rows": [
+                {"method": one.method, "where": one.where, "runs": one.runs, "reached": list(map(asdict, one.reached))}
+                for one in reached
+            ]}  # fmt: skip
+        say(json.dumps(result))
         return
     say(title_of(shown))
     say(summary(groups_of(shown)))
-    for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in got_there), *costs]:
+    for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in reached), *costs]:
         say(line)
     for name in (PAGE, *files):
         say(str(out / name))
@@ -141,14 +148,16 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 
 
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
-    """Return images whose features are near ``vectors``, and show how far the search is.
+    """Return images whose features are near ``vectors``, and show the progress of the search.
 
-    Nothing but the vectors, the shape of the images and the public transform is looked at. Raises ValueError where the
-    shape is not known, or the transform is none of this version's, or does not make such vectors.
+    Only the vectors, the shape of the images and the public transform are used. Raises ValueError if the shape is
+    unknown, or if this version does not have the transform or it does not make such vectors.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (torch: a plain report needs none of it)
 
-    features, shape = _features_of(run), _shape_of(run)
+    features, shape = run.config.features, _shape_of(run)
+    if features not in {"scattering", "whitened-scattering"}:
+        raise ValueError(f"features={features} is nothing that this version of fl-sim knows")
     console = Console(file=sys.stderr)
     console.print(
         f"finding images for {len(vectors)} synthetic feature vectors of {run.path}",
@@ -164,19 +173,19 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     with Progress(Line(console), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("finding images", total=1.0, parts=parts)
 
-        def tell(done: float) -> None:
+        def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # what is prepared before takes seconds, too
+            searching_since = searching_since or time.monotonic()  # the preparation takes seconds, too
             share = done
             bar.update(task, completed=done)
 
-        return images_of(vectors, shape, features, tell)
+        return images_of(vectors, shape, cast("Features", features), show)
 
 
 def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_output: bool) -> None:
-    """Send every run in or below ``directories`` to ``trackers``, and print where each is.
+    """Send every run in or below ``directories`` to ``trackers``, and print their places there.
 
-    Raises UserError where there is no run, RunError where a tracker failed or a run could not be read.
+    Raises UserError if there is no run, RunError if a tracker failed or a run could not be read.
     """
     if observers := [name for name in trackers if ":" in name]:
         raise UserError(f"--to {observers[0]}: an observer is told of runs while they go on; give it to --track")
@@ -194,20 +203,6 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
     failed = sum(bool(run["failed"]) for run in sent) + found.num_unread
     if failed:
         raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent whole: see above")
-
-
-def _problems(found: Found) -> list[dict[str, str]]:
-    unfinished = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
-    damaged = [(problem.path, "problem", problem.error) for problem in found.problems]
-    return [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + damaged]
-
-
-def _target_as_json(target: float, got_there: list[TargetRow]) -> dict[str, Any]:
-    rows = [
-        {"method": one.method, "where": one.where, "runs": one.runs, "reached": [asdict(run) for run in one.reached]}
-        for one in got_there
-    ]
-    return {"accuracy": target, "rows": rows}
 
 
 def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dict[str, str]]) -> dict[str, Any]:
@@ -238,7 +233,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dic
 
 
 def _root(directory: Path) -> str:
-    """Return the way from the page to the repository's root, where the tables' files are named from; else upwards."""
+    """Return the relative path from the page to the repository's root, which the names of table files start from."""
     inside = directory.resolve()
     for number, above in enumerate([inside, *inside.parents]):
         if (above / "benchmarks").is_dir():
@@ -246,19 +241,11 @@ def _root(directory: Path) -> str:
     return os.curdir
 
 
-def _features_of(run: SavedRun) -> "Features":
-    match run.config.features:
-        case "scattering" | "whitened-scattering" as features:
-            return features
-        case other:
-            raise ValueError(f"features={other} is nothing that this version of fl-sim knows")
-
-
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
-    """Return the shape of the images behind the vectors. Older runs do not tell it; that of known sets is public."""
+    """Return the shape of the images behind the vectors. Older runs did not record it; that of known sets is public."""
     known = KNOWN.get(run.config.data)
-    told = run.result.image_shape if run.result else None
-    match tuple(told or (known.shape if known else ())):
+    recorded = run.result.image_shape if run.result else None
+    match tuple(recorded or (known.shape if known else ())):
         case (int(channels), int(height), int(width)):
             return channels, height, width
         case _:
@@ -278,8 +265,8 @@ def _exported(run: SavedRun, trackers: Sequence[str], *, json_output: bool) -> d
     places = {tracker: session.place for tracker, session in sender.sessions.items()}
     there = [tracker for tracker in trackers if tracker not in {*places, *sender.failed}]
     if not json_output:
-        told = [*(f"{tracker} ({place})" for tracker, place in places.items()), *(f"{one} had it" for one in there)]
-        say(f"{run.path}: {len(run.rounds)} rounds; {', '.join(told) or 'sent nowhere'}")
+        sent = [*(f"{tracker} ({place})" for tracker, place in places.items()), *(f"{one} had it" for one in there)]
+        say(f"{run.path}: {len(run.rounds)} rounds; {', '.join(sent) or 'sent nowhere'}")
     return {"dir": str(run.path), "rounds": len(run.rounds), "sent": places, "there": there, "failed": sender.failed}
 
 

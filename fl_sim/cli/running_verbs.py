@@ -15,27 +15,22 @@ from fl_sim.importing import importing
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DataRoot = Annotated[
     Path | None,
-    typer.Option(exists=True, file_okay=False, help="Where data sets lie (else $FL_SIM_DATA, then your cache)."),
+    typer.Option(exists=True, file_okay=False, help="Directory of data sets (default: $FL_SIM_DATA, then your cache)."),
 ]
-AnyDataRoot = Annotated[Path | None, typer.Option(help="Where to look first (else $FL_SIM_DATA, then your cache).")]
+AnyDataRoot = Annotated[Path | None, typer.Option(help="Directory to search first (then $FL_SIM_DATA and your cache).")]
 Budget = Annotated[
-    float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
+    float | None, typer.Option(metavar="HOURS", help="Stop within this time, with a partial table (exit code 3).")
 ]
-TableAsJson = Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Run nothing: show what would run and how long it takes, as 'fl-sim plan'.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: show the runs and their time, as 'fl-sim plan'.")]
 Track = Annotated[
     str,
     typer.Option(
-        metavar="NAMES", help="Also tell tensorboard, mlflow, wandb, trackio, or your own MODULE:NAME, of every round."
+        metavar="NAMES", help="Also send every round to tensorboard, mlflow, wandb, trackio, or your own MODULE:NAME."
     ),
 ]
 Stale = Annotated[
     bool,
-    typer.Option(
-        "--again", help="Run again what is of other records or code of yours than now; what it was is moved beside it."
-    ),
+    typer.Option("--again", help="Repeat runs of other records or code of yours than now; the old runs are set aside."),
 ]
 ArgumentList = Annotated[
     list[str] | None,
@@ -49,17 +44,17 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Where results go (default: results/NAME, after the settings). An unfinished run goes on, also a "
-            "finished one that gets more rounds."
+            help="Directory for the results (default: results/NAME, after the settings). An unfinished run is resumed, "
+            "a finished one extended by further rounds."
         ),
     ] = None,
     data_root: DataRoot = None,
     track: Track = "",
     again: Annotated[
-        bool, typer.Option("--again", help="Run from the beginning; what DIR holds of the run is moved beside it.")
+        bool, typer.Option("--again", help="Run from the beginning; the old run in DIR is set aside.")
     ] = False,
     dry_run: DryRun = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    json_output: AsJson = False,
 ) -> None:
     """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
 
@@ -73,7 +68,7 @@ def run(
     partition_seed, model_seed, sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, compress,
     preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
     preprocess.server_epochs, devices, server, server.deadline, server.late.
-    'fl-sim settings' tells what each takes and means, and 'fl-sim settings fedprox' the parameters of a kind.
+    'fl-sim settings' explains each, and 'fl-sim settings fedprox' the parameters of a kind.
 
     For example:
 
@@ -115,22 +110,21 @@ def table(  # noqa: PLR0913 (one parameter per option)
     again: Stale = False,
     track: Track = "",
     dry_run: DryRun = False,
-    json_output: TableAsJson = False,
+    json_output: AsJson = False,
 ) -> None:
     """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
 
     With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
-    A preset's name means the preset in every folder; a file of that name is ./NAME. A finished cell is not run again;
-    after a crash or Ctrl-C the same command goes on where it stopped. Writes
-    table.md, table.csv (a line a run), table.tex (to take into a paper) and table.json after every cell, rounds.csv (a
-    line a round) at the end, and a run directory for each cell under DIR/cells. Bold is what is significantly best,
-    which takes three seeds.
+    A preset's name means the preset in every folder; a file of that name is ./NAME. The same command resumes a table
+    after a crash or Ctrl-C, and repeats no finished cell. Writes table.md, table.csv (a line a run), table.tex (for a
+    paper) and table.json after every cell, rounds.csv (a line a round) at the end, and a run directory for each cell
+    under DIR/cells. Bold marks the significantly best methods, which needs three seeds.
 
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
     any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
     "da-fl", epsilon = 10}}. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
     one. Several [[grid]] make one table of the runs of all of them. [tune] searches for the settings of every method
-    first, at the same expense for each and without the test records: trials, rounds, halving, validation, search, seed,
+    first, at the same cost for each and without the test records: trials, rounds, halving, validation, search, seed,
     data, and the spaces [tune.space] and [tune.spaces.METHOD], of lists or {low = 0.001, high = 0.1, log = true}.
 
     For example:
@@ -163,12 +157,12 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
     again: Stale = False,
     track: Track = "",
     dry_run: DryRun = False,
-    json_output: TableAsJson = False,
+    json_output: AsJson = False,
 ) -> None:
-    """Try several values of any settings: KEY=A,B,C, all of them with all of the others; no file is needed.
+    """Run all combinations of several values of any settings, KEY=A,B,C, without a table file.
 
-    A table of the runs, with seeds averaged, as 'fl-sim table' makes it; other settings are as for 'fl-sim run', and so
-    is FILE or PRESET. The same command goes on where it stopped, and with further values it runs these alone.
+    Makes a table of the runs, with seeds averaged, as 'fl-sim table' does; other settings, FILE and PRESET are as for
+    'fl-sim run'. The same command resumes the table; with further values it runs only these.
 
     For example:
 
@@ -189,9 +183,7 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
 
 def plan(
     arguments: ArgumentList = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where the results are, or will be (default: as for the verb).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results (default: as for the verb).")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Cells of a table side by side (default: one a core).")
     ] = None,
@@ -200,11 +192,11 @@ def plan(
     quick: Annotated[bool, typer.Option("--quick", help="Time nothing.")] = False,
     json_output: AsJson = False,
 ) -> None:
-    """Look before you run: what each run of a table, or one run, takes, and what all of them cost in privacy.
+    """Forecast the runs of a table, or one run: time, bytes, and the privacy cost of all of them.
 
-    Shows which runs are finished, how far others are, about how long the rest takes on this machine, bytes on the wire,
-    and the privacy bill of the whole. A few steps of each kind are timed, on public test records; nothing else is
-    trained, and nothing is written. FILE is a table's (with [base] or [grid]), a preset, or a run's settings.
+    Shows finished rounds, the remaining time on this machine, the bytes of messages, and the privacy bill. A few steps
+    of each kind are timed, on public test records; nothing else is trained, and nothing is written. FILE is a table's
+    (with [base] or [grid]), a preset, or a run's settings.
 
     For example:
 
@@ -228,13 +220,11 @@ def partition(
         Path | None, typer.Option(metavar="FILE", help="Draw clients x classes to a .png, .svg or .pdf.")
     ] = None,
     data_root: DataRoot = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print sizes and label counts as one JSON object.")
-    ] = False,
+    json_output: AsJson = False,
 ) -> None:
-    """Show how a training set is split: sizes and label counts of every client.
+    """Show the partition of a training set: sizes and label counts of every client.
 
-    Takes the settings that 'fl-sim run' takes, and shows the very split of that run.
+    The settings are those of 'fl-sim run', and the partition is that of the run.
 
     For example:
 

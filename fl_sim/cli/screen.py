@@ -1,4 +1,4 @@
-"""Lines on the screen: all that the command line prints passes here, and what is said while somebody waits."""
+"""The output of the command line, and its progress line during a wait."""
 
 import sys
 import time
@@ -11,37 +11,37 @@ import typer
 from fl_sim.errors import printable
 
 SILENT_SECONDS: Final = 2.0
-"""For so long nothing is said at first, and where lines stay (no terminal), between two of them."""
+"""The silence before the first progress line, and without a terminal between two of them."""
 
 
 def say(text: object = "", *, err: bool = False) -> None:
-    """Print ``text`` and a line break to standard output, or to standard error with ``err``; names from files, too."""
+    """Print ``text``, made safe for a terminal, to standard output, or with ``err`` to standard error."""
     typer.echo(printable(str(text)), err=err)
 
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str], object]]:
-    """Give what shows a line about what is done next; on a terminal each takes the place of the last one."""
-    from rich.cells import set_cell_size  # noqa: PLC0415 (every verb prints, and few draw)
+    """Yield a function that shows a progress line; on a terminal each line replaces the last one."""
+    from rich.cells import set_cell_size  # noqa: PLC0415 (slow, and few verbs need it)
     from rich.console import Console  # noqa: PLC0415
 
-    console, said = Console(stderr=True), time.monotonic()
+    console, last = Console(stderr=True), time.monotonic()
 
-    def tell(text: str) -> None:
-        nonlocal said
+    def show(text: str) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - said < SILENT_SECONDS:
+        if now - last < SILENT_SECONDS:
             return
         if console.is_terminal:
             sys.stderr.write(f"\r{set_cell_size(printable(text), console.width - 1)}")
         else:
-            said = now
+            last = now
             sys.stderr.write(f"fl-sim: {printable(text)}\n")
         sys.stderr.flush()
 
     try:
-        yield tell
+        yield show
     finally:
-        if console.is_terminal and time.monotonic() - said > SILENT_SECONDS:
+        if console.is_terminal and time.monotonic() - last > SILENT_SECONDS:
             sys.stderr.write(f"\r{' ' * (console.width - 1)}\r")
             sys.stderr.flush()

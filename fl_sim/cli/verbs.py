@@ -1,6 +1,6 @@
-"""What can be typed: every verb, from files that hold its options and its help. What it does is imported when called.
+"""The command line: all verbs with their options and help. The code of a verb is imported when it is called.
 
-Help and typos are answered from these files, so nothing in them may import torch, Flower or a library for figures.
+Help and typos are answered from this file, which must not import torch, Flower or a library for figures.
 """
 
 from pathlib import Path
@@ -23,6 +23,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+Directories = Annotated[
+    list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+]
+
 data_app = typer.Typer(help="Find and check data sets.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -40,9 +44,9 @@ def options_of_every_verb(
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="What to write.")] = Path("table.toml"),
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The new file.")] = Path("table.toml"),
 ) -> None:
-    """Write a table's file with comments to begin with; it runs as it is.
+    """Write a table's file with comments; it runs as it is.
 
     For example:
 
@@ -63,7 +67,7 @@ def settings(
     *,
     json_output: AsJson = False,
 ) -> None:
-    """Tell what a setting takes, its default, and what it means; without NAME those of every experiment.
+    """Explain a setting: its values, default and meaning; without NAME the settings of every experiment.
 
     For example:
 
@@ -80,12 +84,10 @@ def settings(
 
 
 def report(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
-    ],
+    directories: Directories,
     *,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
+        Path | None, typer.Option(help="Directory to write to (default: DIR/report; results/report for several).")
     ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="Also write diagrams as PDF and SVG, 3.3 and 6.9 inches wide.")
@@ -97,12 +99,12 @@ def report(
         ),
     ] = False,
     target: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Also tell what runs took to this test accuracy, such as 0.8.")
+        float | None, typer.Option(min=0, max=1, help="Also report the cost of this test accuracy, such as 0.8.")
     ] = None,
     gallery: Annotated[
-        bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside what was published.")
+        bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside published results.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
+    json_output: AsJson = False,
 ) -> None:
     """Draw accuracy and loss over rounds, and write a page that compares finished runs.
 
@@ -115,9 +117,8 @@ def report(
 
     Synthetic records in a public feature space (features=scattering) are vectors. With --pictures, pixels are changed
     until their features come close to such a vector, for four records of each of up to 20 classes. That costs no
-    privacy, as the released vectors alone are looked at. The images are kept beside them
-    (synthetic-pictures.safetensors), so a later report shows them at once; they are found again where the vectors
-    have changed.
+    privacy: only released vectors are used. The images are stored beside them (synthetic-pictures.safetensors) for
+    later reports, and found again if the vectors have changed.
 
     For example:
 
@@ -162,14 +163,14 @@ def watch(
         Path, typer.Argument(metavar="DIR", help="A run's or a table's directory, or one that holds some.")
     ],
     *,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show what there is now, and end.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print what there is now as one JSON object.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once.")] = False,
+    json_output: AsJson = False,
 ) -> None:
-    """Look on while runs are running, from another terminal: round, accuracy, curve, time left, epsilon spent so far.
+    """Show the progress of runs from another terminal: round, accuracy, curve, time left, epsilon so far.
 
-    Reads files alone, so no run is disturbed. Ends when nothing runs any more, or with Ctrl-C. A run is stopped when
-    its process has gone without a result; the command that began it goes on with it.
+    Reads only files, so no run is disturbed. Ends with the last run, or with Ctrl-C. A run counts as stopped if its
+    process ended without a result; the same command resumes it.
 
     For example:
 
@@ -184,17 +185,15 @@ def watch(
 
 
 def export(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
-    ],
+    directories: Directories,
     *,
     to: Annotated[str, typer.Option(metavar="NAMES", help="tensorboard, mlflow, wandb, trackio, or several: a,b.")],
     json_output: AsJson = False,
 ) -> None:
     """Show finished runs in TensorBoard, MLflow, Weights & Biases or Trackio, as --track does while they run.
 
-    What a tracker has already is not sent again. Weights & Biases writes offline files unless $WANDB_MODE says
-    otherwise; MLflow goes where $MLFLOW_TRACKING_URI says.
+    A tracker gets no run twice. Weights & Biases writes offline files unless $WANDB_MODE says otherwise; MLflow uses
+    $MLFLOW_TRACKING_URI.
 
     For example:
 
@@ -204,7 +203,7 @@ def export(
     """
     from fl_sim.tracking.trackers import chosen_trackers  # noqa: PLC0415 (see the top)
 
-    trackers = chosen_trackers(to)  # now: a mistake is told without waiting for torch
+    trackers = chosen_trackers(to)  # first: an error is reported without torch
     with importing():
         from fl_sim.cli.report import export_runs  # noqa: PLC0415 (see the top)
 
@@ -213,7 +212,7 @@ def export(
 
 @data_app.command("list")
 def list_data(*, data_root: AnyDataRoot = None, json_output: AsJson = False) -> None:
-    """Show which data sets are found, and where the others are looked for.
+    """Show the data sets that are found, and the folders that are searched.
 
     For example:
 
@@ -232,9 +231,9 @@ def verify_data(
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Compare data sets with what is published: checksums, shapes, counts, labels.
+    """Compare data sets with their published checksums, shapes, counts and labels.
 
-    Exits with 1 when a file is damaged or a data set asked for is missing.
+    Exits with 1 if a file is damaged or a named data set is missing.
 
     For example:
 
@@ -251,7 +250,7 @@ def verify_data(
 @data_app.command("show")
 def show_data(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="NAME [KEY=VALUE]...", help="A data set, and settings of how it is read.")
+        list[str], typer.Argument(metavar="NAME [KEY=VALUE]...", help="A data set, and the settings for reading it.")
     ],
     *,
     sheet: Annotated[
@@ -263,9 +262,9 @@ def show_data(
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Show what a data set is: sizes, classes, clients, columns and how they are read, and a few records.
+    """Describe a data set: sizes, classes, clients, columns with their roles, and a few records.
 
-    Whatever cannot be read is told as 'fl-sim run' tells it, without a run.
+    Data that cannot be read give the error of 'fl-sim run', without a run.
 
     For example:
 

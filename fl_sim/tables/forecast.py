@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.privacy.bill import Paid
+from fl_sim.privacy.bill import RunPayments
 from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
 from fl_sim.simulation.engine_choice import check_trainer
 from fl_sim.simulation.forecast import NOTHING, Estimate, estimate_of

@@ -23,14 +23,16 @@ app = typer.Typer(
 )
 
 _Rate = Annotated[
-    float | None, typer.Option(help="Poisson sampling: a unit's chance to take part in a step, in (0, 1].")
+    float | None, typer.Option(help="Poisson sampling: the probability of a unit in each step, in (0, 1].")
 ]
 _Noise = Annotated[
-    float | None, typer.Option(help="Noise on the sum / clipping norm; leave out to have it found for --epsilon.")
+    float | None, typer.Option(help="Noise on the sum / clipping norm; without it the noise for --epsilon is computed.")
 ]
 _Delta = Annotated[float, typer.Option(help="Well below 1 / number of protected units.")]
 _Epsilon = Annotated[float | None, typer.Option(help="The budget to plan for.")]
-_Accountant = Annotated[Literal["rdp", "pld"], typer.Option(help="Whose epsilon counts; both are shown.")]
+_Accountant = Annotated[
+    Literal["rdp", "pld"], typer.Option(help="The accountant whose epsilon counts; both are shown.")
+]
 _Plot = Annotated[Path | None, typer.Option(help="Draw epsilon over steps into this file.", metavar="FILE.png")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -48,7 +50,9 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
         int | None, typer.Option(help="Fixed-size sampling: m of the K clients, without replacement.")
     ] = None,
     noise_multiplier: _Noise = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds; leave out to be told how many fit --epsilon.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds; without them the number that fits --epsilon is computed.")
+    ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
     accountant: _Accountant = "rdp",
@@ -76,7 +80,9 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     records: Annotated[int | None, typer.Option(help="Number of records n.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Expected batch B; Poisson sampling with rate B / n.")] = None,
     noise_multiplier: _Noise = None,
-    steps: Annotated[int | None, typer.Option(help="Steps; leave out to be told how many fit --epsilon.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps; without them the number that fits --epsilon is computed.")
+    ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
     accountant: _Accountant = "rdp",
@@ -112,17 +118,17 @@ def plan_labels(
     records: Annotated[int, typer.Option(help="Records of the class, n_k.")],
     gamma: Annotated[float, typer.Option(help="Synthetic records per record.")],
     largest: Annotated[int, typer.Option("--range", help="R: the most synthetic records of a class; public.")],
-    epsilon: Annotated[float, typer.Option(help="epsilon_1, the price of one class's selection.")] = 0.1,
-    mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="How the count is noised.")] = (
+    epsilon: Annotated[float, typer.Option(help="epsilon_1, the privacy cost of one class's selection.")] = 0.1,
+    mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="The noise on the count.")] = (
         "exponential"
     ),
     classes: Annotated[int, typer.Option(help="Classes L, for the totals.")] = 10,
     false_positive: Annotated[
-        float, typer.Option(help="How likely an absent class may get labels; 1 drops nothing.")
+        float, typer.Option(help="Probability that an absent class gets labels; 1 drops nothing.")
     ] = 0.01,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of DA-FL's label picker: how many synthetic labels a class gets, and what that costs.
+    """Record-level privacy of DA-FL's label selection: the number of synthetic labels of a class, and its cost.
 
     For example:
 
@@ -146,7 +152,9 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
     threshold: Annotated[float | None, typer.Option(help="confident: votes that the top count must reach.")] = None,
     sigma_threshold: Annotated[float | None, typer.Option(help="confident: noise of that test, in votes.")] = None,
     delta: _Delta = 1e-5,
-    epsilon: Annotated[float | None, typer.Option(help="Also say how many of the queries fit this total.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Also compute the number of queries that fit this total.")
+    ] = None,
     release: Annotated[
         bool, typer.Option("--release", help="Also publish the data-dependent epsilon with noise; each call costs.")
     ] = False,
@@ -180,14 +188,12 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
 @app.command("audit")
 def run_audit(
     *,
-    noise_multiplier: Annotated[
-        float, typer.Option(help="Noise multiplier whose claim is put to the test.", min=0.1)
-    ] = 1.0,
+    noise_multiplier: Annotated[float, typer.Option(help="Noise multiplier whose claim is tested.", min=0.1)] = 1.0,
     runs: Annotated[int, typer.Option(help="Simulated rounds in each of the two worlds.", min=100)] = 4000,
     seed: Annotated[int | None, typer.Option(help="Repeat an audit; without a seed the noise is fresh.")] = None,
     json_output: _Json = False,
 ) -> None:
-    """Run the real Global DP aggregator, and planted faults, on a worst case and hold them against the claimed privacy.
+    """Test the claimed privacy of the Global DP aggregator, and of planted faults, on a worst case.
 
     For example:
 

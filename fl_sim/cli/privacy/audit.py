@@ -1,6 +1,6 @@
-"""``fl-sim privacy audit``: the real Global DP aggregator, and planted faults that the same audit must catch.
+"""``fl-sim privacy audit``: the real Global DP aggregator, and planted faults that the audit must find.
 
-The auditor has all that a run publishes: every global model, and the run directory with the experiment's seed in it.
+The auditor has everything that a run publishes: all global models, and the run directory with the seed.
 """
 
 import math
@@ -50,7 +50,7 @@ _SEED: Final = 0
 
 @dataclass(frozen=True)
 class Finding:
-    """What the audit says about one mechanism."""
+    """The result of the audit of one mechanism."""
 
     mechanism: str
     profile: ProfileAudit
@@ -58,7 +58,7 @@ class Finding:
 
     @property
     def caught(self) -> bool:
-        """Return whether the claimed guarantee is refuted, or the noise is not what it should be."""
+        """Return True if the claimed guarantee is refuted, or the noise has a wrong distribution."""
         return self.profile.refuted or min(self.calibration.values(), default=1.0) < 1e-6
 
 
@@ -79,9 +79,9 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 
 
 def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
-    """Return the epsilon up to which the runs of one round refute claims: that of the least noise they refute.
+    """Return the largest epsilon whose claim the runs of one round refute: that of the least refuted noise.
 
-    0 where they refute nothing; over the claimed epsilon, it is the tightness of the audit.
+    0 if they refute nothing; divided by the claimed epsilon, it is the tightness of the audit.
     """
 
     def claims(noise: float) -> list[float]:
@@ -93,7 +93,7 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds with sampled cohorts against the claim that is amplified by sampling."""
+    """Audit several rounds with sampled cohorts against the claim amplified by sampling."""
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -137,15 +137,13 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return the rounds of a run with their own cohorts, and with the published seed's, as the auditor looks at them.
+    """Return the auditor's statistic on runs with secret cohorts, and on runs with cohorts from the published seed.
 
-    It draws each cohort again from the published seed, and adds up the log likelihood ratios, with the audited client
-    and without it, of the rounds in which that client would be there; the others it leaves out.
+    The auditor samples each cohort again from the published seed, and adds the log likelihood ratios, with the audited
+    client and without it, of the rounds in whose cohort this client would be.
     """
-    true, sampler = (
-        GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM),
-        Poisson(sampling_rate=_RATE),
-    )
+    true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
+    sampler = Poisson(sampling_rate=_RATE)
     ledger = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, true.delta))
     rounds = PrivateRounds(true, sampler, 2, ledger, noise, CLIPPING_NORM)
 
@@ -169,7 +167,7 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def _world(world: World, run: int) -> Cohort:
-    """One client that changes nothing, and in world 1 the audited one, which pushes hard in every layer."""
+    """Return a cohort of an unchanged client and, in world 1, the audited client with large changes in every layer."""
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)
     replies = (bystander, audited) if world else (bystander,)
