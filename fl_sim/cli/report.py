@@ -29,7 +29,7 @@ from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.page import page
-from fl_sim.report.page_words import groups_of, runs_of, summary, title_of
+from fl_sim.report.page_sections import groups_of, runs_of, summary, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
 from fl_sim.report.runs import find, read_all
