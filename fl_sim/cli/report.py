@@ -29,10 +29,10 @@ from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.page import page
-from fl_sim.report.page_sections import groups_of, runs_of, summary, title_of
+from fl_sim.report.page_sections import groups_of, runs_of, summary, target_rows, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
-from fl_sim.report.runs import find, read_all
+from fl_sim.report.runs import SavedRun, find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import write_text
@@ -84,14 +84,13 @@ def write_report(
     for name, content in files.items():
         (out / name).write_bytes(content)
     write_text(out / PAGE, page(found, shown, figures, costs, target))
-    unfinished = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
-    unread = [(problem.path, "problem", problem.error) for problem in found.problems]
-    problems = [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + unread]
+    faults = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
+    faults += [(problem.path, "problem", problem.error) for problem in found.problems]
     reached = [] if target is None else target_rows(groups_of(shown), target)
-    for problem in problems:
-        say(f"warning: {problem['dir']}: {problem['error']}", err=True)
+    for path, _, error in faults:
+        say(f"warning: {path}: {error}", err=True)
     if json_output:
-        result = _as_json(out, list(files), shown, problems) | {"bill": bills}
+        result = _as_json(out, list(files), shown, faults) | {"bill": bills}
         if target is not None:
             result["target"] = {"accuracy": target, "rows": [
                 {"method": one.method, "where": one.where, "runs": one.runs, "reached": list(map(asdict, one.reached))}
@@ -99,12 +98,9 @@ def write_report(
             ]}  # fmt: skip
         say(json.dumps(result))
         return
-    say(title_of(shown))
-    say(summary(groups_of(shown)))
-    for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in reached), *costs]:
-        say(line)
-    for name in (PAGE, *files):
-        say(str(out / name))
+    reached_in_words = [f"to {100 * (target or 0):g} %: {one.in_words}" for one in reached]
+    lines = [title_of(shown), summary(groups_of(shown)), *reached_in_words, *costs]
+    say("\n".join([*lines, *(str(out / name) for name in (PAGE, *files))]))
 
 
 def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:
@@ -205,7 +201,7 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
         raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent whole: see above")
 
 
-def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dict[str, str]]) -> dict[str, Any]:
+def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple[Path, str, str]]) -> dict[str, Any]:
     groups = groups_of(shown)
     rows = []
     for label, one in (line for some in groups.values() for line in some):
@@ -228,7 +224,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dic
         "finished": sum(run.status == "finished" for run in runs_of(groups)),
         "unit": "percent",
         "rows": rows,
-        "problems": problems,
+        "problems": [{"dir": str(path), "status": status, "error": error} for path, status, error in faults],
     }
 
 
