@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.report.gallery import PAGE, read_gallery
-from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
+from fl_sim.report.gallery import PAGE, leaderboard_text, read_gallery, read_leaderboard
 from fl_sim.tables.labels import data_label, label
 from fl_sim.tables.plan import TableSettings, as_run, experiment_at, points, read_settings
 

@@ -24,14 +24,13 @@ from fl_sim.report.figures.curves import draw_all
 from fl_sim.report.figures.pate import pate_pictures
 from fl_sim.report.figures.sweep import draw_sweeps, sweeps
 from fl_sim.report.gallery import PAGE as GALLERY
-from fl_sim.report.gallery import gallery_text, read_gallery
+from fl_sim.report.gallery import gallery_text, leaderboard_text, read_gallery, read_leaderboard
 from fl_sim.report.groups import Panel, group, panels
-from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.page import page
 from fl_sim.report.page_sections import groups_of, runs_of, summary, target_rows, title_of
 from fl_sim.report.picture import for_papers
-from fl_sim.report.progress import Line, Part, clock
+from fl_sim.report.progress import LinePart, ProgressLine, clock
 from fl_sim.report.runs import SavedRun, find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
 from fl_sim.store.files import run_lock
@@ -161,12 +160,12 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     )  # fmt: skip
     begun, searching_since, share = time.monotonic(), 0.0, 0.0
 
-    def parts() -> list[Part]:
+    def parts() -> list[LinePart]:
         now = time.monotonic()
         left = f"{clock((now - searching_since) * (1 / share - 1))} left" if share else ""
-        return [Part(f"{share:.0%}", 0), Part(f"{clock(now - begun)} so far", 2), Part(left, 1)]
+        return [LinePart(f"{share:.0%}", 0), LinePart(f"{clock(now - begun)} so far", 2), LinePart(left, 1)]
 
-    with Progress(Line(console), console=console, disable=not console.is_terminal) as bar:
+    with Progress(ProgressLine(console), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("finding images", total=1.0, parts=parts)
 
         def show(done: float) -> None:

@@ -1,15 +1,16 @@
-"""The gallery: tables that were run, beside what was published, as one page of Markdown that is made from files.
+"""The gallery: finished tables beside published figures, and the leaderboard with their best rows, in Markdown.
 
 A folder for each table: ``about.toml`` (``About``), written by hand, and ``table.json`` (and ``table.csv``, if it is
-there) as ``fl-sim table`` wrote them. A folder without ``table.json`` is a table that is still to be run.
+there) as ``fl-sim table`` wrote them. A folder without ``table.json`` is a table that is still to be run. ``leaderboard.toml`` has the
+questions of the leaderboard, one per table.
 """
 
 import csv
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +21,7 @@ from fl_sim.report.runs import TABLE, read_json_table
 from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
 from fl_sim.report.table_files import further_paragraphs
 
-ABOUT, RUNS = "about.toml", "table.csv"
+ABOUT, RUNS, LEADERBOARD = "about.toml", "table.csv", "leaderboard.toml"
 PAGE = "README.md"
 _DEVIATIONS, _POINTS = 3, 3
 _FURTHER: Final = f"Further than {_DEVIATIONS} of our deviations from"
@@ -38,14 +39,14 @@ memory and is to be checked there before it is printed as fact. Bold is what is 
 """
 
 
-class _Facts(BaseModel):
+class _FileModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class Published(_Facts):
+class PublishedFigures(_FileModel):
     """Accuracies in percent from one source: {column: {row: accuracy}}, named as the table names them.
 
-    ``measure``: whether they are of the last round, or of the best one.
+    ``measure``: of the last round, or of the best one.
     """
 
     source: str
@@ -55,12 +56,12 @@ class Published(_Facts):
     accuracies: dict[str, dict[str, Annotated[float, Field(ge=0, le=100)]]]
 
 
-class About(_Facts):
-    """What a reader must know of a table besides its ``table.json``.
+class About(_FileModel):
+    """Facts about a table that are not in its ``table.json``.
 
-    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, where no
-    ``table.csv`` has them; ``hours_at_most``: since times of private runs are rounded up. ``differs``: differences to
-    the published settings and their reasons, in Markdown.
+    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, without a
+    ``table.csv``; ``hours_at_most``: an upper bound, as the times of private runs are rounded up. ``differs``:
+    deviations from the published setting and their reasons, in Markdown.
     """
 
     title: str
@@ -70,12 +71,12 @@ class About(_Facts):
     hours: float | None = Field(None, ge=0)
     hours_at_most: bool = False
     differs: str = ""
-    published: list[Published] = []
+    published: list[PublishedFigures] = []
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A table of the gallery; ``table`` None: it is still to be run. ``hours``: in words, empty where nobody knows."""
+    """A table of the gallery; ``table`` None: it is still to be run. ``hours``: in words, empty if unknown."""
 
     name: str
     about: About
@@ -83,11 +84,38 @@ class Entry:
     hours: str
 
 
+class Question(_FileModel):
+    """One table of the leaderboard.
+
+    ``folder``: the gallery's table. ``columns``: {its column: the heading here}. ``rows``: {its row: the label here},
+    shown in this order, after the ``best`` rows: so many with the highest means in the first column, by the table's own
+    names. ``published``: adds the published figures of these rows.
+    """
+
+    title: str
+    folder: str
+    text: str
+    columns: Annotated[dict[str, str], Field(min_length=1)]
+    rows: dict[str, str] = {}
+    best: Annotated[int, Field(ge=0)] = 0
+    published: bool = False
+
+
+class Leaderboard(_FileModel):
+    """The page: ``title``, ``introduction`` in Markdown, and its questions."""
+
+    title: str
+    introduction: str
+    questions: Annotated[list[Question], Field(min_length=1)]
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
 def read_gallery(directory: Path) -> list[Entry]:
     """Read every folder of ``directory`` with an ``about.toml``, by name.
 
-    Raises UserError for a directory without any, and one that names the file that is damaged or that speaks of rows or
-    columns which its table does not have.
+    Raises UserError for a directory without any, a damaged file, and rows or columns that a table does not have.
     """
     places = sorted(path.parent for path in directory.glob(f"*/{ABOUT}"))
     if not places:
@@ -97,30 +125,57 @@ def read_gallery(directory: Path) -> list[Entry]:
     return [_entry(place) for place in places]
 
 
+def read_leaderboard(directory: Path) -> Leaderboard | None:
+    """Read ``leaderboard.toml`` of a gallery, None without one. Raises UserError for a damaged file."""
+    path = directory / LEADERBOARD
+    return _read_toml(path, Leaderboard) if path.exists() else None
+
+
 def gallery_text(entries: Sequence[Entry], root: str) -> str:
-    """Return the page. ``root``: the way from the page's folder to the folder that ``About.file`` starts in."""
-    lines = [_HEAD, *_contents(entries)]
+    """Return the page. ``root``: the path from the page's folder to the folder that ``About.file`` starts in."""
+    lines = [_HEAD, "| table | file | folder | runs |", "|---|---|---|---|"]
+    lines += [f"| {one.about.title} | `{one.about.file}` | `{one.name}` | {_progress(one.table)} |" for one in entries]
+    lines.append("")
     for entry in entries:
         lines += _section(entry, root)
     return "\n".join(lines)
 
 
 def page_of(entry: Entry, root: str) -> str:
-    """Return one table's page in Markdown, with all that its files say. ``root``: as for ``gallery_text``."""
+    """Return one table's page in Markdown, with all content of its files. ``root``: as for ``gallery_text``."""
     heading, *rest = _section(entry, root)
     return "\n".join([heading.removeprefix("#"), *rest]) + "\n"
 
 
-def _entry(place: Path) -> Entry:
+def leaderboard_text(leaderboard: Leaderboard, entries: Sequence[Entry]) -> str:
+    """Return the page in Markdown. Raises UserError for a folder, row or column that the gallery does not have."""
+    by_name = {entry.name: entry for entry in entries if entry.table is not None}
+    lines = [f"# {leaderboard.title}\n", f"{leaderboard.introduction.strip()}\n"]
+    for question in leaderboard.questions:
+        _check([question.folder], list(by_name), "folder", question.title)
+        lines += _answer(question, by_name[question.folder])
+    lines += ["## All tables\n", "| table | runs | whole table |", "|---|---|---|"]
+    lines += [f"| {one.about.title} | {_progress(one.table)} | [{one.name}]({one.name}/{TABLE}) |" for one in entries]
+    return "\n".join(lines) + "\n"
+
+
+def _read_toml(path: Path, model: type[_Model]) -> _Model:
     try:
-        about = About.model_validate(tomllib.loads((place / ABOUT).read_text(encoding="utf-8")))
-        table = read_json_table(place) if (place / TABLE).exists() else None
-        at_most = "at most " if about.hours_at_most else ""
-        told = "" if about.hours is None else f"{at_most}{about.hours:.1f}"
-        hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else told
+        return model.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{place / ABOUT}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _entry(place: Path) -> Entry:
+    about = _read_toml(place / ABOUT, About)
+    try:
+        table = read_json_table(place) if (place / TABLE).exists() else None
+        at_most = "at most " if about.hours_at_most else ""
+        stated = "" if about.hours is None else f"{at_most}{about.hours:.1f}"
+        hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else stated
     except (OSError, ValueError) as error:
         raise UserError(f"{place}: {error}") from error
     if table is not None:
@@ -129,10 +184,10 @@ def _entry(place: Path) -> Entry:
 
 
 def _hours(runs: Path) -> str:
-    """Return how many hours all runs took one after another, in words; nothing where one does not say.
+    """Return the hours of all runs one after another, in words; nothing if those of one are unknown.
 
-    A run that was stopped and went on once had the time of its last part alone as ``total``; ``train`` has all rounds'.
-    Of private runs it is known only at most.
+    In older results the ``total`` of a resumed run is that of its last part; ``train`` includes all rounds. For private
+    runs only an upper bound is known.
     """
     with runs.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
@@ -145,7 +200,7 @@ def _hours(runs: Path) -> str:
 
 
 def _check_names(place: Path, about: About, table: Table) -> None:
-    """Raise UserError for a figure that would be dropped, because no cell of the table has its place."""
+    """Raise UserError for a published figure without a cell in the table."""
     for column, accuracies in ((column, some) for one in about.published for column, some in one.accuracies.items()):
         for name, known in ((column, table.columns), *((row, table.rows) for row in accuracies)):
             if name not in known:
@@ -155,16 +210,17 @@ def _check_names(place: Path, about: About, table: Table) -> None:
                 )
 
 
-def _contents(entries: Sequence[Entry]) -> Iterator[str]:
-    yield "| table | file | folder | runs |"
-    yield "|---|---|---|---|"
-    for entry in entries:
-        yield f"| {entry.about.title} | `{entry.about.file}` | `{entry.name}` | {progress(entry.table)} |"
-    yield ""
+def _check(names: Iterable[str], known: Sequence[str], what: str, question: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"{LEADERBOARD}: {question!r} names the {what} {name!r}, which is not there{guess(name, known)}; "
+                f"known are {', '.join(known)}"
+            )
 
 
-def progress(table: Table | None) -> str:
-    """Return the number of finished runs, of all, and of failed ones, in words."""
+def _progress(table: Table | None) -> str:
+    """Return the number of finished runs, of all runs, and of failed ones, in words."""
     if table is None:
         return "to be run"
     runs = {one.directory: one.status for one in table.results}
@@ -187,39 +243,71 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
     yield from [f"{about.differs.strip()}\n"] if about.differs.strip() else []
     yield from (f"{one.source} ({one.confidence}): {one.note}\n" for one in about.published if one.note)
     if table is not None:
-        yield "<details><summary>What the table says besides</summary>\n"
+        yield "<details><summary>Further measures and notes</summary>\n"
         yield from (f"{paragraph}\n" for paragraph in further_paragraphs(table))
         yield from (f"- {line}" for line in table.caption)
         yield "\n</details>\n"
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
-    """Tell each row of ours, and below it the figures of each source; their best rounds below our best round."""
-    yield f"| | {' | '.join(table.columns)} |"
-    yield f"|---|{'---|' * len(table.columns)}"
+    """Return our rows, each above the published figures of each source; best rounds follow last rounds."""
+    yield from _head(table.columns)
     measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
     best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}
     for row in table.rows:
         for measure in measures:
-            cells = [
-                f"**{text}**" if row in best[column, measure] else text
-                for column in table.columns
-                for text in [cell_text(table.at(row, column), measure)]
-            ]
+            cells = [_cell(table, row, column, measure, best[column, measure]) for column in table.columns]
             yield _line(row if measure == "last" else f"{row}, best round", cells)
             for one in about.published:
-                figures = {column: some[row] for column, some in one.accuracies.items() if row in some}
-                if figures and one.measure == measure:
-                    shown = [f"*{figures[column]:g}*" if column in figures else "" for column in table.columns]
-                    yield _line(f"*{one.source}, {one.confidence}*", shown)
+                figures = _figures(one, row, table.columns)
+                if any(figures) and one.measure == measure:
+                    yield _line(f"*{one.source}, {one.confidence}*", figures)
+
+
+def _answer(question: Question, entry: Entry) -> Iterator[str]:
+    """Return a section of the leaderboard."""
+    table = entry.table
+    assert table is not None  # others are left out above
+    _check(question.columns, table.columns, "column", question.title)
+    _check(question.rows, table.rows, "row", question.title)
+    first = next(iter(question.columns))
+    means = {row: mean_and_deviation(percentages(table.at(row, first), "last"))[0] for row in table.rows}
+    ranked = sorted((row for row in table.rows if means[row] is not None), key=lambda row: -(means[row] or 0.0))
+    labels = {row: question.rows.get(row, row) for row in [*ranked[: question.best], *question.rows]}
+    yield f"## {question.title}\n"
+    yield from _head(list(question.columns.values()))
+    best = {column: best_rows(table, column, "last") for column in question.columns}
+    for row, label in labels.items():
+        yield _line(label, [_cell(table, row, column, "last", best[column]) for column in question.columns])
+        for one in entry.about.published if question.published else ():
+            figures = _figures(one, row, question.columns)
+            if any(figures):
+                what = "best round, " if one.measure == "best" else ""
+                yield _line(f"*{one.source} ({what}{one.confidence})*", figures)
+    yield f"\n{question.text.strip()} [The whole table]({entry.name}/{TABLE}).\n"
+
+
+def _head(columns: Sequence[str]) -> list[str]:
+    return [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
 
 
 def _line(first: str, cells: Sequence[str]) -> str:
     return f"| {' | '.join([first, *cells])} |"
 
 
+def _cell(table: Table, row: str, column: str, measure: Measure, best: set[str]) -> str:
+    text = cell_text(table.at(row, column), measure)
+    return f"**{text}**" if row in best else text
+
+
+def _figures(source: PublishedFigures, row: str, columns: Iterable[str]) -> list[str]:
+    """Return the published figures of a row, empty where there is none."""
+    figures = [source.accuracies.get(column, {}).get(row) for column in columns]
+    return ["" if figure is None else f"*{figure:g}*" for figure in figures]
+
+
 def _missed(about: About, table: Table) -> Iterator[str]:
-    """Tell the published figures that ours are far from: by deviations over seeds, by points where a seed is alone."""
+    """Return the published figures far from ours: by deviations over seeds or, with a single seed, by points."""
     for one in about.published:
         far: dict[str, list[str]] = {}
         for column, accuracies in one.accuracies.items():

@@ -1,9 +1,10 @@
-"""A figure on a report's page, and what every figure needs: a file name of its own, text that is no formula, a PNG."""
+"""Common parts of all figures: layouts, line styles, axes, legends, file names, and files as PNG, PDF and SVG."""
 
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from fl_sim.errors import UserError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 150
@@ -18,11 +20,11 @@ DPI = 150
 
 @dataclass(frozen=True)
 class Layout:
-    """How large a figure is drawn.
+    """The sizes of a figure.
 
-    ``suffix`` stands in the file's name. ``width``: of the figure, ``height``: of one panel, in inches. ``text``,
-    ``title``, ``small``: sizes of text, and ``line``: the width of lines, in points. ``across``: how many panels stand
-    side by side at most. ``highest``: inches that all panels have together at most.
+    ``suffix``: of the file's name. ``width``: of the figure, ``height``: of one panel, in inches. ``text``, ``title``,
+    ``small``: sizes of text, and ``line``: the width of lines, in points. ``across``: the largest number of panels side
+    by side. ``highest``: the largest height of all panels together, in inches.
     """
 
     suffix: str
@@ -44,7 +46,7 @@ class Layout:
         }  # fmt: skip
 
     def characters(self, size: float, share: float = 0.85) -> int:
-        """Return about how many characters of ``size`` points fit into this share of the width."""
+        """Return the approximate number of characters of ``size`` points in this share of the width."""
         return max(12, int(share * self.width * _POINTS / (_LETTER * size)))
 
 
@@ -59,17 +61,28 @@ PAPER = (COLUMN, TEXT_WIDTH)
 """One column of a paper, and both."""
 
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
-"""Text is embedded as TrueType, and names in an SVG are not drawn at random."""
+"""Text is embedded as TrueType, and names in an SVG are not random."""
+
+# Colours of clearly different hue, dark and light in turn; dashes and markers distinguish them in greyscale.
+_COLORS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a4b00", "#e69f00",
+    "#56b4e9", "#b2182b", "#5e3c99", "#8c9a00", "#444444", "#00a6a6",
+)  # fmt: skip
+_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (9, 2))
+_MARKERS = "os^DvPX<>*hd"
+
+Style: TypeAlias = tuple[str, tuple[float, ...], str]
+"""Colour, dashes and marker of a line."""
 
 Draw: TypeAlias = Callable[[Layout], "Figure"]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure: its file name, the section of the page it stands in, lines of plain text below it, its PNG.
+    """A drawn figure: its file name, the heading of its section on the page, its caption in plain text, its PNG.
 
-    ``details``: statements that go with it, shown below the caption in full. ``draw``: draws it once more for a paper;
-    None for what is no diagram, or not to be published.
+    ``details``: statements below the caption. ``draw``: draws the figure again for a paper; None for one that is no
+    diagram, or must not be published.
     """
 
     name: str
@@ -96,8 +109,15 @@ def drawn(draw: Draw, layout: Layout) -> bytes:
     return _saved(draw, layout, "png")
 
 
+def png(figure: "Figure") -> bytes:
+    """Return a figure as a PNG of ``DPI`` pixels an inch."""
+    buffer = io.BytesIO()
+    save(figure, buffer, "png")
+    return buffer.getvalue()
+
+
 def save(figure: "Figure", target: Path | io.BytesIO, kind: str) -> None:
-    """Write ``figure`` as ``kind`` (png, pdf, svg): without its date, so that the same figure has the same bytes."""
+    """Write ``figure`` as ``kind`` (png, pdf, svg), without a date, so that equal figures have equal bytes."""
     from matplotlib import rc_context  # noqa: PLC0415 (a second to import)
 
     undated: Any = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -105,17 +125,8 @@ def save(figure: "Figure", target: Path | io.BytesIO, kind: str) -> None:
         figure.savefig(target, format=kind, dpi=DPI, metadata=undated.get(kind, {}))
 
 
-def _saved(draw: Draw, layout: Layout, kind: str) -> bytes:
-    from matplotlib import rc_context  # noqa: PLC0415
-
-    buffer = io.BytesIO()
-    with rc_context(layout.style()):
-        save(draw(layout), buffer, kind)
-    return buffer.getvalue()
-
-
 def save_plot(figure: "Figure", path: Path) -> None:
-    """Write ``figure`` where a user asked for it. Raises UserError where that is not possible."""
+    """Write ``figure`` to a user's path. Raises UserError if that is not possible."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -125,7 +136,7 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Return a file name's part for each title, no two the same."""
+    """Return a part of a file name for each title, all different."""
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"
@@ -134,12 +145,67 @@ def file_names(titles: Sequence[str]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` such that matplotlib sees no formula in it."""
+    """Return ``text`` without a formula for matplotlib."""
     return text.replace("$", r"\$")
 
 
-def png(figure: "Figure") -> bytes:
-    """Return a figure as a PNG of ``DPI`` pixels an inch."""
+def styled(names: Iterable[str]) -> list[Style]:
+    """Return a style for each name: 12 colours times 5 dashes are different."""
+    styles: list[Style] = []
+    for number, _ in enumerate(names):
+        turn = number // len(_COLORS)
+        color, dashes = _COLORS[number % len(_COLORS)], _DASHES[(number + turn) % len(_DASHES)]
+        styles.append((color, dashes, _MARKERS[(number + 5 * turn) % len(_MARKERS)]))
+    return styles
+
+
+def one_panel(layout: Layout, lines_below: int, title: str) -> "tuple[Figure, Axes]":
+    """Return a figure of one panel and its axes. ``lines_below``: lines of text below the panel."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    height = 1.1 * layout.height + 0.027 * layout.text * lines_below
+    figure = Figure(figsize=(layout.width, height), layout="constrained")
+    axes = figure.subplots()
+    with_grid(axes, layout)
+    wrapped = "\n".join(textwrap.fill(line, layout.characters(layout.title)) for line in title.split("\n"))
+    axes.set_title(plain(wrapped), fontsize=layout.title, loc="left")
+    return figure, axes
+
+
+def with_grid(axes: "Axes", layout: Layout) -> None:
+    """Draw a light grid below the lines, and no border above and on the right."""
+    axes.grid(color="0.92", linewidth=0.5 * layout.line)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_points(
+    axes: "Axes", places: Sequence[float], means: Sequence[float], bars: Sequence[float] | None, style: Style,
+    layout: Layout, label: str,
+) -> None:  # fmt: skip
+    """Draw means with error bars."""
+    axes.errorbar(
+        places, means, yerr=bars, color=style[0], fmt=style[2], markersize=3.5 * layout.line,
+        capsize=2.5 * layout.line, linewidth=0.8 * layout.line,
+        label=plain(textwrap.fill(label, layout.characters(layout.text))),
+    )  # fmt: skip
+
+
+def with_legend(figure: "Figure", last: str = "") -> "Figure":
+    """Draw the legend of one panel below it; labels that begin with ``last`` come last."""
+    entries = zip(*figure.axes[0].get_legend_handles_labels(), strict=True)
+    ordered = sorted(entries, key=lambda entry: entry[1].startswith(last))
+    figure.legend(
+        handles=[handle for handle, _ in ordered], labels=[label for _, label in ordered],
+        loc="outside lower center", ncols=1, frameon=False, handlelength=4.2,
+    )  # fmt: skip
+    return figure
+
+
+def _saved(draw: Draw, layout: Layout, kind: str) -> bytes:
+    from matplotlib import rc_context  # noqa: PLC0415
+
     buffer = io.BytesIO()
-    save(figure, buffer, "png")
+    with rc_context(layout.style()):
+        save(draw(layout), buffer, kind)
     return buffer.getvalue()

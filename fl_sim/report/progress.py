@@ -1,7 +1,7 @@
 """Progress on standard error: of one run, and of a table of runs.
 
-A terminal shows a live bar for each, whose line is never wider than the terminal: what matters least is left out first.
-Anywhere else a run prints a line a round, a table a line a cell.
+A terminal shows a live bar for each. Its line is never wider than the terminal: the least important parts are left out
+first. Elsewhere a run prints a line per round, a table a line per cell.
 """
 
 import sys
@@ -21,21 +21,19 @@ from fl_sim.errors import printable
 from fl_sim.store.run_directory import RoundRecord
 
 _GAP: Final = 2
-_BAR: Final = (4, 10, 30)
-"""Cells of a bar: the fewest, the fewest where there is room for more, the most."""
-_ROOMY: Final = 60
-_TITLE: Final = 12
-"""Cells that a title is cut to."""
+_NARROW, _BAR, _WIDE_BAR = 4, 10, 30  # cells of a bar: at least, at least on a wide line, at most
+_WIDE_LINE: Final = 60
+_SHORTEST_TITLE: Final = 12
 
 _SECONDS_BETWEEN_LINES = 2.0
 _UNTIMED_LINES = 20
-_PACE_OF = 10
-"""The time left is told by the mean of so many rounds."""
+_TIMED_ROUNDS = 10
+"""The time left follows from the mean of so many rounds."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a line. What has a higher ``rank`` is left out first; ``shortest``: cells that it may be cut to."""
+class LinePart:
+    """A part of a line. A higher ``rank`` is left out first; ``shortest``: cells that it may be cut to."""
 
     text: str
     rank: int
@@ -43,34 +41,34 @@ class Part:
 
     @property
     def least(self) -> int:
-        """Return the cells that it takes at least."""
+        """Return the smallest number of cells."""
         whole = cell_len(self.text)
         return whole if self.shortest is None else min(whole, self.shortest)
 
 
-class Line(ProgressColumn):
-    """A whole line of rich's progress display: title, bar, and the Parts that the task's field ``parts`` returns."""
+class ProgressLine(ProgressColumn):
+    """A whole line of rich's progress display: title, bar, and the parts that the task's field ``parts`` returns."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Column(no_wrap=True))
         self._console = console
 
     def render(self, task: Task) -> Text:
-        """Return the line, one cell narrower than the console, where some terminals would break it."""
+        """Return the line, one cell narrower than the console, because some terminals break a full line."""
         share = task.completed / task.total if task.total else 0.0
         return line(self._console.width - 1, task.description, share, task.fields["parts"]())
 
 
-def line(width: int, title: str, share: float, parts: Sequence[Part]) -> Text:
+def line(width: int, title: str, share: float, parts: Sequence[LinePart]) -> Text:
     """Return title, bar (``share`` of it full) and ``parts`` in this order, in at most ``width`` cells.
 
-    >>> str(line(40, "FedAvg on digits", 0.5, [Part("10/20", 0), Part("accuracy 0.5000", 1), Part("0:12 left", 2)]))
+    >>> parts = [LinePart("10/20", 0), LinePart("accuracy 0.5000", 1), LinePart("0:12 left", 2)]
+    >>> str(line(40, "FedAvg on digits", 0.5, parts))
     '━━━━━  10/20  accuracy 0.5000  0:12 left'
     """
-    told = [part for part in parts if part.text]
-    bar = Part("━" * _BAR[2], 3, _BAR[width >= _ROOMY])
-    every = [Part(title, 4, _TITLE), bar, *told]
-    kept: list[Part] = []
+    bar = LinePart("━" * _WIDE_BAR, 3, _BAR if width >= _WIDE_LINE else _NARROW)
+    every = [LinePart(title, 4, _SHORTEST_TITLE), bar, *(part for part in parts if part.text)]
+    kept: list[LinePart] = []
     for part in sorted(every, key=lambda one: one.rank):
         if part.least and sum(one.least + _GAP for one in kept) + part.least <= width:
             kept.append(part)
@@ -93,7 +91,7 @@ def line(width: int, title: str, share: float, parts: Sequence[Part]) -> Text:
 
 
 def clock(seconds: float) -> str:
-    """Return a length of time.
+    """Return a duration as text.
 
     >>> clock(75), clock(3675), clock(-3)
     ('1:15', '1:01:15', '0:00')
@@ -103,59 +101,65 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class RunProgress:
-    """Shows a run of ``rounds`` rounds; use it as a context manager around the run.
+class _Bars:
+    """Live bars on a terminal, and lines of text; a context manager around the work."""
 
-    ``timed`` False, for what is private: no time is shown, and which rounds are does not depend on it.
-    """
-
-    def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
-        self._stream = stream or sys.stderr
-        self._rounds = rounds
-        self._timed = timed
-        self._console = Console(file=self._stream, force_jupyter=False if stream else None)
+    def __init__(self, stream: TextIO | None) -> None:
+        self._console = Console(file=stream or sys.stderr, force_jupyter=False if stream else None)
         self._live = self._console.is_terminal
-        self._bar = Progress(Line(self._console), console=self._console)
-        self._done = 0
-        self._measured: tuple[str, ...] = ()
-        self._pace: tuple[float, ...] = ()  # replaced, never changed: another thread draws
-        self._clients = ""
-        self._start = self._last_round = time.monotonic()
-        self._task = self._bar.add_task(title, total=rounds, parts=self._parts)
-        self._last_line = 0.0
-        self._preparing = False
+        self._bars = Progress(ProgressLine(self._console), console=self._console)
 
     def __enter__(self) -> Self:
-        """Start showing."""
+        """Start the display."""
         if self._live:
-            self._bar.start()
+            self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._live:
-            self._bar.stop()
+            self._bars.stop()
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line, above the bars if there are any."""
         self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+class RunProgress(_Bars):
+    """Shows a run of ``rounds`` rounds.
+
+    ``timed`` False, for private runs: no time is shown, and the choice of shown rounds does not depend on it.
+    """
+
+    def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
+        super().__init__(stream)
+        self._rounds = rounds
+        self._timed = timed
+        self._done = 0
+        self._measured: tuple[str, ...] = ()
+        self._round_seconds: tuple[float, ...] = ()  # replaced, never changed: another thread draws
+        self._clients = ""
+        self._start = self._last_round = time.monotonic()
+        self._task = self._bars.add_task(title, total=rounds, parts=self._parts)
+        self._last_line = 0.0
+        self._preparing = False
 
     def started(self, first_round: int) -> None:
         """Start counting at ``first_round``."""
         if first_round > 1:
             self.say(f"going on after round {first_round - 1}, where this run had stopped")
         self._done = first_round - 1
-        self._bar.update(self._task, completed=self._done)
+        self._bars.update(self._task, completed=self._done)
 
     def preparing(self, what: str) -> None:
-        """Show what happens before the first round."""
+        """Show the preparation before the first round."""
         self._preparing = True
         self.say(f"before the first round: {what}")
 
     def replied(self, replies: int) -> None:
-        """Show how many clients of the round have answered."""
+        """Show the number of replies in the round."""
         self._clients = f"{replies} clients in"
         if self._preparing and not self._live and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
@@ -167,75 +171,57 @@ class RunProgress:
         measured = {"accuracy": record.test_accuracy, "validation": record.validation_accuracy}
         self._measured = tuple(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
         if record.seconds is not None:
-            self._pace = (*self._pace, record.seconds)[-_PACE_OF:]
+            self._round_seconds = (*self._round_seconds, record.seconds)[-_TIMED_ROUNDS:]
         rate = "" if record.seconds is None else f"{record.seconds:.2f} s/round"
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
-        self._bar.update(self._task, completed=self._done)
+        self._bars.update(self._task, completed=self._done)
         if not self._live and (record.round == self._rounds or self._is_due(record.round)):
             self._last_line = time.monotonic()
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
-    def _parts(self) -> list[Part]:
-        """Return what stands behind the bar. Where time is private there is none."""
-        counted = Part(f"{self._done}/{self._rounds}", 0)
-        measured = [Part(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
-        clients = Part(self._clients, 7)
+    def _parts(self) -> list[LinePart]:
+        """Return the parts behind the bar; a private run has no times."""
+        counted = LinePart(f"{self._done}/{self._rounds}", 0)
+        measured = [LinePart(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
+        clients = LinePart(self._clients, 7)
         if not self._timed:
             return [counted, *measured, clients]
-        now, mean = time.monotonic(), sum(self._pace) / len(self._pace) if self._pace else 0.0
+        now, seconds = time.monotonic(), self._round_seconds
+        mean = sum(seconds) / len(seconds) if seconds else 0.0
         left = mean * (self._rounds - self._done) - (now - self._last_round)
         return [
             counted,
             *measured,
-            Part(f"{self._pace[-1]:.2f} s/round" if self._pace else "", 6),
-            Part(f"{clock(now - self._start)} so far", 8),
-            Part(f"{clock(left)} left" if self._pace else "", 2),
+            LinePart(f"{seconds[-1]:.2f} s/round" if seconds else "", 6),
+            LinePart(f"{clock(now - self._start)} so far", 8),
+            LinePart(f"{clock(left)} left" if seconds else "", 2),
             clients,
         ]
 
     def _is_due(self, server_round: int) -> bool:
-        """Say whether a round is to be a line: every two seconds or, where time is private, about twenty of a run."""
+        """Return True if a round becomes a line: every two seconds or, for a private run, about twenty in all."""
         if not self._timed:
             return server_round % max(1, self._rounds // _UNTIMED_LINES) == 0
         return time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
 
 
-class TableProgress:
-    """Shows a table of ``rounds`` {cell: number of rounds}; use it as a context manager around the runs."""
+class TableProgress(_Bars):
+    """Shows a table of ``rounds`` {cell: number of rounds}."""
 
     def __init__(self, rounds: dict[str, int], stream: TextIO | None = None) -> None:
+        super().__init__(stream)
         self._rounds = rounds
         self._done = dict.fromkeys(rounds, 0)
         self._closed: set[str] = set()
-        self._console = Console(file=stream or sys.stderr, force_jupyter=False if stream else None)
-        self._live = self._console.is_terminal
-        self._bars = Progress(Line(self._console), console=self._console)
         self._all = self._bars.add_task("all cells", total=sum(rounds.values()), parts=self._parts_of_all)
-        self._told: dict[str, tuple[Part, ...]] = {}
+        self._parts: dict[str, tuple[LinePart, ...]] = {}
         self._cells: dict[str, TaskID] = {}
         self._started_at: float | None = None
         self._rounds_run = 0
         self._is_timed = True
 
-    def __enter__(self) -> Self:
-        """Start showing."""
-        if self._live:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the terminal as it was."""
-        if self._live:
-            self._bars.stop()
-
-    def say(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
-        self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-
     def started(self, cell: str, first_round: int) -> None:
-        """Show a cell that is taken up at ``first_round``."""
+        """Show a cell that starts or resumes at ``first_round``."""
         self._done[cell] = first_round - 1
         self._started_at = self._started_at or time.monotonic()
         if first_round > 1:
@@ -247,9 +233,9 @@ class TableProgress:
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
-        """Show what happens before a cell's first round."""
+        """Show the preparation before a cell's first round."""
         if cell in self._cells:
-            self._told[cell] = (Part(what, 2, 20),)
+            self._parts[cell] = (LinePart(what, 2, 20),)
         else:
             self.say(f"{cell}: before the first round {what}")
 
@@ -261,12 +247,12 @@ class TableProgress:
         if cell in self._cells:
             accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
             rate = "" if record.seconds is None else f"{record.seconds:.2f} s/round"
-            self._told[cell] = (Part(accuracy, 5), Part(rate, 6))
+            self._parts[cell] = (LinePart(accuracy, 5), LinePart(rate, 6))
             self._bars.update(self._cells[cell], completed=record.round)
         self._update()
 
     def closed(self, cell: str, outcome: str) -> None:
-        """Show how a cell ended; it does not run any more."""
+        """Show the outcome of a cell that has ended."""
         self._done[cell] = self._rounds[cell]
         self._closed.add(cell)
         if cell in self._cells:
@@ -275,7 +261,7 @@ class TableProgress:
         self._update()
 
     def _left(self, before: str) -> str:
-        """Say about how long the rest takes, at the pace so far; nothing where a cell's time is private."""
+        """Return the estimated time left; nothing if a cell's time is private."""
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:
             return ""
@@ -285,10 +271,10 @@ class TableProgress:
     def _update(self) -> None:
         self._bars.update(self._all, completed=sum(self._done.values()))
 
-    def _parts_of_all(self) -> list[Part]:
-        rounds = Part(f"{sum(self._done.values())}/{sum(self._rounds.values())} rounds", 5)
-        return [rounds, Part(f"{len(self._closed)}/{len(self._rounds)} cells{self._left(', ')}", 0)]
+    def _parts_of_all(self) -> list[LinePart]:
+        rounds = LinePart(f"{sum(self._done.values())}/{sum(self._rounds.values())} rounds", 5)
+        return [rounds, LinePart(f"{len(self._closed)}/{len(self._rounds)} cells{self._left(', ')}", 0)]
 
-    def _parts_of(self, cell: str) -> list[Part]:
-        """Return what stands behind a cell's bar: which cell it is matters more than how full the bar is."""
-        return [Part(f"{self._done[cell]}/{self._rounds[cell]} rounds", 0), *self._told.get(cell, ())]
+    def _parts_of(self, cell: str) -> list[LinePart]:
+        """Return the parts behind a cell's bar; its name matters more than the bar."""
+        return [LinePart(f"{self._done[cell]}/{self._rounds[cell]} rounds", 0), *self._parts.get(cell, ())]

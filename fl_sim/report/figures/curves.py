@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fl_sim.report.groups import Panel, SeedGroup
 from fl_sim.report.measures import mean_and_deviation, spent_by
-from fl_sim.report.picture import PAGE, WIDE_PAGE, Layout, Picture, drawn, file_names, plain
+from fl_sim.report.picture import (
+    PAGE,
+    WIDE_PAGE,
+    Layout,
+    Picture,
+    Style,
+    drawn,
+    file_names,
+    plain,
+    styled,
+    with_grid,
+)
 from fl_sim.store.run_directory import RoundRecord
 
 if TYPE_CHECKING:
@@ -26,28 +37,19 @@ _WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (mean cross-entropy
 HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
 OVER_TIME = "Accuracy over virtual time"
 
-# Colours of clearly different hue, dark and light in turn; dashes and markers tell them apart in greyscale.
-_COLORS = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a4b00", "#e69f00",
-    "#56b4e9", "#b2182b", "#5e3c99", "#8c9a00", "#444444", "#00a6a6",
-)  # fmt: skip
-_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (9, 2))
-_MARKERS = "os^DvPX<>*hd"
 _BOUND = ("black", (2.5, 1.2), "")
 _MOST_IN_ONE = 4
 _UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
 _SKEWED = 20
-"""Losses further apart than this ratio are drawn on a logarithmic axis: one that diverges must not flatten the rest."""
-
-Style: TypeAlias = tuple[str, tuple[float, ...], str]
+"""Losses with a larger ratio are drawn on a logarithmic axis, so that a diverging one does not flatten the others."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """Mean and sample standard deviation over the seeds in each round that all of them evaluated (0 for one seed).
 
-    ``times``: the mean virtual time, in seconds, by the end of each of these rounds; empty where that is not known.
+    ``times``: the mean virtual time, in seconds, at the end of each of these rounds; empty if unknown.
     """
 
     rounds: list[int]
@@ -57,12 +59,12 @@ class Curve:
 
     @property
     def low(self) -> list[float]:
-        """Return where the band begins."""
+        """Return the lower edge of the band."""
         return [mean - deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
     @property
     def high(self) -> list[float]:
-        """Return where the band ends."""
+        """Return the upper edge of the band."""
         return [mean + deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
 
@@ -89,32 +91,19 @@ def draw_all(panels: Sequence[Panel]) -> list[Picture]:
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with those methods that have virtual times, without the panels that have none."""
-    kept = [
-        replace(panel, lines=tuple(line for line in panel.lines if not line[1].is_bound and _has_times(line[1])))
-        for panel in panels
-    ]
-    return [panel for panel in kept if panel.lines]
-
-
-def _has_times(group: SeedGroup) -> bool:
-    return bool(curve(group, "accuracy").times)
+    """Return the panels and methods with virtual times."""
+    kept = []
+    for panel in panels:
+        timed = tuple(line for line in panel.lines if not line[1].is_bound and curve(line[1], "accuracy").times)
+        if timed:
+            kept.append(replace(panel, lines=timed))
+    return kept
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
-    """Return {label: style}: the same in every figure, different for 12 colours times 5 dashes."""
+    """Return {label: style}, the same in every figure."""
     names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
     return dict(zip(names, styled(names), strict=True))
-
-
-def styled(names: Iterable[str]) -> list[Style]:
-    """Return a style for each name."""
-    styles: list[Style] = []
-    for number, _ in enumerate(names):
-        turn = number // len(_COLORS)
-        color, dashes = _COLORS[number % len(_COLORS)], _DASHES[(number + turn) % len(_DASHES)]
-        styles.append((color, dashes, _MARKERS[(number + 5 * turn) % len(_MARKERS)]))
-    return styles
 
 
 def curve(group: SeedGroup, measure: Measure) -> Curve:
@@ -166,7 +155,7 @@ def draw(
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if handles:
-        # The upper bound is no method and comes last.
+        # The upper bound is no method, so it comes last.
         bounds = {plain(label) for panel in panels for label, one in panel.lines if one.is_bound}
         ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(
@@ -213,19 +202,17 @@ def _draw_panel(
                 places, line.low, line.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
             )
     axes.set(xlabel="virtual seconds (simulated devices)" if over_time else x_label(panel), ylabel=_WHAT[measure])
-    axes.grid(color="0.92", linewidth=0.5 * layout.line)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    with_grid(axes, layout)
     _title(axes, panel, layout)
     _scale(axes, measure, [value for _, _, line in curves for value in line.mean])
     if nothing:
-        told = f"no finite value in a round of all seeds: {'; '.join(nothing)}"
-        text = textwrap.fill(told, layout.characters(layout.small))
+        note = f"no finite value in a round of all seeds: {'; '.join(nothing)}"
+        text = textwrap.fill(note, layout.characters(layout.small))
         axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=layout.small, color="0.35")
 
 
 def x_label(panel: Panel) -> str:
-    """Return what the rounds of a panel are."""
+    """Return the label of the axis of rounds."""
     voted = [any(run.voted for run in one.runs) for _, one in panel.lines]
     if all(voted):
         return "epoch of the student"

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.report.figures.curves import Style, styled
 from fl_sim.report.files import PateFacts
 from fl_sim.report.groups import SeedGroup
 from fl_sim.report.measures import mean_and_deviation
-from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
+from fl_sim.report.picture import PAGE, Layout, Picture, draw_points, drawn, file_names, one_panel, styled, with_legend
 from fl_sim.report.runs import Problem, SavedRun
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 VOTES = "votes.npy"
@@ -127,9 +125,12 @@ def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Prob
 
 def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = PAGE) -> "Figure":
     """Draw means, and bars of one deviation where a point has several runs."""
-    figure, axes = _axes(len(lines), title, layout)
+    figure, axes = one_panel(layout, len(lines), title)
     for (label, points), style in zip(lines.items(), styled(list(lines)), strict=True):
-        _draw_line(axes, label, points, style, layout)
+        spread = [mean_and_deviation(list(values)) for values in points.values()]
+        means, bars = [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread]
+        axes.plot(list(points), means, color=style[0], linewidth=layout.line, dashes=style[1] or (1, 0))
+        draw_points(axes, list(points), means, bars if any(bars) else None, style, layout, label)
     axes.set_xscale("log")
     ticks = sorted({x for points in lines.values() for x in points})
     if len(ticks) <= _MOST_TICKS:
@@ -139,7 +140,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
         axes.xaxis.set_major_formatter("{x:g}")  # a power's exponent would be smaller than the rest
     axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def _shot(run: SavedRun) -> Shot | None:
@@ -204,7 +205,7 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
 
 
 def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -> "Figure":
-    figure, axes = _axes(len(gaps), f"{where}\nPRIVATE: computed from the votes, do not publish", layout)
+    figure, axes = one_panel(layout, len(gaps), f"{where}\nPRIVATE: computed from the votes, do not publish")
     for label, (color, dashes, _) in zip(sorted(gaps, key=_by_numbers), styled(list(gaps)), strict=True):
         gap = gaps[label]
         shown = f"{label}, {len(gap)} queries, mean {100 * gap.mean():.0f} %"
@@ -213,7 +214,7 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
         xlabel="votes that the first class is ahead of the second (% of the teachers)",
         ylabel="share of the queries with at most that", xlim=(0, 100), ylim=(0, 1),
     )  # fmt: skip
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def _votes(path: Path) -> NDArray[np.int64]:
@@ -231,35 +232,3 @@ def _votes(path: Path) -> NDArray[np.int64]:
     ):
         raise ValueError(f"{path.name} holds no votes by query and class")
     return votes.astype(np.int64)
-
-
-def _axes(num_lines: int, title: str, layout: Layout) -> "tuple[Figure, Axes]":
-    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
-
-    height = 1.1 * layout.height + 0.027 * layout.text * num_lines
-    figure = Figure(figsize=(layout.width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(color="0.92", linewidth=0.5 * layout.line)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    wrapped = "\n".join(textwrap.fill(line, layout.characters(layout.title)) for line in title.split("\n"))
-    axes.set_title(plain(wrapped), fontsize=layout.title, loc="left")
-    return figure, axes
-
-
-def _draw_line(axes: "Axes", label: str, points: Points, style: Style, layout: Layout) -> None:
-    color, dashes, marker = style
-    spread = [mean_and_deviation(list(values)) for values in points.values()]
-    means, bars = [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread]
-    axes.plot(list(points), means, color=color, linewidth=layout.line, dashes=dashes or (1, 0))
-    axes.errorbar(
-        list(points), means, yerr=bars if any(bars) else None, color=color, fmt=marker, markersize=3.5 * layout.line,
-        capsize=2.5 * layout.line, linewidth=0.8 * layout.line,
-        label=plain(textwrap.fill(label, layout.characters(layout.text))),
-    )  # fmt: skip
-
-
-def _with_legend(figure: "Figure") -> "Figure":
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=1, frameon=False, handlelength=4.2)
-    return figure

@@ -13,10 +13,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fl_sim.report.figures.by_epsilon import EPSILON
-from fl_sim.report.figures.curves import Style, styled
 from fl_sim.report.groups import SeedGroup, labels, where
 from fl_sim.report.measures import as_percent, mean_and_deviation
-from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
+from fl_sim.report.picture import (
+    PAGE,
+    Layout,
+    Picture,
+    Style,
+    draw_points,
+    drawn,
+    file_names,
+    one_panel,
+    plain,
+    styled,
+    with_legend,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,13 +119,10 @@ def draw_sweeps(found: Sequence[Sweep]) -> list[Picture]:
 
 
 def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
-    """Draw mean and deviation over seeds on a logarithmic axis; inf is a point of its own behind a gap."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
-
+    """Draw mean and deviation over seeds on a logarithmic axis; inf is a separate point behind a gap."""
     meaning = textwrap.wrap(_meaning(sweep), layout.characters(layout.text))
-    around = 0.027 * layout.text * (len(sweep.lines) + len(meaning))
-    figure = Figure(figsize=(layout.width, 1.1 * layout.height + around), layout="constrained")
-    axes = figure.subplots()
+    note = f" - data: {sweep.note}" if sweep.note else ""
+    figure, axes = one_panel(layout, len(sweep.lines) + len(meaning), f"{sweep.where}{note}")
     values = sorted({point.value for line in sweep.lines for point in line.points if math.isfinite(point.value)})
     finite = [_place(value) for value in values]
     infinity = finite[-1] * (finite[-1] / finite[0]) ** 0.2 * 2 if finite else 1.0
@@ -125,24 +133,18 @@ def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
         shown = f"{_BASELINE}: {label}, {point.mean:.1f} % ({_seeds(point)})"
         shown = textwrap.fill(shown, layout.characters(layout.text))
         axes.axhline(point.mean, color="black", linestyle=(0, (2.5, 1.2)), linewidth=layout.line, label=plain(shown))
-    has_infinity = any(math.isinf(point.value) for line in sweep.lines for point in line.points)
-    texts = [f"{value:g}" for value in values]
-    _ticks(axes, [*finite, *([infinity] if has_infinity else [])], texts, has_infinity=has_infinity)
+    axes.set_xscale("log")
+    places, texts = list(finite), [f"{value:g}" for value in values]
+    if any(math.isinf(point.value) for line in sweep.lines for point in line.points):
+        places.append(infinity)
+        texts.append("inf\n(no noise,\nno guarantee)")
+        if finite:
+            axes.axvline(math.sqrt(finite[-1] * infinity), color="0.8", linewidth=0.8)
+    axes.set_xticks(places, texts)
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("\n".join([f"{sweep.setting} (log scale)", *meaning]))
     axes.set(ylabel="final test accuracy (%)", ylim=(0, 100), yticks=range(0, 101, 10))
-    axes.grid(color="0.92", linewidth=0.5 * layout.line)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    note = f" - data: {sweep.note}" if sweep.note else ""
-    title = textwrap.fill(f"{sweep.where}{note}", layout.characters(layout.title))
-    axes.set_title(plain(title), fontsize=layout.title, loc="left")
-    handles, texts = axes.get_legend_handles_labels()
-    order = sorted(range(len(texts)), key=lambda number: texts[number].startswith(_BASELINE))
-    figure.legend(
-        handles=[handles[number] for number in order], labels=[texts[number] for number in order],
-        loc="outside lower center", ncols=1, frameon=False, handlelength=4.2,
-    )  # fmt: skip
-    return figure
+    return with_legend(figure, last=_BASELINE)
 
 
 def _sweep(setting: Setting, varied: Sequence[Sequence[SeedGroup]], plain_ones: Sequence[SeedGroup]) -> Sweep:
@@ -207,33 +209,20 @@ def _key(settings: Mapping[str, Any]) -> str:
 
 
 def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float, layout: Layout) -> None:
-    color, dashes, marker = style
+    color, dashes, _ = style
     places = [_place(point.value) if math.isfinite(point.value) else infinity for point in line.points]
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
     # No scale leads from a number to infinity.
     axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
-    spread = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
-    axes.errorbar(
-        places, means, yerr=spread, color=color, fmt=marker, markersize=3.5 * layout.line, capsize=2.5 * layout.line,
-        linewidth=0.8 * layout.line, label=plain(textwrap.fill(line.label, layout.characters(layout.text))),
-    )  # fmt: skip
+    bars = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
+    draw_points(axes, places, means, bars, style, layout, line.label)
 
 
 def _place(value: float) -> float:
     """Return where a value stands on the axis: beyond these no scale of floats can be drawn."""
     return min(max(value, 1e-100), 1e100)
-
-
-def _ticks(axes: "Axes", places: Sequence[float], texts: list[str], *, has_infinity: bool) -> None:
-    axes.set_xscale("log")
-    if has_infinity:
-        texts = [*texts, "inf\n(no noise,\nno guarantee)"]
-        if len(places) > 1:
-            axes.axvline(math.sqrt(places[-2] * places[-1]), color="0.8", linewidth=0.8)
-    axes.set_xticks(places, texts)
-    axes.set_xticks([], minor=True)
 
 
 def _meaning(sweep: Sweep) -> str:

@@ -231,7 +231,7 @@ def test_a_table_that_was_not_run_says_so_and_is_named_on_the_command_line(
         (lambda place: (place / "about.toml").write_text("hours = -1\n" + ABOUT.replace('"recalled"', '"sure"')),
          "about.toml: hours: Input"),
         (lambda place: (place / "about.toml").write_text("hours = -1\n" + ABOUT), "hours: Input should be greater"),
-        (lambda place: (place / "about.toml").write_text("a ="), "mnist: Invalid value"),
+        (lambda place: (place / "about.toml").write_text("a ="), "mnist.about.toml: Invalid value"),
         (lambda place: (place / "table.json").write_text('{"version": 9}'), "mnist: table.json is of version 9"),
         (lambda place: (place / "about.toml").unlink(), "no folder in it holds an about.toml"),
     ],

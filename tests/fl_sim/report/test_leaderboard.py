@@ -7,8 +7,7 @@ import pytest
 
 from fl_sim.cli.report import write_gallery
 from fl_sim.errors import UserError
-from fl_sim.report.gallery import read_gallery
-from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
+from fl_sim.report.gallery import leaderboard_text, read_gallery, read_leaderboard
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_table
 

@@ -84,7 +84,7 @@ def test_a_terminal_shows_no_clock_where_time_is_private(monkeypatch: pytest.Mon
         with RunProgress("title", 3, stream, timed=timed) as shown:
             shown.started(1)
             shown.finished_round(replace(_record(1), seconds=2.0 if timed else None))
-            shown._bar.refresh()
+            shown._bars.refresh()
         assert ("so far" in stream.getvalue()) == timed
         assert (" left" in stream.getvalue()) == timed
         assert ("s/round" in stream.getvalue()) == timed
@@ -100,7 +100,7 @@ def _live_line(monkeypatch: pytest.MonkeyPatch, width: int) -> str:
         shown.started(58)
         shown.finished_round(replace(_record(58), validation_accuracy=0.25))
         shown.replied(7)
-        shown._bar.refresh()
+        shown._bars.refresh()
         drawn = stream.getvalue()
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).replace("\n", "").split("\r")[-1]
 
