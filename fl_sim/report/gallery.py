@@ -1,8 +1,8 @@
 """The gallery: finished tables beside published figures, and the leaderboard with their best rows, in Markdown.
 
 A folder for each table: ``about.toml`` (``About``), written by hand, and ``table.json`` (and ``table.csv``, if it is
-there) as ``fl-sim table`` wrote them. A folder without ``table.json`` is a table that is still to be run. ``leaderboard.toml`` has the
-questions of the leaderboard, one per table.
+there) as ``fl-sim table`` wrote them. A folder without ``table.json`` is a table that is still to be run.
+``leaderboard.toml`` has the questions of the leaderboard, one per table.
 """
 
 import csv
