@@ -1,7 +1,7 @@
-"""Public features in place of pixels: made once for a data set's records, and kept in a checked file.
+"""Public features in place of pixels, computed once for a data set's records and cached in a verified file.
 
-In $FL_SIM_FEATURES, else in the user's cache. A file is named by the content of the records and by the version of what
-made it, so none is taken for another's; a damaged one is made again.
+The cache is in $FL_SIM_FEATURES, else in the user's cache folder. The content of the records and the version of the
+transform name a file; a damaged file is made again.
 """
 
 import hashlib
@@ -23,40 +23,37 @@ from fl_sim.store.files import folder_lock, readable_os_errors, user_folder, wri
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
-"""What records are turned into before anything else.
-
-Nothing, the vectors of ``fl_sim.data.scattering``, or these after its public whitening.
-"""
+"""The representation of inputs: pixels, the vectors of ``fl_sim.data.scattering``, or these after whitening."""
 
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {"scattering": 1, "whitened-scattering": 1}
-"""To be raised when a transform makes other numbers than before."""
+"""Raise the version when a transform gives other numbers."""
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
 
 
 def features_root() -> Path:
-    """Return where features are kept: $FL_SIM_FEATURES, else the user's cache."""
+    """Return the folder of the cache: $FL_SIM_FEATURES, else in the user's cache folder."""
     return user_folder("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache", "features")
 
 
 def version_of(features: Features) -> str:
-    """Return a name for ``features`` that changes when their numbers do; nothing for records as they are."""
+    """Return a name for ``features`` that changes with their numbers; empty for "none"."""
     return "" if features == "none" else f"{features}-{_VERSION[features]}"
 
 
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Return ``dataset`` with vectors in place of images, (records, numbers), of norm 1 at most.
 
-    Training sees them times the root of their number (``std``), which is about a standard deviation of 1 each.
-    ``records``: a digest of all records of ``dataset``. Raises UserError for records that cannot be turned into
-    features, RunError where the file cannot be written.
+    Training multiplies them by the root of their number (``std``), to a standard deviation of about 1. ``records``: a
+    digest of all records of ``dataset``. Raises UserError for records without features, RunError if the file cannot be
+    written.
     """
     if features == "none":
         return dataset
-    from fl_sim.data import scattering  # noqa: PLC0415 (torch and scipy: settings are told without them)
+    from fl_sim.data import scattering  # noqa: PLC0415 (torch and scipy: settings need neither)
 
     size = scattering.dimension_of(dataset.input_shape)
     if dataset.validation is not None:
@@ -78,17 +75,18 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
 
 
 def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
-    """Return the features of training and test records: from the file, or made and put there."""
+    """Return the features of training and test records from the cache, or compute and cache them."""
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
     folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
-    private = is_own(dataset.name)  # features tell of the user's own records what these do
+    private = is_own(dataset.name)  # features of the user's own records are as private as these
     shapes = (len(dataset.train), size), (len(dataset.test), size)
     with readable_os_errors():
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         with folder_lock(folder):
             path = folder / _FILE
-            if private:
-                _close(folder, path)
+            for place, mode in ((folder, 0o700), (path, 0o600)) if private else ():  # left open by an earlier version
+                if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
+                    place.chmod(mode)
             damaged = ""
             try:
                 return _read(path, identity, shapes)
@@ -104,15 +102,8 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
             return made
 
 
-def _close(folder: Path, path: Path) -> None:
-    """Let nobody but their owner read a folder and a file that an earlier version left open."""
-    for place, mode in ((folder, 0o700), (path, 0o600)):
-        if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
-            place.chmod(mode)
-
-
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
-    """Make the features of ``images`` (n, channels, height, width), (n, numbers); no file is looked at."""
+    """Compute the features (n, numbers) of ``images`` (n, channels, height, width), without the cache."""
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
 
     vectors = features_of(images)
@@ -123,7 +114,7 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 
 
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
-    """Raise FileNotFoundError where there is no file, and ValueError or another error where it is not what it was."""
+    """Raise FileNotFoundError if there is no file, and ValueError or another error if it has changed."""
     if not path.exists():
         raise FileNotFoundError(path)
     with safe_open(path, "np") as file:

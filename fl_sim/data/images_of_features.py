@@ -1,14 +1,13 @@
 """Images for feature vectors: pixels are changed until their public features come close to the vectors.
 
-A synthetic record in a feature space (``features=scattering``) is a vector, which nobody can look at. As Mahendran and
-Vedaldi (2015) do it for networks, gradient descent on pixels looks for an image that has such features. Many images
-have nearly the same features, so what images look like in general is added in three ways, all of them public. The
-search starts at the image that ridge regression reads off the vector, fitted on made-up images (``made_images``). Its
-steps are those of pixels under pink noise's spectrum, so coarse shapes are found before fine ones. And images with a
-small total variation are preferred.
+A synthetic record in a feature space (``features=scattering``) is a vector. As Mahendran and Vedaldi (2015) do it for
+networks, gradient descent on pixels finds an image with such features. Many images have nearly the same features, so
+three public priors are added. The search starts at the image that ridge regression predicts, fitted on made-up images
+(``made_images``). Its steps are those of pixels under pink noise's spectrum: coarse shapes come before fine ones. And
+images with a small total variation are preferred.
 
-Nothing but the vectors, the shape of the images and the public transform is looked at. If the vectors were released
-under differential privacy, the images are post-processing of that release and cost nothing more.
+The input is the vectors, the shape of the images and the public transform alone. If the vectors were released under
+differential privacy, the images are post-processing of that release and cost nothing more.
 """
 
 import math
@@ -27,17 +26,17 @@ from fl_sim.data.scattering import Whitening, described, dimension_of, made_imag
 Shape = tuple[int, int, int]
 
 STEPS: Final = 150
-"""Steps of gradient descent that every image takes."""
+"""Steps of gradient descent for each image."""
 
 _AT_A_TIME: Final = 20  # images
 _RATE: Final = 0.1  # of Adam at the start; it falls to zero as a cosine does
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the mean difference of neighbouring pixels beside the squared distance
 
-_OWN: Final = 0.35  # what a channel has for itself beside the brightness that all share, as made-up images have it
+_OWN: Final = 0.35  # the own part of a channel beside the brightness that all share, as in made-up images
 
 _MADE: Final = 300  # made-up images of each of three sorts
-_SEED: Final = 1  # another one than the whitening's: its images are not to be those that the regression is fitted on
+_SEED: Final = 1  # not the whitening's: the regression needs other images
 _RIDGE: Final = 0.1  # in units of the mean squared length of the made-up images' features
 _BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and deviation of the image at the start
 _DARKEST: Final = 0.02  # and no brighter than one less this: the logarithms of the odds stay finite
@@ -46,14 +45,19 @@ _DARKEST: Final = 0.02  # and no brighter than one less this: the logarithms of 
 def images_of(
     vectors: Vectors, shape: Shape, features: Features, tell: Callable[[float], None] = lambda _: None
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return for each of ``vectors`` (n, numbers) an image whose ``features`` are near it, (n, *shape), and how near.
+    """Return images (n, *shape) with ``features`` near ``vectors`` (n, numbers), and their distances (n,).
 
-    How near: the distance between the vector and the features of the image, (n,), in units of the vector's length.
-    ``shape``: channels, height and width of the images. ``tell`` hears now and then which part of the work is done. The
-    same vectors have the same images each time. Raises UserError where images of ``shape`` have no features, and
-    ValueError where ``vectors`` cannot be theirs.
+    Distances are between a vector and the features of its image, in units of the vector's length. ``shape``: channels,
+    height and width. ``tell``: a callback for the finished share of the work. The same vectors have the same images
+    each time. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` cannot be theirs.
     """
-    _check(vectors, dimension_of(shape))
+    if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
+        raise ValueError(
+            f"vectors of shape {vectors.shape[1:]} are no features of such images, which are {dimension_of(shape)} "
+            "numbers"
+        )
+    if not np.isfinite(vectors).all():
+        raise ValueError("some of the vectors hold numbers that are not finite")
     images = np.empty((len(vectors), *shape), dtype=np.uint8)
     if not len(vectors):
         return images, np.empty(0, dtype=np.float32)
@@ -73,18 +77,9 @@ def images_of(
     return images, (np.linalg.norm(vectors_of(images, features) - vectors, axis=1) / lengths).astype(np.float32)
 
 
-def _check(vectors: Vectors, size: int) -> None:
-    if vectors.ndim != 2 or vectors.shape[1] != size:
-        raise ValueError(
-            f"vectors of shape {vectors.shape[1:]} are no features of such images, which are {size} numbers"
-        )
-    if not np.isfinite(vectors).all():
-        raise ValueError("some of the vectors hold numbers that are not finite")
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch take one thread: sums then have the same bits wherever they are made."""
+    """Use one thread of torch: sums then have the same bits everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,7 +92,7 @@ def _one_thread() -> Iterator[None]:
 def _regression(shape: Shape, features: Features) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from features to images (n, *shape) of mean 0 and deviation 1, fitted on made-up images.
 
-    Features hardly depend on brightness and contrast, so the images that it is fitted on have mean 0 and deviation 1.
+    Features hardly depend on brightness and contrast, so these images have mean 0 and deviation 1, too.
     """
     made = made_images(shape, _MADE, _SEED)
     inputs, images = (torch.from_numpy(one).double() for one in (vectors_of(made, features), made.astype(np.float64)))
@@ -124,9 +119,9 @@ def _standardised(images: torch.Tensor) -> torch.Tensor:
 def _descended(
     targets: torch.Tensor, start: torch.Tensor, whitening: Whitening | None, tell: Callable[[float], None]
 ) -> torch.Tensor:
-    """Return images in [0, 1] whose features are near ``targets``, by Adam from ``start``, of mean 0 and deviation 1.
+    """Return images in [0, 1] with features near ``targets``, by Adam from ``start``, of mean 0 and deviation 1.
 
-    What is changed is white noise that becomes an image as ``image`` says.
+    Adam changes white noise, which ``image`` turns into an image.
     """
     channels, height, width = start.shape[1:]
     spectrum, mixture = _pink(height, width), _mixture(channels)
@@ -145,7 +140,9 @@ def _descended(
     for step in range(STEPS):
         adam.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
         images = image(noise)
-        distances = (_features(images, whitening) - targets).square().sum()
+        found = described(images)
+        found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
+        distances = ((found if whitening is None else whitening.applied(found)) - targets).square().sum()
         (noise.grad,) = torch.autograd.grad(distances + _VARIATION * _variations(images).sum(), noise)
         adam.step()
         tell((step + 1) / STEPS)
@@ -154,7 +151,7 @@ def _descended(
 
 
 def _pink(height: int, width: int) -> torch.Tensor:
-    """Return one amplitude for each frequency of ``rfft2``: falling as 1/f, with a mean square of 1."""
+    """Return an amplitude for each frequency of ``rfft2``: falling as 1/f, with a mean square of 1."""
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
     frequencies[0, 0] = 1 / max(height, width)
     amplitudes = 1 / frequencies
@@ -162,21 +159,15 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return how channels are mixed, (channels, channels): most of what changes is the brightness that all share.
+    """Return the mixture of channels, (channels, channels): most variance is the brightness that all share.
 
-    It is symmetric, and its square is the covariance of channels that are one brightness and a little of their own.
+    It is symmetric; its square is the covariance of channels with one brightness and small own parts.
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)
     return (common * shared + _OWN * (torch.eye(channels) - shared)) / math.sqrt(1 + _OWN**2)
 
 
-def _features(images: torch.Tensor, whitening: Whitening | None) -> torch.Tensor:
-    found = described(images)
-    found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
-    return found if whitening is None else whitening.applied(found)
-
-
 def _variations(images: torch.Tensor) -> torch.Tensor:
-    """Return for each image the mean difference of pixels that are neighbours, down and across."""
+    """Return the mean difference of neighbouring pixels, down and across, for each image."""
     return sum((images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3)), torch.zeros(len(images)))

@@ -1,9 +1,9 @@
 """Names of data sets: the public ones, with what is published of each, and the user's own, ``KIND:PLACE`` and settings.
 
-Of a public set: its files in torchvision's layout, its sizes, its constants. The user's own records are named with how
-they are read: ``csv:patients.csv:label=outcome:client=hospital`` in one line, or in a file of settings the table
-``{kind = "csv", place = "patients.csv", label = "outcome", client = "hospital"}``, which is kept as that line: so the
-name alone says what a data set is, wherever it stands.
+Published of a public set: its files in torchvision's layout, its sizes, its constants. The name of the user's own
+records contains the settings of reading: ``csv:patients.csv:label=outcome:client=hospital`` in one line, or in a file
+of settings the table ``{kind = "csv", place = "patients.csv", label = "outcome", client = "hospital"}``, which is
+stored as that line: the name alone defines a data set.
 """
 
 import hashlib
@@ -45,17 +45,17 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
         "test_part",
     ),
 }
-"""{kind: what may be set of it}"""
+"""{kind: its settings}"""
 
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
-"""{kind: what its place is}, where that is not a file"""
+"""{kind: its sort of place}, if that is not a file"""
 
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
 """The forms of such names, for messages."""
 
 _LISTS: Final = frozenset({"classes", "drop", "text"})
 _TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+"}
-"""{a setting that each column has one of: what stands between its values}"""
+"""{a setting for each column: the separator of its values}"""
 
 _NEXT: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
@@ -68,7 +68,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "medmnist": "MedMNIST's npz files.",
     "hf": "What Hugging Face's datasets reads: a folder, or a name on its hub.",
 }
-"""{kind: what it reads}"""
+"""{kind: its description}"""
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "label": ("a column", "The column with the class, texts or whole numbers; left out: the one called label."),
@@ -96,17 +96,17 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "train_part": ("text", "The part that is trained on; left out: train."),
     "test_part": ("text", "The part that is tested on; left out: test, where there is one."),
 }  # fmt: skip
-"""{setting: (what it takes, its meaning)}; each is written ``data.SETTING``."""
+"""{setting: (its form, its meaning)}; each is written ``data.SETTING``."""
 
 
 @dataclass(frozen=True)
 class KnownSet:
-    """What is public about a data set.
+    """The public facts of a data set.
 
-    ``files``: {path below the root: MD5 of the unpacked file, or None where torchvision holds the MD5}. ``mean`` and
+    ``files``: {path below the root: MD5 of the unpacked file, or None if torchvision has the MD5}. ``mean`` and
     ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``
-    is empty where torchvision cannot fetch the set. ``merged``: where the set is another's records, which of its own
-    classes each class of the other is part of.
+    is empty if torchvision cannot download the set. ``merged``: for a set with the records of a finer one, the class
+    here of each class there.
     """
 
     name: str
@@ -123,16 +123,22 @@ class KnownSet:
 
     @property
     def finer(self) -> str:
-        """Return the set with the same records in more classes, whose files this one is read from; empty for most."""
+        """The set with the same records in more classes, and the files of this one; empty for most."""
         return FINER.get(self.name, "")
 
     @property
     def npz_names(self) -> tuple[str, ...]:
-        """Return the file names under which a root may hold the set as one npz; none for tables of numbers."""
+        """The names of one npz file with the set; none for tables of numbers."""
         if self.layout == "uci":
             return ()
         name = records_of(self.name)
         return tuple(dict.fromkeys((f"{name}.npz", f"{name.replace('-', '_')}.npz")))
+
+    def in_torchvision(self) -> Any:
+        """Return torchvision's class of this set."""
+        from torchvision import datasets  # noqa: PLC0415 (seconds to import)
+
+        return getattr(datasets, self.torchvision_class)
 
 
 # torchvision publishes the MD5s of the idx files' .gz archives; these are those of what comes out of them.
@@ -214,13 +220,13 @@ _TUNED_ON = {
 
 KNOWN: dict[str, KnownSet] = {known.name: known for known in _ALL}
 NAMES: tuple[str, ...] = (DIGITS, *KNOWN)
-"""The names ``load`` takes, beside those of the user's own files (``own_name``)."""
+"""The names that ``load`` takes, beside those of the user's own files (``own_name``)."""
 
 
 def tuned_on(data: str) -> str:
-    """Say which of our settings were chosen by looking at the training records of ``data``; nothing where none were.
+    """Return a sentence on the settings of this project that were chosen on the training records of ``data``, if any.
 
-    A sentence for what an epsilon does not cover, with a space before it: a choice is a release that nobody paid for.
+    An epsilon does not cover these choices: a choice is a release without a charge. It begins with a space.
     """
     if (records := records_of(data)) not in _TUNED_ON:
         return ""
@@ -229,7 +235,7 @@ def tuned_on(data: str) -> str:
 
 @dataclass(frozen=True)
 class OwnName:
-    """A name, taken apart. ``options``: what is set once; ``columns``: {setting: {column: its values}}."""
+    """A parsed name. ``options``: {setting: its values}; ``columns``: {setting: {column: its values}}."""
 
     kind: OwnKind
     place: str
@@ -237,7 +243,7 @@ class OwnName:
     columns: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def option(self, key: str) -> str:
-        """Return the one value of a setting, nothing where it is not set."""
+        """Return the value of a setting, empty if it is not set."""
         return self.options[key][0] if key in self.options else ""
 
     def of_columns(self, key: str) -> Mapping[str, tuple[str, ...]]:
@@ -246,7 +252,7 @@ class OwnName:
 
 
 def own_name(name: str) -> OwnName | None:
-    """Take ``name`` apart; None for all that is no name of the user's own files.
+    """Parse ``name``; None if it is no name of the user's own files.
 
     Raises UserError for a setting that its kind does not have, or that is given twice.
     """
@@ -264,17 +270,18 @@ def own_name(name: str) -> OwnName | None:
         group = columns.setdefault(key, {}) if dot else options
         if (where := unquote(column) if dot else key) in group:
             raise UserError(f"data {shortened(name)}: {written} is set twice; leave one of them out")
-        group[where] = _values(key, value)
+        between = _separator(key)
+        group[where] = tuple(map(unquote, value.split(between))) if between else (unquote(value),)
     return OwnName(kind, place, options, columns)
 
 
 def is_own(name: str) -> bool:
-    """Say whether a data set is the user's own, not a public one."""
+    """Return True if a data set is the user's own, not a public one."""
     return name not in NAMES
 
 
 def as_table(name: str) -> dict[str, Any]:
-    """Return ``name`` as a table. Raises UserError for a data set that has nothing to set."""
+    """Return ``name`` as a table. Raises UserError for a data set without settings."""
     own = own_name(name)
     if own is None or not OPTIONS[own.kind]:
         having = ", ".join(f"{kind}:" for kind, options in OPTIONS.items() if options)
@@ -285,7 +292,7 @@ def as_table(name: str) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, Any]) -> str:
-    """Return the line that a table stands for. Raises UserError for one that is no name of the user's own files."""
+    """Return the name for a table. Raises UserError unless it is one of the user's own files."""
     given, place = table.get("kind"), table.get("place")
     kind = _kind(given)
     if kind is None:
@@ -308,13 +315,13 @@ def from_table(table: Mapping[str, Any]) -> str:
 
 
 def without_settings(name: str) -> str:
-    """Return ``name`` without what is set behind its place."""
+    """Return ``name`` without the settings behind its place."""
     own = own_name(name)
     return name if own is None else f"{own.kind}:{own.place}"
 
 
 def short_label(name: str) -> str:
-    """Return ``name`` for the head of a table: a few letters, other ones for other settings, stand for the settings."""
+    """Return ``name`` for the head of a table, with four letters of a digest in place of its settings."""
     place = without_settings(name)
     return name if place == name else f"{place} [{hashlib.sha256(name.encode()).hexdigest()[:4]}]"
 
@@ -337,13 +344,12 @@ def _check_key(kind: OwnKind, key: str, *, is_of_column: bool) -> None:
         )
 
 
-def _values(key: str, text: str) -> tuple[str, ...]:
-    between = _TABLES.get(key, "+" if key in _LISTS else "")
-    return tuple(unquote(part) for part in text.split(between)) if between else (unquote(text),)
+def _separator(key: str) -> str:
+    return _TABLES.get(key, "+" if key in _LISTS else "")
 
 
 def _text(key: str, value: Any) -> str:
-    between = _TABLES.get(key, "+" if key in _LISTS else "")
+    between = _separator(key)
     if isinstance(value, list | tuple):
         if not between:
             raise UserError(f"data.{key} is {value!r}: it takes one value (several labels a record are not supported)")
@@ -352,6 +358,6 @@ def _text(key: str, value: Any) -> str:
 
 
 def _quoted(text: str, between: str = "") -> str:
-    """Return ``text`` with what has a meaning in a name in the form %XX."""
+    """Return ``text`` with the special characters of a name as %XX."""
     special = "%:=" + between.strip(".")
     return "".join(f"%{ord(letter):02X}" if letter in special or letter < " " else letter for letter in text)

@@ -1,16 +1,15 @@
-"""Where data sets lie: the roots that are searched, and what was found in them."""
+"""Places of data sets: the roots to search, the files found in them, and the download of missing ones."""
 
 import contextlib
 import difflib
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, OwnName, own_name
+from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, own_name
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import IMPORT_PATH
@@ -20,7 +19,7 @@ _STALL_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Root:
-    """A directory that is searched, and who named it (``origin``)."""
+    """A directory to search, and who named it (``origin``)."""
 
     path: Path
     origin: str
@@ -28,9 +27,9 @@ class Root:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set as found: the layout of its files, and the root, file or folder it is read from (None: embedded).
+    """A data set as found: the layout of its files, and the root, file or folder to read (None: embedded).
 
-    Layout "own": made by a function of the user's own, which is given the root, or None.
+    Layout "own": a function of the user's own, called with the root, or None.
     """
 
     layout: Layout | OwnKind
@@ -43,7 +42,7 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     found = [
         *([Root(_absolute(data_root), "--data-root")] if data_root else []),
-        *([Root(_absolute(Path(named)), "$FL_SIM_DATA")] if named else []),
+        *([Root(_absolute(named), "$FL_SIM_DATA")] if named else []),
         Root(_absolute(Path(cache) / "fl-sim"), "the user's cache"),
     ]
     unique: dict[Path, Root] = {}
@@ -53,33 +52,40 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
 
 
 def find(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Return where ``name`` is, or None where it is not on this machine.
+    """Find ``name``; None if it is not on this machine.
 
     Raises UserError for a name that is none of ``NAMES``, no KIND:PLACE of the user's own files and no
     package.module:function.
     """
     if name == DIGITS:
         return DataSource("embedded", None)
-    if (own := own_name(name)) and own.kind == "hf":  # a folder, or a name on the hub
-        path = _absolute(Path(own.place))
-        return DataSource("hf", path if os.path.isdir(path) else Path(own.place))  # noqa: PTH112 (as below)
-    if own:
-        path = _absolute(Path(own.place))
-        is_there = os.path.isfile if _is_file(own) else os.path.isdir  # (Path's raise an error for a long name)
-        return DataSource(own.kind, path) if is_there(path) else None
-    known = KNOWN.get(name)
-    if known is None and IMPORT_PATH.fullmatch(name):
-        return DataSource("own", data_root)
-    if known is None:
-        raise UserError(_unknown(name))
-    found = (_find_in(root.path, known) for root in roots(data_root))
-    return next((source for source in found if source), None)
+    if own := own_name(name):
+        path = _absolute(own.place)
+        is_there = os.path.isdir if own.kind in PLACES else os.path.isfile  # (Path's raise an error for a long name)
+        found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None  # hf: a name on the hub
+        return DataSource(own.kind, found) if found else None
+    if (known := KNOWN.get(name)) is None:
+        if IMPORT_PATH.fullmatch(name):
+            return DataSource("own", data_root)
+        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
+        guess = f" (did you mean {close[0]!r}?)" if close else ""
+        raise UserError(
+            f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, {OWN}, or your own "
+            "as package.module:function"
+        )
+    for root in roots(data_root):
+        if all((root.path / file).is_file() for file in known.files):
+            return DataSource(known.layout, root.path)
+        for file in known.npz_names:
+            if (root.path / file).is_file():
+                return DataSource("npz", root.path / file)
+    return None
 
 
 def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Return where ``name`` is, or None for a known set that must be downloaded first.
+    """Find ``name``; None for a known set that must be downloaded first.
 
-    Raises UserError as ``find`` does, and for files of the user's own that are not there.
+    Raises UserError as ``find`` does, and for missing files of the user's own.
     """
     source = find(name, data_root)
     if source is None and name not in KNOWN:
@@ -88,13 +94,13 @@ def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def describe_missing(name: str, data_root: Path | None = None) -> str:
-    """Say which files of ``name`` are wanted, where they were looked for, and what to do instead."""
+    """Return a message with the files of ``name``, the places searched, and an alternative."""
     known = KNOWN.get(name)
     if known is None:
         own = own_name(name)
         assert own is not None
-        what = "file" if _is_file(own) else "folder"
-        return f"{shortened(name)}: there is no {what} {shortened(str(_absolute(Path(own.place))))}"
+        what = "folder" if own.kind in PLACES else "file"
+        return f"{shortened(name)}: there is no {what} {shortened(str(_absolute(own.place)))}"
     looked = ", ".join(f"{root.path} ({root.origin}{_lack(root.path, known)})" for root in roots(data_root))
     return (
         f"{name} was not found in {looked}; put {wanted_files(name)}, into one of these directories, or use the "
@@ -103,7 +109,7 @@ def describe_missing(name: str, data_root: Path | None = None) -> str:
 
 
 def wanted_files(name: str) -> str:
-    """Say which files below a root make the known data set ``name``."""
+    """Return the files below a root that make the known data set ``name``."""
     known = KNOWN[name]
     folder, slash, _ = next(iter(known.files)).rpartition("/")
     files = ", ".join(file.removeprefix(folder + slash) for file in known.files)
@@ -112,9 +118,9 @@ def wanted_files(name: str) -> str:
 
 
 def download(known: KnownSet, data_root: Path | None) -> DataSource:
-    """Fetch ``known`` with torchvision into the first root that can be written, unless FL_SIM_OFFLINE is set.
+    """Download ``known`` with torchvision into the first writable root, unless FL_SIM_OFFLINE is set.
 
-    Raises UserError that names the files, the places and the embedded alternative.
+    Raises UserError with the files, the places and the embedded alternative.
     """
     missing = describe_missing(known.name, data_root)
     if not known.torchvision_class:
@@ -124,72 +130,35 @@ def download(known: KnownSet, data_root: Path | None) -> DataSource:
     root = next((root.path for root in roots(data_root) if _writable(root.path)), None)
     if root is None:
         raise UserError(f"{missing}; it was not downloaded because none of them can be written")
-    dataset = _dataset_class(known)
-    from http.client import HTTPException  # noqa: PLC0415 (with TLS and mail, a fifth of what settings take)
+    dataset = known.in_torchvision()
+    from http.client import HTTPException  # noqa: PLC0415 (with TLS and mail, a fifth of the time of settings)
 
     splits: list[dict[str, Any]] = [{"split": "train"}, {"split": "test"}] if known.layout == "mat" else [{}]
+    stall = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision sets none and would wait for ever
     try:
-        # torchvision may print; standard output belongs to the command's result.
-        with _network_deadline(), contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command's result
             for split in splits:
                 dataset(root, download=True, **split)
     except (OSError, RuntimeError, HTTPException) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{missing}; downloading it to {root} failed ({reason})") from error
+    finally:
+        socket.setdefaulttimeout(stall)
     return DataSource(known.layout, root)
 
 
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
-
-
-def _is_file(own: OwnName) -> bool:
-    return own.kind not in PLACES
-
-
-def _find_in(root: Path, known: KnownSet) -> DataSource | None:
-    if all((root / file).is_file() for file in known.files):
-        return DataSource(known.layout, root)
-    for file in known.npz_names:
-        if (root / file).is_file():
-            return DataSource("npz", root / file)
-    return None
+def _absolute(path: str | Path) -> Path:
+    return Path(path).expanduser().absolute()
 
 
 def _lack(root: Path, known: KnownSet) -> str:
     if not root.is_dir():
         return ", no such directory"
     absent = [file for file in known.files if not (root / file).is_file()]
-    if len(absent) == len(known.files):
-        return ""
-    return f", which lacks {', '.join(absent)}"
-
-
-def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
-    guess = f" (did you mean {close[0]!r}?)" if close else ""
-    return (
-        f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, {OWN}, or your own "
-        "as package.module:function"
-    )
-
-
-def _dataset_class(known: KnownSet) -> Any:
-    from torchvision import datasets  # noqa: PLC0415 (seconds to import)
-
-    return getattr(datasets, known.torchvision_class)
+    return f", which lacks {', '.join(absent)}" if len(absent) < len(known.files) else ""
 
 
 def _writable(path: Path) -> bool:
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK)
-
-
-@contextlib.contextmanager
-def _network_deadline() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision sets none and would wait for ever
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

@@ -1,17 +1,16 @@
-"""The public data sets as they lie on disk: digits, MNIST's idx files, CIFAR, SVHN, and two tables of UCI's.
+"""Readers of the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and two tables of UCI's.
 
 The digits are embedded: scikit-learn's 1,797 real handwritten digits of 8x8 pixels (UCI, Alpaydin and Kaynak 1998).
-Their file is read where scikit-learn lies, and split as ``sklearn.model_selection.train_test_split`` does (stratified,
-random_state 0): importing scikit-learn for that would take longer than a short run. A test holds both against it.
-Idx files (LeCun, Cortes, Burges) are memory-mapped after a look at the header and the file's size. CIFAR and SVHN are
-read as torchvision stores them.
+Their file is read from scikit-learn's folder, and split as ``sklearn.model_selection.train_test_split`` does it
+(stratified, random_state 0): to import scikit-learn would take longer than a short run. A test compares both. Idx files
+(LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN are in torchvision's
+layout.
 
 Adult (Becker and Kohavi 1996): does a person earn over 50,000 dollars? Diabetes 130-US hospitals (Strack et al. 2014):
 is a patient in hospital again within 30 days? Categories and divisors are those of the published descriptions, none is
-computed from the records; a category that is not listed ("?") is all zeros. The divisors are the top codes of the
-census form in Adult, and the largest values that the publication of Diabetes states; the values that ``columns`` rounds
-to are round numbers up to these. That both were published is what makes them free: bounds that a program takes from the
-records are a release that nobody pays for.
+computed from the records; an unlisted category ("?") is all zeros. The divisors are the top codes of the census form in
+Adult, and the largest values in the publication of Diabetes; the values that ``columns`` rounds to are round numbers up
+to these. Both were published, so they cost no epsilon: bounds computed from the records would be a release.
 """
 
 import csv
@@ -22,7 +21,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from fl_sim.types import Column, Dataset, Examples
 
 _NUM_TRAIN, _NUM_TEST = 1437, 360
 _MEAN, _STD = (0.3054,), (0.3760,)
-"""Of the public training part, computed once and written down here like those of the published sets."""
+"""Of the public training part, computed once, like those of the published sets."""
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -88,8 +87,15 @@ _ICD9 = (
 
 
 def read_digits() -> Dataset:
-    """Return the digits: grey values 0..16 scaled to 0..255, a fixed stratified split of 1,437 and 360 records."""
-    with gzip.open(_digits_file()) as file:
+    """Read the digits: grey values 0..16 scaled to 0..255, a fixed stratified split of 1,437 and 360 records."""
+    found = importlib.util.find_spec("sklearn")
+    folders = (found.submodule_search_locations or []) if found else []
+    path = next((path for one in folders if (path := Path(one) / "datasets/data/digits.csv.gz").is_file()), None)
+    if path is None:
+        raise UserError(
+            "data=digits lies in scikit-learn, which is not installed or not whole: pip install scikit-learn"
+        )
+    with gzip.open(path) as file:
         table = np.loadtxt(file, dtype=np.uint8, delimiter=",")
     values, labels = table[:, :-1], table[:, -1].astype(np.int64)
     images = np.rint(values * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
@@ -99,18 +105,22 @@ def read_digits() -> Dataset:
 
 
 def read_idx(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records; images stay on disk until they are used."""
-    train_images, train_labels, test_images, test_labels = (root / file for file in known.files)
-    return _idx_examples(train_images, train_labels), _idx_examples(test_images, test_labels)
+    """Read (training, test) records; images stay on disk until they are used."""
+    paths = [root / file for file in known.files]
+    train, test = (
+        Examples(_idx_mapped(images, 3)[:, np.newaxis], _idx_mapped(labels, 1).astype(np.int64))
+        for images, labels in (paths[:2], paths[2:])
+    )
+    return train, test
 
 
 def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records of the pickled batches below ``root``.
+    """Read (training, test) records of the pickled batches below ``root``.
 
-    These files are pickles, which can run code when read: torchvision compares each file's MD5 with the published one
-    before it opens any, and refuses a set with a file that differs.
+    Pickles can run code when they are read: torchvision compares each file's MD5 with the published one before it opens
+    any, and refuses a set with a file that differs.
     """
-    cifar = _dataset_class(known)
+    cifar = known.in_torchvision()
     try:
         parts = [cifar(root, train=train) for train in (True, False)]
     except RuntimeError as error:
@@ -123,37 +133,27 @@ def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 
 
 def read_svhn(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records of the two .mat files (Netzer et al. 2011), where label 10 means the digit 0."""
+    """Read (training, test) records of the two .mat files (Netzer et al. 2011); label 10 there is the digit 0."""
     train, test = (_read_mat(root / file) for file in known.files)
     return train, test
 
 
 def read_uci(root: Path, known: KnownSet) -> Dataset:
-    """Return the table. Raises UserError for a file that is not what its description says."""
-    readers: dict[str, Callable[[Path, KnownSet], tuple[Examples, Examples]]] = {
-        "adult": _adult, "diabetes": _diabetes,
-    }  # fmt: skip
+    """Read one of UCI's tables. Raises UserError for a file that does not fit its description."""
+    is_adult = known.name == "adult"
     try:
-        train, test = readers[known.name](root, known)
+        train, test = (_adult if is_adult else _diabetes)(root, known)
     except Exception as error:
         raise UserError(
             f"{root / next(iter(known.files))} is not UCI's table of {known.name} ({type(error).__name__}: "
             f"{in_one_line(error)}); delete it and fetch it again"
         ) from error
-    columns = {"adult": _adult_columns, "diabetes": _diabetes_columns}[known.name]()
+    columns = _adult_columns() if is_adult else _diabetes_columns()
     return Dataset(known.name, train, test, known.num_classes, known.mean, known.std, columns=columns)
 
 
-def _digits_file() -> Path:
-    found = importlib.util.find_spec("sklearn")
-    for folder in found.submodule_search_locations or [] if found else []:
-        if (path := Path(folder) / "datasets/data/digits.csv.gz").is_file():
-            return path
-    raise UserError("data=digits lies in scikit-learn, which is not installed or not whole: pip install scikit-learn")
-
-
 def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the training and of the test part: of every class the same share, then shuffled."""
+    """Return the indices of the training and the test part: the same share of every class, then shuffled."""
     coins = np.random.RandomState(0)
     held = np.bincount(labels)
     for_training = _shares(held, _NUM_TRAIN, coins)
@@ -165,7 +165,7 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Return ``total`` dealt in proportion to ``held``; what rounding leaves goes to the largest remainders."""
+    """Divide ``total`` in proportion to ``held``; the rest after rounding goes to the largest remainders."""
     exact = held / held.sum() * total
     whole = np.floor(exact)
     remainder, left = exact - whole, int(total - whole.sum())
@@ -177,10 +177,6 @@ def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -
         left -= len(chosen)
     dealt: NDArray[np.int64] = whole.astype(np.int64)
     return dealt
-
-
-def _idx_examples(images: Path, labels: Path) -> Examples:
-    return Examples(_idx_mapped(images, 3)[:, np.newaxis], _idx_mapped(labels, 1).astype(np.int64))
 
 
 def _idx_mapped(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
@@ -210,12 +206,6 @@ def _wrong_size(path: Path, expected: int) -> UserError:
     return UserError(f"{path} is {state}: {actual} bytes, expected {expected}; delete it and fetch it again")
 
 
-def _dataset_class(known: KnownSet) -> Any:
-    from torchvision import datasets  # noqa: PLC0415 (seconds to import)
-
-    return getattr(datasets, known.torchvision_class)
-
-
 def _read_mat(path: Path) -> Examples:
     from scipy.io import loadmat  # noqa: PLC0415 (only SVHN needs it)
 
@@ -235,7 +225,10 @@ def _read_mat(path: Path) -> Examples:
 
 
 def _adult(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    train, test = (_examples(_adult_rows(root / file), _adult_record, _earns_much) for file in known.files)
+    label = {"<=50K": 0, ">50K": 1, "<=50K.": 0, ">50K.": 1}
+    train, test = (
+        _examples(_adult_rows(root / file), _adult_record, lambda row: label[row["income"]]) for file in known.files
+    )
     return train, test
 
 
@@ -265,18 +258,15 @@ def _adult_columns() -> tuple[Column, ...]:
     )
 
 
-def _earns_much(row: Row) -> int:
-    return {"<=50K": 0, ">50K": 1}[row["income"].rstrip(".")]
-
-
 def _diabetes(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Split by patient, who may have come several times: a fixed fifth of them is for testing."""
+    """Split by patient, who may have come several times: a fixed fifth of the patients is the test part."""
     path = root / next(iter(known.files))
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     is_test = [zlib.crc32(row["patient_nbr"].encode()) % 5 == 0 for row in rows]
     parts = ([row for row, test in zip(rows, is_test, strict=True) if test == wanted] for wanted in (False, True))
-    train, test = (_examples(part, _diabetes_record, _comes_again) for part in parts)
+    label = {"NO": 0, ">30": 0, "<30": 1}
+    train, test = (_examples(part, _diabetes_record, lambda row: label[row["readmitted"]]) for part in parts)
     return train, test
 
 
@@ -306,10 +296,6 @@ def _diagnosis(code: str) -> list[float]:
     number = float(code) if code.replace(".", "").isdigit() else -1.0
     found = [float(any(low <= number < high for low, high in ranges)) for _, ranges in _ICD9]
     return [*found, float(not any(found) and code != "?")]
-
-
-def _comes_again(row: Row) -> int:
-    return {"NO": 0, ">30": 0, "<30": 1}[row["readmitted"]]
 
 
 def _one_hot(row: Row, categories: Mapping[str, tuple[str, ...]]) -> Iterator[float]:

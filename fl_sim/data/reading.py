@@ -306,9 +306,7 @@ def _published(known: KnownSet) -> dict[str, str]:
     """Return {file: MD5}."""
     if own := {file: md5 for file, md5 in known.files.items() if md5 is not None}:
         return own
-    from torchvision import datasets  # noqa: PLC0415 (seconds to import)
-
-    dataset = getattr(datasets, known.torchvision_class)
+    dataset = known.in_torchvision()
     if known.layout == "mat":
         return {file: md5 for _, file, md5 in dataset.split_list.values() if file in known.files}
     meta = (dataset.meta["filename"], dataset.meta["md5"])

@@ -1,21 +1,19 @@
-"""Wavelet scattering of images: a public representation that no data set had a say in (Bruna and Mallat 2013).
+"""Wavelet scattering of images: a public representation that depends on no data set (Bruna and Mallat 2013).
 
 Two scales (J = 2), eight orientations, orders 0 to 2, with the Morlet wavelets and the Gaussian of Kymatio (Andreux et
-al. 2020). On top of it what Tramer and Boneh (2021, section 2.2) do for private learning: every record's maps are
-normalised in 27 groups, which looks at that record alone. Then random orthonormal directions, whose seed is public,
-bring all images to the same few numbers.
+al. 2020). As Tramer and Boneh (2021, section 2.2) do it for private learning, every record's maps are normalised in 27
+groups, without other records. Random orthonormal directions, whose seed is public, then reduce the numbers.
 
-Whitening had no say of a data set either. Where a release has the same noise in every direction, directions in which
-records hardly vary are lost in it first, and they tell classes apart as well as others do. Whitening makes all of them
-about as long. The covariance of the records themselves would be private; that of made-up images is nobody's, and close
-enough. These have the statistics that photographs have in common: pink noise, whose amplitude falls as a power of the
-frequency, and dead leaves, discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful
-features from such images (Baradad et al. 2021); here they only say which directions of a feature space vary much. The
-same images in every process: their seed is public.
+Whitening depends on no data set either. Noise of a release is equal in all directions, so directions with little
+variance are lost first, although they separate classes as well as others do. Whitening makes all directions about as
+long. The covariance of the records would be private; that of made-up images is public, and close enough. These have the
+common statistics of photographs: pink noise, whose amplitude falls as a power of the frequency, and dead leaves, discs
+and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from such images (Baradad
+et al. 2021); here they only show the directions of large variance. Their seed is public: all processes make the same
+images.
 """
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from fl_sim.errors import UserError
 
 DIMENSION: Final = 1000
-"""The most numbers that a record is made of."""
+"""The most features of a record."""
 
 ORIENTATIONS: Final = 8
 NUM_MAPS: Final = 1 + 2 * ORIENTATIONS + ORIENTATIONS**2
@@ -39,9 +37,9 @@ GROUPS: Final = 27
 _STRIDE: Final = 4  # 2^J: pixels from one position of a map to the next
 _LONGEST: Final = 7  # positions along a side; longer maps are averaged in blocks of 2 x 2
 _SMALLEST, _LARGEST = 8, 128  # pixels along a side
-_PADDING: Final = 2  # pixels, at least, that images are mirrored at each edge
+_PADDING: Final = 2  # the least number of pixels mirrored at each edge
 _SEED: Final = 0  # of the projection
-_BATCH: Final = 64  # channels of images that are transformed at a time: they stay in the processor's cache
+_BATCH: Final = 64  # channels of images per batch: they stay in the processor's cache
 _EPSILON: Final = 1e-5  # added to the variance of a group
 
 _NUM_MADE: Final = 2500  # made-up images of each sort
@@ -51,7 +49,7 @@ _WITHIN: Final = 0.9  # of the made-up images end within length 1
 _ROWS: Final = 5000  # whitened at a time
 
 _EXPONENTS: Final = (1.0, 1.5)  # photographs have about 1
-_OWN: Final = 0.35  # what a channel has for itself, beside the brightness that all of them share
+_OWN: Final = 0.35  # the own part of a channel beside the brightness that all share
 _CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # deviation and mean over an image, in units of 255
 
 _LEAVES: Final = 200  # on an image, at most
@@ -61,9 +59,9 @@ _LEAVES_AT_A_TIME: Final = 100
 
 
 def dimension_of(shape: tuple[int, ...]) -> int:
-    """Return how many numbers the features of images of ``shape``, (channels, height, width), have.
+    """Return the number of features of images of ``shape``, (channels, height, width).
 
-    Raises UserError for what is no image, and for images that are too small or too large.
+    Raises UserError for anything but images, and for images that are too small or too large.
     """
     if len(shape) != 3:
         raise UserError(
@@ -75,36 +73,39 @@ def dimension_of(shape: tuple[int, ...]) -> int:
             f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, and these "
             f"have {shape[1]}x{shape[2]}: leave features out, or give other images"
         )
-    return min(DIMENSION, _num_coefficients(shape))
+    return min(DIMENSION, shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2]))
 
 
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the features of ``images`` (n, channels, height, width), (n, dimension_of(shape)), of norm 1 at most.
 
-    Each record's depend on that record alone: bytes / 255, ``described``, and shortened to length 1 where they are
-    longer. Raises UserError as ``dimension_of`` does.
+    Each record's features depend on that record alone: bytes / 255, ``described``, shortened to length 1 if longer.
+    Raises UserError as ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
     features = np.empty((len(images), size), dtype=np.float32)
 
     def fill(rows: slice) -> None:
-        torch.set_num_threads(1)  # holds for the thread that calls it: the bits do not depend on how many there are
+        torch.set_num_threads(1)  # of the calling thread: the bits do not depend on the number of threads
         found = described(torch.from_numpy(images[rows].astype(np.float32)) / 255).numpy()
         features[rows] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for _ in pool.map(fill, _batches(len(images), shape[0])):
+        step = max(1, _BATCH // shape[0])
+        batches = (slice(start, min(start + step, len(images))) for start in range(0, len(images), step))
+        for _ in pool.map(fill, batches):
             pass
     return features
 
 
 def described(images: torch.Tensor) -> torch.Tensor:
-    """Return the features of ``images`` (n, channels, height, width) in [0, 1] before any is shortened.
+    """Return the features of ``images`` (n, channels, height, width) in [0, 1] before they are shortened.
 
-    Scattered, normalised in groups, projected, and divided by the root of their number. It can be differentiated.
+    Scattered, normalised in groups, projected, and divided by the root of their number. Differentiable.
     """
-    normal = torch.nn.functional.group_norm(scattered(images), _groups(images.shape[1]), eps=_EPSILON)
+    groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
+    normal = torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
     size = dimension_of(tuple(images.shape[1:]))
     projected: torch.Tensor = _Projected.apply(normal.flatten(1), size)
     return projected / math.sqrt(size)
@@ -120,9 +121,9 @@ def scattered(images: torch.Tensor) -> torch.Tensor:
     padded = _padded(images.reshape(count * channels, height, width))
     fine, coarse = (torch.from_numpy(one) for one in wavelets(*padded.shape[1:]))
     spectrum = torch.fft.fft2(padded)
-    first = _modulus(torch.fft.ifft2(spectrum[:, None] * fine))
-    second = _modulus(torch.fft.ifft2(_every_other(spectrum[:, None], coarse)))
-    deep = _modulus(torch.fft.ifft2(_every_other(torch.fft.fft2(first)[:, :, None], coarse))).flatten(1, 2)
+    first = _Modulus.apply(torch.fft.ifft2(spectrum[:, None] * fine))
+    second = _Modulus.apply(torch.fft.ifft2(_every_other(spectrum[:, None], coarse)))
+    deep = _Modulus.apply(torch.fft.ifft2(_every_other(torch.fft.fft2(first)[:, :, None], coarse))).flatten(1, 2)
     maps = [
         _smoothed(padded[:, None], height, width, 1), _smoothed(first, height, width, 1),
         _smoothed(second, height, width, 2), _smoothed(deep, height, width, 2),
@@ -133,7 +134,7 @@ def scattered(images: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the Fourier transforms of the fine and the coarse wavelets, each (8, height, width): they are real."""
+    """Return the Fourier transforms of the fine and the coarse wavelets, each (8, height, width) and real."""
     angles = [(ORIENTATIONS // 2 - 1 - number) * math.pi / ORIENTATIONS for number in range(ORIENTATIONS)]
     fine, coarse = (
         np.stack([np.fft.fft2(_morlet(height, width, 2.0**scale, angle)).real for angle in angles]).astype(np.float32)
@@ -144,27 +145,29 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """Features (n, d) become (x - ``centre``) ``matrix``, shortened to length 1; both are float64."""
+    """The map of features (n, d) to (x - ``centre``) ``matrix``, shortened to length 1; both are float64."""
 
     centre: torch.Tensor
     matrix: torch.Tensor
 
     def of(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the whitened ``features`` (n, d), of norm 1 at most; each record's depend on that record alone."""
+        """Return the whitened ``features`` (n, d), of norm 1 at most, record by record."""
         whitened = np.empty_like(features)
 
         def fill(start: int) -> None:
-            torch.set_num_threads(1)  # holds for the thread that calls it: the bits do not depend on how many there are
+            torch.set_num_threads(1)  # as above
             rows = slice(start, start + _ROWS)
             whitened[rows] = self.applied(torch.from_numpy(features[rows])).float().numpy()
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for _ in pool.map(fill, range(0, len(features), _ROWS)):
                 pass
-        return _shortened(whitened)
+        norms = np.linalg.norm(whitened.astype(np.float64), axis=1, keepdims=True)
+        shortened: NDArray[np.float32] = np.where(norms > 1, whitened * np.float32(1 - 2.0**-20), whitened)
+        return shortened  # rounding to float32 had left some longer than 1
 
     def applied(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the whitened ``features`` in float64, of norm 1 at most. It can be differentiated."""
+        """Return the whitened ``features`` in float64, of norm 1 at most. Differentiable."""
         made = (features.double() - self.centre) @ self.matrix
         shortened: torch.Tensor = made / made.norm(dim=1, keepdim=True).clamp(min=1)
         return shortened
@@ -174,12 +177,12 @@ class Whitening:
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     """Return the whitening for the features of images of ``shape``, (channels, height, width): seconds to a minute."""
     features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
-    with ThreadPoolExecutor(1) as alone:
+    with ThreadPoolExecutor(1) as alone:  # a thread of its own: ``_whitening`` sets its number of threads
         return alone.submit(_whitening, features).result()
 
 
 def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[np.uint8]:
-    """Return ``number`` images of each of three sorts, (3 number, channels, height, width), for such a ``shape``."""
+    """Return ``number`` images of each of three sorts, (3 number, *shape)."""
     coins = np.random.default_rng(seed)
     noise = [pink_noise(shape, number, exponent, coins) for exponent in _EXPONENTS]
     chunks = [min(_LEAVES_AT_A_TIME, number - start) for start in range(0, number, _LEAVES_AT_A_TIME)]
@@ -189,7 +192,7 @@ def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[
 def pink_noise(
     shape: tuple[int, int, int], number: int, exponent: float, coins: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Return ``number`` images whose amplitude at frequency f is f to the minus ``exponent``."""
+    """Return ``number`` images with amplitude f to the minus ``exponent`` at frequency f."""
     channels, height, width = shape
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width))
     frequencies[0, 0] = 1 / max(height, width)
@@ -203,7 +206,7 @@ def pink_noise(
 
 
 def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Generator) -> NDArray[np.uint8]:
-    """Return ``number`` images of leaves, the first on top, whose radii r have a density of r^-3."""
+    """Return ``number`` images of leaves, the first on top; their radii r have a density of r^-3."""
     channels, height, width = shape
     side, rows, columns = max(height, width), *np.mgrid[:height, :width]
     images, free = np.zeros((number, channels, height, width)), np.ones((number, height, width), dtype=bool)
@@ -224,7 +227,7 @@ def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Gener
 
 
 def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.complex128]:
-    """Return a wave of frequency 3 pi / (4 scale) under an elliptic Gaussian, less what makes its sum zero."""
+    """Return a wave of frequency 3 pi / (4 scale) under an elliptic Gaussian, shifted to a sum of zero."""
     frequency = 3 / 4 * math.pi / scale * np.array([math.cos(angle), math.sin(angle)])
     wave, envelope = (_gabor(height, width, 0.8 * scale, angle, each) for each in (frequency, 0 * frequency))
     wave -= wave.sum() / envelope.sum() * envelope
@@ -262,18 +265,13 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(values: torch.Tensor) -> torch.Tensor:
-    """Return (..., 4, height / 2, width / 2): the quarters of (..., height, width), which subsampling adds up."""
+    """Return the quarters of (..., height, width), which subsampling adds up, as (..., 4, height / 2, width / 2)."""
     down, across = values.shape[-2] // 2, values.shape[-1] // 2
     return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
 
 
-def _modulus(values: torch.Tensor) -> torch.Tensor:
-    modulus: torch.Tensor = _Modulus.apply(values)
-    return modulus
-
-
 class _Modulus(torch.autograd.Function):
-    """The modulus of complex numbers. Its gradient is 0 at 0, where that of a square root would be infinite."""
+    """The modulus of complex numbers. Its gradient at 0 is 0, not infinite as that of a square root."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -328,23 +326,10 @@ def _positions(side: int) -> int:
     return len(_smoothing(side, 1))
 
 
-def _num_coefficients(shape: tuple[int, ...]) -> int:
-    return shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2])
-
-
-def _groups(channels: int) -> int:
-    return math.gcd(GROUPS, channels * NUM_MAPS)
-
-
-def _batches(count: int, channels: int) -> Iterator[slice]:
-    step = max(1, _BATCH // channels)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
 def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """Return ``vectors`` (n, coefficients) in ``size`` random orthonormal directions; as they are where all are taken.
+    """Project ``vectors`` (n, coefficients) on ``size`` random orthonormal directions; unchanged if these are all.
 
-    Signs are flipped at random, and of the cosine transform of what comes of it a random part is taken.
+    Random signs, then a random part of the cosine transform.
     """
     coefficients = vectors.shape[1]
     if coefficients == size:
@@ -357,7 +342,7 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 
 
 class _Projected(torch.autograd.Function):
-    """``_projected`` of a tensor. It is linear, so its gradient is its transpose, which is the inverse transform."""
+    """``_projected`` of a tensor. It is linear: its gradient is its transpose, the inverse transform."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, size: int) -> torch.Tensor:
@@ -370,7 +355,7 @@ class _Projected(torch.autograd.Function):
 
 
 def _projected_back(vectors: NDArray[np.float32], coefficients: int) -> NDArray[np.float32]:
-    """Return the transpose of ``_projected``, to so many ``coefficients``."""
+    """Return the transpose of ``_projected``, of so many ``coefficients``."""
     count, size = vectors.shape
     if coefficients == size:
         return vectors
@@ -401,18 +386,10 @@ def _whitening(features: NDArray[np.float32]) -> Whitening:
     return Whitening(centre, matrix / lengths.quantile(_WITHIN))
 
 
-def _shortened(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return features of which rounding to float32 has left none longer than 1."""
-    norms = np.linalg.norm(features.astype(np.float64), axis=1, keepdims=True)
-    longer = norms > 1
-    shorter: NDArray[np.float32] = np.where(longer, features * np.float32(1 - 2.0**-20), features)
-    return shorter
-
-
 def _covered(
     down: NDArray[np.float64], right: NDArray[np.float64], radius: NDArray[np.float64], coins: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Say which pixels a leaf covers: half of the leaves are discs, half slabs of any angle and flatness."""
+    """Return the mask of a leaf: half of the leaves are discs, half slabs of any angle and flatness."""
     angle, flatness = coins.uniform(0, np.pi, radius.shape), coins.uniform(0.3, 1, radius.shape)
     along, across = np.cos(angle) * right + np.sin(angle) * down, np.cos(angle) * down - np.sin(angle) * right
     slab = (np.abs(along) < radius) & (np.abs(across) < flatness * radius)
