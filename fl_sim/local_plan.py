@@ -1,4 +1,4 @@
-"""What an algorithm asks of local training, as data: one definition for one client, a stack, the compiled trainer."""
+"""The local plan of an algorithm, as data: one definition for one client, a stack, and the compiled trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loss term may look at: one SGD step of one client, with n records.
+    """The inputs of a loss term: one SGD step of one client, with n records.
 
     ``inputs``: (n, *input shape), normalised; ``labels``: (n,); ``weights``: (n,), each record's part in a mean over
     the batch. They add up to 1, and are 0 for the records that fill a smaller batch up where clients are stacked.
@@ -149,7 +149,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """What an algorithm adds to local SGD, as data, so that one definition serves one client or a stack of them.
+    """An algorithm's additions to local SGD, as data, so that one definition serves one client or a stack of them.
 
     The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf takes a
     class out of the softmax), or what ``mix`` makes of the batch; ``distillation``, ``suppression``, ``contrast``,
@@ -196,39 +196,35 @@ class LocalAlgorithm(Protocol):
     """The half of an algorithm that runs on a client."""
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Say what the algorithm adds to local SGD."""
-        ...
+        """Return the algorithm's additions to local SGD."""
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Say what is sent and what the client keeps."""
-        ...
+        """Return the payload and the client state."""
 
 
 @runtime_checkable
 class Sharing(Protocol):
-    """An algorithm whose clients share something derived from their records before the first round."""
+    """An algorithm whose clients share tensors derived from their records before the first round."""
 
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Return what one client shares; the server concatenates the clients' tensors name by name."""
-        ...
+        """Return the tensors of one client; the server concatenates the clients' tensors name by name."""
 
 
 @runtime_checkable
 class Sending(Protocol):
-    """An algorithm of whose model a part alone travels: the rest is each client's own, and stays with it.
+    """An algorithm that sends a part of its model: the rest is each client's own.
 
-    The client trains the whole model; ``finish``, the server, its mean, clipping and noise see the part that travels.
+    The client trains the whole model; ``finish``, the server, its mean, clipping and noise see the sent part alone.
     """
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return the names that travel, of a model with the trained ``params``."""
-        ...
+        """Return the names of the sent ones among the trained ``params``."""
 
 
 def sent_by(algorithm: object, params: Params) -> Params:
-    """Return those of ``params``, a model's trained parameters, that travel. Raises UserError for unknown names."""
+    """Return the sent ones among ``params``, a model's trained parameters. Raises UserError for unknown names."""
     if not isinstance(algorithm, Sending):
         return params
     names = set(algorithm.sends(params))
@@ -274,7 +270,7 @@ def _equals(value: Any, default: Any) -> bool:
 
 
 def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
-    """Raise UserError where there is momentum, or a warm start for it, beside an optimiser that has its own."""
+    """Raise UserError for momentum, or a warm start for it, beside an optimiser with its own."""
     if settings.optimizer == "sgd":
         return
     if settings.momentum or plan.momentum_buffers:

@@ -10,7 +10,7 @@ MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logisti
 """The keys of ``fl_sim.models.MODELS``."""
 
 GRU: Final = "gru"
-"""The model for sequences of tokens (fl_sim.models.GatedRecurrent), which alone is for them, and for nothing else."""
+"""The model for sequences of tokens, and for nothing else (fl_sim.models.GatedRecurrent)."""
 
 ALL_NAMES: Final = (*MODEL_NAMES, GRU)
 
@@ -26,18 +26,17 @@ def known_model(name: str) -> str:
 
 
 FINER: Final = {"cifar100-coarse": "cifar100"}
-"""From such a data set to the one with the same records in more classes."""
-
+"""{data set: the one with the same records in more classes}."""
 
 _SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
-"""What stands between the parts of a name: its place, and each setting of how that is read."""
+"""The separator of a data set's place and its reading options."""
 
 
 def called(data: str) -> str:
-    """Return what the records of ``data`` are called in bills, whatever their classes are and however they are read."""
+    """Return the name of the records of ``data`` in bills, without classes and reading options."""
     return _SETTINGS.split(records_of(data))[0]
 
 
 def records_of(data: str) -> str:
-    """Return the data set whose records those of ``data`` are: itself, for most. The records pay for both."""
+    """Return the data set with the same records, for most ``data`` itself. Releases about both add up."""
     return FINER.get(data, data)

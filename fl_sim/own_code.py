@@ -19,7 +19,7 @@ from typing import Any, Final
 from fl_sim.errors import RunError, UserError
 
 IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-"""What looks like ``package.module:name``."""
+"""The pattern of ``package.module:name``."""
 
 PACKAGES: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
 """Top-level packages of fl-sim itself: neither they nor installed packages are the user's own code."""
@@ -38,11 +38,11 @@ _imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, which a reload
 
 
 def load_object(path: str, what: str) -> Any:
-    """Return what ``path`` names; ``what`` it is to be ("model", "algorithm") begins each message.
+    """Return the object at the import path ``path``; ``what`` ("model", "algorithm") begins each message.
 
-    The module may lie in the current folder, which joins the import path of this process and of the workers that it
-    starts, behind all that is installed. Raises UserError, in one line, for a path of another form, a module that does
-    not exist or fails while it is imported, and a name that is not in it.
+    The module may lie in the current folder, which joins the import path of this process and of its workers, behind all
+    installed packages. Raises UserError, in one line, for an invalid path, for a module that does not exist or fails
+    while it is imported, and for an unknown name.
     """
     module_name, _, name = path.partition(":")
     if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -73,7 +73,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def make_current_folder_importable() -> str:
-    """Put the current folder behind everything else on the import path, unless it is there; return it."""
+    """Append the current folder to the import path, unless it is there, and return it."""
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
@@ -81,7 +81,7 @@ def make_current_folder_importable() -> str:
 
 
 def in_one_line(said: BaseException | str) -> str:
-    """Return an error's type and text, or a text, without line breaks, and without what goes on for a page."""
+    """Return an error's type and text, or a text, without line breaks, and cut to a reasonable length."""
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
     line = " ".join(text.split()).removesuffix(":")
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
@@ -94,19 +94,19 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last file and line of the user's own from which ``error`` came, empty where there is none."""
+    """Return the last file and line of the user's own code in the traceback of ``error``, empty if there is none."""
     own = [frame for frame in extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 def with_place(error: BaseException) -> str:
-    """Return an error's type and words, in one line, and where it came from."""
+    """Return an error's type, text and place in the user's own code, in one line."""
     place = place_of(error)
     return in_one_line(error) + (f" ({place})" if place else "")
 
 
 def name_of(method: Callable[..., Any]) -> str:
-    """Return what a function or method is called, and where it is written."""
+    """Return the name of a function or method, with its file and line."""
     name = getattr(method, "__qualname__", type(method).__qualname__)
     code = getattr(inspect.unwrap(method), "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
@@ -114,9 +114,9 @@ def name_of(method: Callable[..., Any]) -> str:
 
 @contextmanager
 def error_context(what: str) -> Iterator[None]:
-    """Turn whatever code of the user's raises in this block into a RunError that names its file and line.
+    """Convert an exception of the user's own code in this block into a RunError that names its file and line.
 
-    ``what``: which code it is, such as "merge of FedMine". What is in words for the user already stays as it is.
+    ``what``: the code, such as "merge of FedMine". Errors with a message for the user pass unchanged.
     """
     try:
         yield
@@ -127,7 +127,7 @@ def error_context(what: str) -> Iterator[None]:
 
 
 def _is_users(file: str) -> bool:
-    """Say whether a file is neither a library's nor one of this project's packages."""
+    """Return True if a file belongs neither to a library nor to this project."""
     path = Path(file)
     if path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES:
         return False
@@ -135,27 +135,27 @@ def _is_users(file: str) -> bool:
 
 
 def digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return {module: SHA-256 of its source} of ``modules`` that are the user's own, and of what they import of these.
+    """Return {module: SHA-256 of its source} of the user's own ``modules``, and of the user's own that they import.
 
-    A module that this process has imported has the digest that it had then.
+    A module that this process has imported has the digest of that time.
     """
     return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
 
 
 def edited(modules: Iterable[str]) -> list[str]:
-    """Return the files, of those that ``digests`` is about, that have changed since this process imported them."""
+    """Return the files behind ``digests`` that have changed since this process imported them."""
     return [str(path) for name, path in _with_imports(modules) if path and _as_imported(name, path) != _digest(path)]
 
 
 def remember(module: str) -> None:
-    """Note what was imported just now, before anybody edits it."""
+    """Store the digest of a module that was imported just now."""
     known = _imported.get(module)
     if known is None or known[0] is not _spec(module):
         digests([module])
 
 
 def _with_imports(modules: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
-    """Give the user's own modules among ``modules``, and among what these import, with their files; each once."""
+    """Yield the user's own modules among ``modules`` and their imports, with their files, each once."""
     waiting, seen = sorted(set(modules)), set[str]()
     while waiting:
         name = waiting.pop(0)
@@ -195,7 +195,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
-    """Return the modules that ``source`` may import, wherever in it, and the names that may be modules."""
+    """Return the modules that ``source`` may import anywhere, and the names that may be modules."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -214,7 +214,7 @@ def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
 
 
 def _base(module: str, package: str, level: int) -> str:
-    """Return what ``from`` and ``level`` dots speak of in a module of ``package``."""
+    """Return the absolute name of a relative import with ``level`` dots in a module of ``package``."""
     if not level:
         return module
     above = package.split(".")[: package.count(".") + 2 - level]
@@ -227,7 +227,7 @@ def _is_import(called: ast.expr) -> bool:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the file of a module of the user's own; None for all others, and for what is no module."""
+    """Return the file of a module of the user's own; None for all others, and for names that are no module."""
     top = name.partition(".")[0]
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None

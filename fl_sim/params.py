@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
 
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of tensors that lie one behind the other in a vector."""
+"""Names and shapes of consecutive tensors in a vector."""
 
 
 class FlatParams(Params):
     """Named tensors in one vector, ``flat``, so that arithmetic on all of them is one operation.
 
-    The tensors by name are views of the vector, made when they are first asked for. Like all values that flow through
-    the program they are not written to: whoever holds one may share it with others.
+    The tensors by name are views of the vector, made at the first access. They are read-only, as others may share them.
     """
 
     __slots__ = ("_views", "flat", "layout")
@@ -37,15 +36,15 @@ class FlatParams(Params):
         self._views: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name."""
+        """Return the tensor ``name``."""
         return self._by_name()[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names."""
+        """Yield the names."""
         return iter(self._by_name())
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
+        """Return the number of tensors."""
         return len(self.layout)
 
     def items(self) -> ItemsView[str, torch.Tensor]:
@@ -64,14 +63,14 @@ class FlatParams(Params):
 
 
 def flattened(params: Params) -> FlatParams:
-    """Return ``params`` as one vector outside of any graph: itself where it is one, a copy where it is not."""
+    """Return ``params`` as one vector outside of any graph: themselves if they are one, else a copy."""
     if isinstance(params, FlatParams):
         return params
     return FlatParams(_joined(params.values()), layout_of(params))
 
 
 def vector_in(params: Params, layout: Layout) -> torch.Tensor:
-    """Return ``params``, which have the names and shapes of ``layout``, one behind the other in its order."""
+    """Return ``params``, which have the names and shapes of ``layout``, as one vector in its order."""
     if isinstance(params, FlatParams) and params.layout == layout:
         return params.flat
     return _joined(params[name] for name, _ in layout)
@@ -85,9 +84,9 @@ def layout_of(params: Params) -> Layout:
 
 
 def check_layout(what: str, params: Params, layout: Layout) -> None:
-    """Raise ValueError, which names ``what`` they are, where ``params`` have other names or shapes than ``layout``.
+    """Raise ValueError where ``params`` have other names or shapes than ``layout``; their order may differ.
 
-    Their order may differ.
+    ``what``: the subject of the message.
     """
     had = layout_of(params)
     if had == layout or dict(had) == dict(layout):
@@ -131,9 +130,9 @@ def zeros_like(params: Params) -> Params:
 
 
 def is_finite(payloads: Payloads) -> bool:
-    """Say whether every number of every tensor is finite.
+    """Return True if every number of every tensor is finite.
 
-    A float64 sum of float32 numbers cannot overflow and keeps any NaN or infinity: one pass; isfinite takes three.
+    A float64 sum of float32 numbers cannot overflow and preserves NaN and infinity: one pass; isfinite takes three.
     """
     return all(
         math.isfinite(value.sum(dtype=torch.float64))
@@ -143,12 +142,12 @@ def is_finite(payloads: Payloads) -> bool:
 
 
 def num_parameters(params: Params) -> int:
-    """Count the numbers in ``params``."""
+    """Return the number of elements in ``params``."""
     return num_in(layout_of(params))
 
 
 def num_in(layout: Layout) -> int:
-    """Count the numbers that tensors of this layout have."""
+    """Return the number of elements in tensors of this layout."""
     return sum(_sizes(layout))
 
 
@@ -165,21 +164,21 @@ def head_shape(params: Params) -> tuple[int, int]:
 
 
 def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:
-    """Copy named tensors, such as ``model.named_parameters()``, out of any graph and to the CPU."""
+    """Return copies of named tensors, such as ``model.named_parameters()``, on the CPU and outside of any graph."""
     return {name: value.detach().to("cpu", copy=True) for name, value in named}
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that are trained, themselves, by name.
+    """Return the trained parameters of ``model`` by name (no copies).
 
-    They alone travel, are aggregated, clipped and noised: a frozen one (``requires_grad=False``) is part of the
-    architecture, which everybody builds, as a buffer is.
+    They alone are sent, aggregated, clipped and noised: a frozen one (``requires_grad=False``) is part of the
+    architecture, as a buffer is.
     """
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return the parameters and the running statistics of a model with ``params`` that has a server's ``layers``."""
+    """Return the parameters and the running statistics of a model with ``params`` and a server's ``layers``."""
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
     return ({**params, **own} if own else params), statistics
@@ -191,14 +190,14 @@ def layers_after(trained: Trained, names: Iterable[str]) -> Params:
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that ``params`` are to be written to: all trained ones, and those named."""
+    """Return the parameters of ``model`` that are trained or named in ``params``."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
 def copy_into(weights: Params, params: Params) -> None:
-    """Write ``params`` over a model's ``weights``. Raises ValueError where names or shapes are others.
+    """Copy ``params`` into a model's ``weights``. Raises ValueError for other names or shapes.
 
-    Copying alone would stretch a smaller tensor to the size of its place.
+    Copying alone would broadcast a smaller tensor.
     """
     check_layout("the weights", params, layout_of(weights))
     for name, weight in weights.items():
@@ -206,7 +205,7 @@ def copy_into(weights: Params, params: Params) -> None:
 
 
 def _vectors(left: Params, right: Params) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both as vectors of the same layout where at least one of them is a vector already."""
+    """Return both as vectors of the same layout if at least one of them is a vector already."""
     if not isinstance(left, FlatParams) and not isinstance(right, FlatParams):
         return None
     if layout_of(left) != layout_of(right):
@@ -225,17 +224,17 @@ def _sizes(layout: Layout) -> list[int]:
 
 
 def all_norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers of ``model`` by name, those among them whose statistics it never trains."""
+    """Return all BatchNorm layers of ``model`` by name, also those whose statistics it never updates."""
     from torch.nn.modules.batchnorm import _BatchNorm  # noqa: PLC0415 (torch is imported late)
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers of ``model`` whose statistics it trains, by name.
+    """Return the BatchNorm layers of ``model`` whose statistics training updates, by name.
 
-    A model that keeps a layer in evaluation mode whatever is asked of it (its own ``train`` does) never trains that
-    layer's: they are part of the architecture, as other buffers are.
+    A model whose own ``train`` leaves a layer in evaluation mode never updates its statistics: they are part of the
+    architecture, as other buffers are.
     """
     if not (norms := all_norms_in(model)):
         return norms
@@ -249,12 +248,12 @@ def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
 
 
 def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running statistics that ``model`` trains, by name: who writes to them writes to the model."""
+    """Return the running statistics of ``model`` by name (no copies)."""
     return _buffers_of(norms_in(model))
 
 
 def fixed_in(model: torch.nn.Module) -> Params:
-    """Copy what of a fresh ``model`` nobody trains to the CPU: frozen parameters, and statistics as it keeps them."""
+    """Return copies, on the CPU, of the fixed tensors of a fresh ``model``: frozen parameters and statistics."""
     trained = norms_in(model)
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
@@ -270,17 +269,17 @@ def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:
 
 
 def statistics_of(model: torch.nn.Module) -> Params:
-    """Copy the running statistics of ``model`` to the CPU, all as float32.
+    """Return copies, on the CPU and as float32, of the running statistics of ``model``.
 
-    The number of batches, which only a BatchNorm with ``momentum=None`` looks at, is exact up to 2^24.
+    The number of batches, which only a BatchNorm with ``momentum=None`` reads, is exact up to 2^24.
     """
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in running_in(model).items()}
 
 
 def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
-    """Write ``statistics`` over those of ``model``, a mean number of batches rounded; without any, start anew.
+    """Copy ``statistics`` into ``model``, a mean number of batches rounded; reset them if there are none.
 
-    Raises ValueError where they are not the model's.
+    Raises ValueError for other names or shapes.
     """
     if not statistics:
         for layer in norms_in(model).values():

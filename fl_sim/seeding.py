@@ -1,6 +1,6 @@
-"""Randomness derived by purpose: every generator is a pure function of the seed, what it is for, and for whom.
+"""Randomness derived by purpose: every generator is a pure function of the seed, the purpose, and integers.
 
-Which of an experiment's seeds a purpose belongs to, so that the variance over seeds can be taken apart:
+The seeds of an experiment and their purposes, so that variances can be attributed:
 
 ``partition_seed``: "partition", "validation", PATE's "public pool", and what a split does to records: "feature-noise",
 also of "test" and "validation". ``model_seed``: "model", which draws initial weights, and those of PATE's networks,
@@ -45,10 +45,10 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
 
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
-    """Seed torch's global generators: layer initialisation and dropout know no others.
+    """Seed torch's global generators, which layer initialisation and dropout draw from.
 
     The caller owns the process's generators or wraps its work in ``torch_kept``. (``torch.manual_seed`` would also
-    queue a call with a whole stack trace for every GPU that was never used.)
+    queue a call with a whole stack trace for every unused GPU.)
     """
     number = _key(seed, purpose, keys) >> 193  # 63 bits
     torch.default_generator.manual_seed(number)
@@ -58,7 +58,7 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
 
 
 def seed_process(seed: int, purpose: str, *keys: int) -> None:
-    """Seed what a user's own code may draw from: torch's global generators, NumPy's and Python's.
+    """Seed the global generators of torch, NumPy and Python, which a user's own code may draw from.
 
     The caller wraps its work in ``process_alone`` or ``process_kept``. Never around code that draws noise for privacy.
     """
@@ -78,7 +78,7 @@ class _Key(ISeedSequence):
         self._words = np.array([key & (2**64 - 1), key >> 64], np.uint64)
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[np.uint64]:
-        """Return the two words that Philox asks for."""
+        """Return the two words of Philox's key."""
         assert (n_words, dtype) == (2, np.uint64), "a key is for Philox alone"
         return self._words
 
@@ -89,7 +89,7 @@ def _key(seed: int, purpose: str, keys: tuple[int, ...]) -> int:
 
 @contextmanager
 def torch_kept() -> Iterator[None]:
-    """Put torch's global generators back as they were when the block ends."""
+    """Restore torch's global generators when the block ends."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         yield
@@ -97,7 +97,7 @@ def torch_kept() -> Iterator[None]:
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Put torch's, NumPy's and Python's global generators back as they were when the block ends."""
+    """Restore the global generators of torch, NumPy and Python when the block ends."""
     ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (put back, not drawn from)
     with torch_kept():
         try:
@@ -109,24 +109,21 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def process_alone() -> Iterator[None]:
-    """Have these generators for oneself, to call a user's own code, while other threads that do so wait.
-
-    They are put back as they were: whoever comes later finds nothing of it.
-    """
+    """Hold the lock of these generators in the block, which calls a user's own code, and restore them afterwards."""
     with _ONE_AT_A_TIME, process_kept():
         yield
 
 
 @contextmanager
 def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
-    """Have these generators for oneself, seeded."""
+    """Hold the lock of these generators in the block, seed them, and restore them afterwards."""
     with process_alone():
         seed_process(seed, purpose, *keys)
         yield
 
 
 def process_state() -> tuple[object, ...]:
-    """Return where these generators stand: the same as before where nobody has drawn from them."""
+    """Return the state of these generators: it changes with every draw."""
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, words, *place = state
     return kind, words.tobytes(), *place, random.getstate(), torch.random.get_rng_state().numpy().tobytes()
@@ -134,9 +131,6 @@ def process_state() -> tuple[object, ...]:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Have torch's global generators for oneself, to build a model with, while other threads that do so wait.
-
-    They are put back as they were, as by ``torch_kept``.
-    """
+    """Hold the lock of torch's global generators in the block, which builds a model, and restore them afterwards."""
     with _ONE_AT_A_TIME, torch_kept():
         yield

@@ -1,4 +1,4 @@
-"""The values that flow through the program: frozen, and innocent of algorithms, engines and libraries above torch."""
+"""The values of a run: frozen, and independent of algorithms, engines and libraries above torch."""
 
 from __future__ import annotations
 
@@ -17,29 +17,27 @@ if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
     Params = Mapping  # settings are read before torch is there
-"""Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).
+"""Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
-Nobody writes to them, so that those in one process may be the same in many places; many lie in one vector
-(fl_sim.params.FlatParams).
+They are read-only, as many places in one process share them; many are views of one vector (fl_sim.params.FlatParams).
 """
 
 Payloads: TypeAlias = dict[str, Params]
 """Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
-"""How exactly products are computed."""
-
+"""Precision of products."""
 
 Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
-"""How a step follows from a gradient: by the formulas of torch.optim."""
+"""Optimiser of local training, by the formulas of torch.optim."""
 
 BatchNorm: TypeAlias = Literal["none", "average", "personal"]
-"""What becomes of BatchNorm layers: models with them are refused; running statistics are averaged; layers stay."""
+"""Treatment of BatchNorm layers: refused; running statistics averaged; layers personal to each client."""
 
 
 @dataclass(frozen=True)
 class Augment:
-    """How images are moved at random each time that they are trained on; by default not at all.
+    """Random augmentation of training images; none by default.
 
     ``crop``: an image is padded by as many pixels of ``black`` on every side, and a window of its own size is cut out
     anywhere. ``flip``: it is mirrored left to right as often as not. ``black``: one number per channel, what a byte of
@@ -54,14 +52,14 @@ class Augment:
 
     @property
     def moves(self) -> bool:
-        """Say whether any image is moved."""
+        """True if any image is changed."""
         return bool(self.crop or self.flip)
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return where the window of each of ``count`` images begins, down and right, and whether it is mirrored.
+        """Return random offsets of the window, down and right, and mirroring, for ``count`` images.
 
-        (count, 3): the first two from 0 to 2 ``crop``, the third 0 or 1. Where images stay as they are, nothing is
-        drawn from ``generator``.
+        (count, 3): the first two from 0 to 2 ``crop``, the third 0 or 1. Without augmentation nothing is drawn from
+        ``generator``.
         """
         if not self.moves:
             return np.zeros((count, 3), np.int64)
@@ -100,10 +98,10 @@ class Examples:
 
 @dataclass(frozen=True)
 class Column:
-    """What is public about one column of a table, which takes up one or several neighbouring features of a record.
+    """The public facts of one column of a table, which is one feature of a record or several neighbouring ones.
 
-    A number takes one: ``values``, ascending and in the units of the records, are what it may be rounded to. A category
-    takes one feature for each of its ``categories``, of which at most one is 1: none where it is not listed.
+    A number is one feature: it may be rounded to ``values``, ascending and in the units of the records. A category is
+    one feature for each of its ``categories``, of which at most one is 1: none for an unlisted category.
     """
 
     name: str
@@ -112,12 +110,12 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Return the number of features."""
+        """The number of features."""
         return self.categories or 1
 
     @property
     def cells(self) -> int:
-        """Return how many different entries it has: of a category one more than are listed."""
+        """The number of different entries: for a category one more than are listed."""
         return len(self.values) or self.categories + 1
 
 
@@ -162,13 +160,13 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Return the shape of one record: (channels, height, width) or (features,)."""
+        """The shape of one record: (channels, height, width) or (features,)."""
         return self.train.inputs.shape[1:]
 
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """How a client trains in one round: by SGD with momentum, or by another ``optimizer``.
+    """The settings of one client's training in one round: SGD with momentum, or another ``optimizer``.
 
     Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
     ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the
@@ -203,23 +201,23 @@ class LocalSettings:
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return -(-num_examples // self.batch_size)
 
     def num_passes(self, num_examples: int) -> int:
-        """Return how often records are shuffled: once for each epoch that is begun."""
+        """Return the number of shuffles: one for each epoch that is begun."""
         return -(-self.num_steps(num_examples) // max(1, self.num_batches(num_examples)))
 
 
 @dataclass(frozen=True)
 class LocalTask:
-    """What one client is asked to do in one round, with all it may look at.
+    """The request to one client in one round, with everything that its algorithm may read.
 
-    ``server_round``: 1, 2, and so on. ``client``: which of the ``num_clients`` it is, from 0 on. ``settings``: how it
-    trains. ``params``: the received model. ``broadcast``: what the server's state sends along. ``state``: what this
-    client kept of its last round. ``pool``: what all clients shared before the first round.
-    ``class_counts``: how many of its ``num_examples`` records, synthetic ones included, are of each class, which it
-    alone knows. ``statistics``: the received running statistics of BatchNorm layers; without any they start anew.
+    ``server_round``: from 1. ``client``: its number among ``num_clients``, from 0. ``settings``: of its training.
+    ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: this client's state after
+    its last round. ``pool``: the tensors that all clients shared before the first round.
+    ``class_counts``: the number of its ``num_examples`` records, synthetic ones included, of each class, which no one
+    else knows. ``statistics``: the received running statistics of BatchNorm layers; empty ones are reset.
     """
 
     server_round: int
@@ -237,11 +235,11 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training hands back.
+    """The result of local training.
 
-    ``params``: the new model. ``momentum_buffers``: the optimiser's. ``num_steps``: how many were taken. ``loss``: the
-    mean over them; it is None where no step was taken (an empty shard). ``feature_sums``: (C, d), the sum over the
-    client's records of each class of what enters the new model's last linear layer, where the plan asks for it.
+    ``params``: the new model. ``momentum_buffers``: the optimiser's. ``num_steps``: the steps taken. ``loss``: the mean
+    over them, None without a step (an empty shard). ``feature_sums``: (C, d), the sums of the inputs of the new model's
+    last linear layer over the client's records of each class, where the plan asks for them.
     ``statistics``: the running statistics of the new model's BatchNorm layers.
     """
 
@@ -254,7 +252,7 @@ class Trained:
 
 
 class Size(NamedTuple):
-    """How much a packed group takes: float32 ``numbers``, and bytes of ``bits``."""
+    """The size of a packed group: float32 ``numbers``, and bytes of ``bits``."""
 
     numbers: int
     bits: int = 0
@@ -262,26 +260,26 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A group of tensors as it travels. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
+    """A group of tensors, packed for the wire. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
 
     numbers: torch.Tensor
     bits: NDArray[np.uint8]
 
     @staticmethod
     def of(numbers: torch.Tensor | NDArray[np.float32], bits: NDArray[np.uint8] | None = None) -> Packed:
-        """Return float32 ``numbers`` and ``bits``, if there are any, as they travel."""
+        """Return a packed group of float32 ``numbers`` and ``bits``, if there are any."""
         kept = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
         return Packed(kept, np.zeros(0, np.uint8) if bits is None else bits)
 
     @staticmethod
     def blank(size: Size) -> Packed:
-        """Return zeros of a size."""
+        """Return a packed group of zeros."""
         return Packed(torch.zeros(size.numbers), np.zeros(size.bits, np.uint8))
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client sends (``payloads``) and what stays with it for its next round (``state``).
+    """The payload of a client (``payloads``), and its state until its next round (``state``).
 
     ``num_examples`` is its weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if any.
     ``packed``: groups that travel packed in place of whole.
@@ -296,7 +294,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's update as the server received it. ``packed``: groups that came packed, until they are unpacked."""
+    """One client's update as the server received it. ``packed``: groups that are still packed."""
 
     client: int
     payloads: Payloads
@@ -309,8 +307,8 @@ class Reply:
 class Cohort:
     """A round's replies, sorted by client, with the public numbers of the round.
 
-    ``expected_size`` is what the sampler plans for (fixed size, or sampling rate times population), not who replied.
-    ``num_holders``: how many of the ``num_clients`` hold records to train on; None: all.
+    ``expected_size``: the size that the sampler plans (fixed size, or sampling rate times population), not the number
+    of replies. ``num_holders``: the number of the ``num_clients`` with records to train on; None: all.
     """
 
     server_round: int
@@ -326,28 +324,28 @@ class Cohort:
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many bytes of arrays go to clients (``down``) and come from them (``up``)."""
+    """Bytes of arrays to clients (``down``) and from them (``up``)."""
 
     down: int
     up: int
 
     def __mul__(self, clients: int) -> Traffic:
-        """Return that of so many clients, each of which has this much."""
+        """Return the traffic of ``clients`` clients."""
         return Traffic(self.down * clients, self.up * clients)
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Return both together."""
+        """Return the sum of both."""
         return Traffic(self.down + other.down, self.up + other.up)
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """All that the server half of an algorithm sees of a round: means over clients.
+    """The means over clients: all that the server half of an algorithm sees of a round.
 
-    ``payloads``: the mean of what clients sent, group by group, under the names that they gave.
-    ``participation`` is the share of the population behind the mean: |S|/K, where K are the clients that hold records.
-    Under privacy who holds any is secret: it is the public expectation, and K are all clients.
-    ``without_effect``: a remark where the aggregator made no more of these updates than their mean; empty elsewhere.
+    ``payloads``: the means of the clients' payloads, by group. ``participation``: the share of the population behind
+    the means, |S|/K, where K are the clients with records. Under privacy the clients with records are secret: it is the
+    public expectation, and K are all clients. ``without_effect``: a remark where the aggregator returned the plain mean
+    of these updates, else empty.
     """
 
     payloads: Payloads
@@ -357,10 +355,10 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The global model (``params``), what travels with it (``broadcast``) and what stays on the server (``memory``).
+    """The global model (``params``), further tensors for clients (``broadcast``) and for the server (``memory``).
 
-    ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the mean of what
-    clients had after the last round (fl_sim.params). Algorithms neither see nor change them.
+    ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the clients' means
+    after the last round (fl_sim.params). Algorithms neither see nor change them.
     """
 
     params: Params
@@ -370,5 +368,5 @@ class ServerState:
 
     @property
     def model(self) -> Params:
-        """Return all that evaluation needs: parameters, and over them the layers if there are any."""
+        """The tensors for evaluation: parameters, and the layers in place of theirs if there are any."""
         return {**self.params, **self.layers} if self.layers else self.params

@@ -36,7 +36,6 @@ class Fitting(Protocol):
 
     def check_data(self, dataset: Dataset, features: str) -> None:
         """Raise UserError for data that it cannot work on; ``features``: what records were replaced by, or none."""
-        ...
 
 
 @runtime_checkable
@@ -45,7 +44,6 @@ class Heading(Protocol):
 
     def check_head(self, num_features: int, num_classes: int) -> None:
         """Raise UserError for a head that is too large."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
