@@ -241,32 +241,26 @@ def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
     """Return the names of the fields that differ from their defaults, and of those that have none."""
     if isinstance(values, LocalSettings):
         return _settings_in_use(values)
-    return _differing(values)
+    kind: Any = type(values)
+    used, held = [], vars(values)
+    for name, default in _defaults(kind):  # most are the default itself, and every client's plan is compared
+        if held[name] is not default and (held[name] == default) is not True:  # tensor == number is a tensor
+            used.append(name)
+    return frozenset(used)
 
 
 @lru_cache(maxsize=64)  # all clients of a round have the same
 def _settings_in_use(settings: LocalSettings) -> frozenset[str]:
-    return _differing(settings)
-
-
-def _differing(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    kind: Any = type(values)
-    held = vars(values)  # most are the default itself, and every client's plan is looked at
-    return frozenset(
-        name for name, default in _defaults(kind) if held[name] is not default and not _equals(held[name], default)
-    )
+    kind: Any = type(settings)
+    return frozenset(name for name, default in _defaults(kind) if getattr(settings, name) != default)
 
 
 @cache
-def _defaults(kind: type[LocalPlan] | type[LocalSettings]) -> tuple[tuple[str, Any], ...]:
+def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(
         (part.name, part.default if part.default_factory is MISSING else part.default_factory())
         for part in fields(kind)
     )
-
-
-def _equals(value: Any, default: Any) -> bool:
-    return (value == default) is True  # a tensor compared with a number is a tensor
 
 
 def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:

@@ -134,11 +134,11 @@ def is_finite(payloads: Payloads) -> bool:
 
     A float64 sum of float32 numbers cannot overflow and preserves NaN and infinity: one pass; isfinite takes three.
     """
-    return all(
-        math.isfinite(value.sum(dtype=torch.float64))
-        for params in payloads.values()
-        for value in ([params.flat] if isinstance(params, FlatParams) else params.values())
-    )
+    for params in payloads.values():
+        for value in [params.flat] if isinstance(params, FlatParams) else params.values():
+            if not math.isfinite(value.sum(dtype=torch.float64)):
+                return False
+    return True
 
 
 def num_parameters(params: Params) -> int:
@@ -311,11 +311,14 @@ class WriteGuard:
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
         """Return a guard of ``groups`` as they are now."""
         tensors: list[tuple[str, torch.Tensor]] = []
+        writes, sums = [], []
         for name, params in groups.items():
-            own = (params.flat,) if isinstance(params, FlatParams) else params.values()
-            tensors += [(name, tensor) for tensor in own]
-        writes = tuple([_writes(tensor) for _, tensor in tensors])
-        return cls(tuple(tensors), writes, tuple([_bit_sum(tensor) for _, tensor in tensors]) if by_bits else ())
+            for tensor in [params.flat] if isinstance(params, FlatParams) else params.values():
+                tensors.append((name, tensor))
+                writes.append(_writes(tensor))
+                if by_bits:
+                    sums.append(_bit_sum(tensor))
+        return cls(tuple(tensors), tuple(writes), tuple(sums))
 
     def check(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError, which names the ``methods`` that ran since, where PyTorch has counted a write."""

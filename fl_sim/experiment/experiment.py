@@ -1,4 +1,4 @@
-"""One experiment as a frozen value: data, split, model and method meet here alone."""
+"""The experiment as a frozen value: the only place where data, partition, model and method meet."""
 
 import copy
 import re
@@ -46,7 +46,7 @@ from strategies.samplers import Sampler
 
 
 class Experiment(Settings):
-    """Everything that determines a run's numbers, and the engine, which does not.
+    """All settings that determine a run's numbers, and the engine, which does not.
 
     ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
     so on (docs/data.md), or the import path of a function of your own. ``partition``: how training records are dealt to
@@ -105,7 +105,7 @@ class Experiment(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_kinds(cls, table: Any) -> Any:
-        """Fill in what the chosen kinds start with: ``sampler.sampling_rate=0.2`` is Poisson's under global-dp."""
+        """Fill in the defaults of the chosen kinds: ``sampler.sampling_rate=0.2`` is Poisson's under global-dp."""
         if not isinstance(table, dict):
             return table
         filled = dict(table)
@@ -152,7 +152,7 @@ class Experiment(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let a kind find what it was left to find, such as noise from a budget."""
+        """Have kinds compute their missing settings, such as noise from a budget."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):
@@ -165,78 +165,78 @@ class Experiment(Settings):
 
     @property
     def is_central(self) -> bool:
-        """Say whether one client holds all records, whatever ``partition`` and ``clients`` are."""
+        """True if one client holds all records, whatever ``partition`` and ``clients`` are."""
         return isinstance(self.algorithm, Central) and self.algorithm.is_central
 
     @property
     def is_timed(self) -> bool:
-        """Say whether a virtual clock says how long clients take."""
+        """True if a virtual clock simulates the clients' time."""
         return not is_none(self.devices)
 
     @property
     def is_synchronous(self) -> bool:
-        """Say whether the server waits in every round for the clients that it has asked."""
+        """True if the server waits in every round for its cohort."""
         return not path_in(type(self.server), "procedure")
 
     @property
     def num_clients(self) -> int:
-        """Return the number of simulated clients: one where training is centralized."""
+        """The number of simulated clients: one where training is centralized."""
         return 1 if self.is_central else self.clients
 
     @property
     def seed_of_partition(self) -> int:
-        """Return the seed of the split, and of all that clients find in their records."""
+        """The seed of the partition, and of each client's view of its records."""
         return self.seed if self.partition_seed is None else self.partition_seed
 
     @property
     def seed_of_model(self) -> int:
-        """Return the seed of initial weights."""
+        """The seed of initial weights."""
         return self.seed if self.model_seed is None else self.model_seed
 
     @property
     def seed_of_sampling(self) -> int:
-        """Return the seed of the rounds' cohorts."""
+        """The seed of the cohorts."""
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def chosen(self, *names: str) -> dict[str, Any]:
-        """Return these settings as JSON values, for the key of what depends on them.
+        """Return these settings as JSON values, for the key of a cached result.
 
-        Seeds apart that are not set are left out: keys from before there were any stay as they are.
+        Seeds of a part that are not set are left out, so that older keys stay valid.
         """
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
         without = self._unused_newcomers
         return self.model_dump(mode="json", include={*names} - unset - without)
 
     def as_written(self) -> dict[str, Any]:
-        """Return these settings as ``config.toml`` has them: without those that are None.
+        """Return these settings as in ``config.toml``: without None, and without later settings at their defaults.
 
-        Nor has it what came later, where nothing of that is used, so that files are as they were before.
+        So files of the same settings are the same in all versions.
         """
         unused = {"evaluate"} if self.evaluate == Evaluate() else set()
         return self.model_dump(exclude_none=True, exclude=unused | self._unused_newcomers)
 
     @property
     def _unused_newcomers(self) -> set[str]:
-        """Return settings that came later and are not made use of."""
+        """The later settings that have their defaults."""
         newcomers = ("features", "compress", "devices", "server")
         return {name for name in newcomers if getattr(self, name) == default_of(type(self), name)}
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on settings that have no effect in this experiment, or another one than their names say."""
+        """Sentences on settings with no effect, or an unexpected one, in this experiment."""
         parts = [*self._parts, self.local.schedule]
         return [said for part in parts if isinstance(part, Remarking) for said in part.remarks(self)]
 
     @property
     def is_private(self) -> bool:
-        """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
+        """True if a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
         return bool(self._promising)
 
     @property
     def hides_time(self) -> bool:
-        """Say whether how long clients take would tell what they were promised to keep private.
+        """True if the time that clients take would reveal what is private.
 
-        Not where everybody trains on a pool of synthetic records alone, which all know.
+        False where all clients train on a pool of synthetic records alone, which is public.
         """
         return any(not replaces_records(part) for part in self._promising)
 
@@ -251,15 +251,15 @@ class Experiment(Settings):
 
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` over what a kind starts with, whose epochs have no place beside the user's steps."""
+    """Return a kind's defaults with ``given`` over them, without epochs beside the user's steps."""
     kept = {name: part for name, part in value.items() if name != "epochs" or not goes_by_steps(given)}
     return {**kept, **given}
 
 
 def defined_in_script(experiment: Experiment) -> str:
-    """Return the name of a class or function that the running script or notebook defines, empty where there is none.
+    """Return the name of a class or function of the running script or notebook, which no other process can import.
 
-    No other process can import it.
+    Empty if the experiment names none.
     """
     found = re.search(r'"__main__:([^":]+)', experiment.model_dump_json())
     return found[1] if found else ""
@@ -288,7 +288,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def experiment_from(table: Mapping[str, Any]) -> Experiment:
-    """Validate a table of settings. Raises UserError that lists what is valid and guesses what was meant."""
+    """Return the experiment of a table of settings. Raises UserError with the valid names and a guess."""
     try:
         return Experiment.model_validate(table)
     except ValidationError as error:
@@ -296,7 +296,7 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
 
 
 def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
-    """Validate a ``config.toml``: settings that it does not name, as they came later, are what they were then.
+    """Return the experiment of a ``config.toml``: later settings that it lacks have the values of that time.
 
     Raises UserError as ``experiment_from`` does.
     """
@@ -308,9 +308,9 @@ def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
 
 
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Return ``table`` with ``key=value`` settings laid over it; dots reach into groups: ``local.epochs=5``.
+    """Return ``table`` with ``key=value`` settings in it; dots separate groups: ``local.epochs=5``.
 
-    A group in short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
+    A group in short form (``algorithm=fedprox``) becomes a table when a key inside it is set, in any order.
     """
     pairs = []
     for override in overrides:
@@ -324,7 +324,7 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 
 
 def with_values(table: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``table`` with values laid over it, of any type: (dotted name, value), as ``with_overrides`` does."""
+    """Return ``table`` with (dotted name, value) pairs in it, values of any type, as ``with_overrides`` does."""
     merged = copy.deepcopy(dict(table))
     for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
         *groups, key = path.split(".")

@@ -39,7 +39,7 @@ class Constant(Settings):
     kind: Literal["constant"] = "constant"
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
+        """Return the factor of the learning rate."""
         del server_round, rounds
         return 1.0
 
@@ -51,12 +51,12 @@ class Exponential(Settings):
     decay: float = Field(0.99, gt=0, le=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where the rate stays as it is."""
+        """Return a sentence where the rate is constant."""
         del experiment
         return [] if self.decay < 1 else [off("local.schedule.decay=1", _CONSTANT)]
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
+        """Return the factor of the learning rate."""
         del rounds
         return float(self.decay ** (server_round - 1))
 
@@ -69,7 +69,7 @@ class Step(Settings):
     decay: float = Field(0.1, gt=0, le=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where the rate stays as it is."""
+        """Return a sentence where the rate is constant."""
         if self.decay == 1:
             return [off("local.schedule.decay=1", _CONSTANT)]
         if self.every < experiment.rounds:
@@ -77,7 +77,7 @@ class Step(Settings):
         return [off(f"local.schedule.every={self.every}", f"rounds={experiment.rounds}, and {_CONSTANT}")]
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
+        """Return the factor of the learning rate."""
         del rounds
         return float(self.decay ** ((server_round - 1) // self.every))
 
@@ -89,12 +89,12 @@ class Cosine(Settings):
     final: float = Field(0.0, ge=0, le=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where the rate stays as it is."""
+        """Return a sentence where the rate is constant."""
         del experiment
         return [] if self.final < 1 else [off("local.schedule.final=1", _CONSTANT)]
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
+        """Return the factor of the learning rate."""
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * (server_round - 1) / rounds)) / 2
 
 
@@ -107,12 +107,12 @@ def _whole_as_int(value: float) -> float:
 
 
 def goes_by_steps(local: Mapping[str, Any]) -> bool:
-    """Say whether a table of ``local`` sets steps, in place of epochs."""
+    """Return True if a table of ``local`` sets steps in place of epochs."""
     return str(local.get("steps", 0)) != "0"
 
 
 class Local(Settings):
-    """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
+    """The training of clients in a round (NIID-Bench's protocol but for one epoch instead of ten).
 
     ``epochs``: how often a client goes through its records in a round; 0.5 is half of an epoch's batches, rounded up.
     ``steps``: every client takes this many steps in place of ``epochs``, whatever it holds (0: it goes by epochs).
@@ -164,7 +164,7 @@ class Local(Settings):
             return self.learning_rate * factor
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where running statistics, which are no update, would be treated as one."""
+        """Raise ValueError where running statistics would be treated as an update."""
         aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
         if self.batch_norm == "none":
             return
@@ -187,7 +187,7 @@ class Local(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, table: Any) -> Any:
-        """Leave no epochs to who goes by steps, and no momentum to Adam, unless the user sets them."""
+        """Default to no epochs beside steps, and to no momentum beside Adam."""
         if not isinstance(table, dict):
             return table
         filled = {"epochs": 0, **table} if goes_by_steps(table) else table
@@ -227,7 +227,7 @@ Validation: TypeAlias = Annotated[
 
 
 class Evaluate(Settings):
-    """How the server's model is measured beside the test set.
+    """The measuring of the server's model beside the test set.
 
     ``validation``: the share of every client's training records that is held out, rounded to whole records, at least
     one of a client that holds two or more; clients train on the rest (0: none is held out). The model is measured on
@@ -264,24 +264,24 @@ class Evaluate(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what came later where it is not used, so that names and files of runs stay as they were."""
+        """Leave out later settings at their defaults, so that names and files of runs stay valid."""
         written: dict[str, Any] = write(self)
         return {key: value for key, value in written.items() if key != "test_is_public" or value}
 
     @property
     def measures_nothing(self) -> bool:
-        """Say whether models are measured on no records at all."""
+        """True if models are measured on no records at all."""
         return self.test == "never" and not self.validation
 
     def tests(self, *, is_last: bool) -> bool:
-        """Say whether the test records are looked at after an evaluated round."""
+        """Return True if the model is tested after an evaluated round."""
         return self.test == "rounds" or (self.test == "last" and is_last)
 
 
 def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
-    """Return (what each client trains on, what is held out of its records), both in the order of its shard.
+    """Return (training records, held-out records) of each client, both in the order of its shard.
 
-    Raises UserError where a client would be left without records to train on, and where nothing would be held out.
+    Raises UserError where a client would have no training records, and where nothing would be held out.
     """
     chosen = np.zeros(len(shards.records), dtype=bool)
     for client in np.flatnonzero(shards.sizes > 1).tolist():

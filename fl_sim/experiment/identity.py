@@ -16,11 +16,11 @@ CURE = "--again (again=True) runs it anew and moves what was there aside, anothe
 
 @dataclass(frozen=True)
 class Identity:
-    """What a result is of. ``records``: digest of the user's own, empty for public ones, which their name tells.
+    """The content behind a result. ``records``: digest of the user's own, empty for public ones.
 
-    ``code``: {module: digest} of the user's own, an empty digest where nobody can tell. ``is_private``: whether the
-    digest of the records may be published under a key alone: whoever knows all records but one could find that one.
-    ``data``, ``root``: where the records are found.
+    ``code``: {module: digest} of the user's own, an empty digest where it is unknown. ``is_private``: True if the
+    digest of the records is published under a key only: with all records but one, the digest would reveal that one.
+    ``data``, ``root``: the place of the records.
     """
 
     records: str
@@ -30,16 +30,16 @@ class Identity:
     root: Path | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return what a run directory records; nothing where neither records nor code are the user's own."""
+        """Return the entry of a run directory, empty where neither records nor code are the user's own."""
         records = self.records
         if self.is_private and records:
             records = private.keyed(self.records)
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
 
     def is_of_others(self, sealed: str) -> bool:
-        """Say whether the records of a finished result, ``sealed`` as it has them, are others than those of now.
+        """Return True if the records of a finished result, with the digest ``sealed``, differ from the present ones.
 
-        False where that cannot be told: of an older version, or another machine.
+        False where that is unknown: for a result of an older version, or of another machine.
         """
         if not sealed or not self.data:
             return False
@@ -47,11 +47,11 @@ class Identity:
         return now.partition(":")[0] == sealed.partition(":")[0] and now != sealed
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
-        """Say what is other than in ``recorded``, in words; empty where nothing is, as far as that tells."""
+        """Return the known differences from ``recorded``, in words."""
         return " and ".join(self._changes(recorded))
 
     def untold(self, recorded: Mapping[str, Any]) -> str:
-        """Say what ``recorded`` does not tell, in words; empty where it tells all."""
+        """Return the parts that ``recorded`` lacks, in words."""
         untold = []
         if self.records and self._same_records(recorded) is None:
             untold.append("records")
@@ -82,23 +82,23 @@ class Identity:
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
-    """Return the identity of ``experiment`` as records and code are now; code that was imported, as it was then."""
+    """Return the identity of ``experiment`` by its present records, and its code as it was imported."""
     data = experiment.data
     records = fingerprint(data, data_root, with_test=True) if is_own(data) else ""
     return Identity(records, digests(_modules(experiment)), experiment.is_private, data, data_root)
 
 
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the user's own code that ``settings``, JSON values, name, for the key of what is made by them.
+    """Return the digests of the user's own code in ``settings``, JSON values, for the key of a cached result.
 
-    Nothing where they name none, so that keys stay as they were.
+    Empty where they name none, so that older keys stay valid.
     """
     code = digests(path.partition(":")[0] for path in paths_in(settings))
     return [code] if code else []
 
 
 def edited_code(experiment: Experiment) -> str:
-    """Say which files of the user's own code changed after this process had imported them; empty where none did."""
+    """Return a sentence on the user's own files that changed after this process imported them, empty if none did."""
     files = edited(_modules(experiment))
     if not files:
         return ""

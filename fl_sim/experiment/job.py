@@ -1,4 +1,4 @@
-"""A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
+"""The job: an experiment with its data set, shards and device, made once in each process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,15 +32,15 @@ from strategies.algorithm import Bounded, Dealing, Pooling
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A kind that does not take all data."""
+    """A kind that does not support all data sets."""
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for data that it cannot work on; ``features``: what records were replaced by, or none."""
+        """Raise UserError for an unsupported data set; ``features``: as in the setting."""
 
 
 @runtime_checkable
 class Heading(Protocol):
-    """A kind that works on what enters the head of the model."""
+    """A kind that works on the inputs of the model's head."""
 
     def check_head(self, num_features: int, num_classes: int) -> None:
         """Raise UserError for a head that is too large."""
@@ -48,12 +48,11 @@ class Heading(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What ``run`` makes once, and every worker once more; all below is given this, and loads nothing again.
+    """An experiment and everything that it needs, made once by ``run`` and once by every worker.
 
-    ``experiment``: resolved. ``shards``: indices into ``dataset.train`` of the records that each client trains on.
-    ``device``: where this process trains. ``root``: where data sets are looked for first. ``validation``: indices of
-    the records that are held out of each client's, empty where the experiment validates nothing. ``read(path)``: what
-    is in a file of tensors that is named by its content.
+    ``experiment``: resolved. ``shards``: indices into ``dataset.train`` of each client's training records. ``device``:
+    of this process. ``root``: the first place to look for data sets. ``validation``: indices of each client's held-out
+    records, empty without validation. ``read(path)``: returns the tensors of a file that is named by its content.
     """
 
     experiment: Experiment
@@ -66,7 +65,7 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """Return on how many records models are measured beside the test records."""
+        """The number of validation records."""
         given = self.dataset.validation  # never without being used: job_of refuses that
         return len(self.validation.records) if given is None else len(given)
 
@@ -80,23 +79,23 @@ class Job:
 
     @cached_property
     def two_records(self) -> torch.Tensor:
-        """Return two test records, or one twice, as models see them: to try a model on."""
+        """Two test records, or one twice, as models see them: to try a model on."""
         test = self.dataset.test
         return to_tensors(test.take(np.array([0, min(1, len(test) - 1)])), self.dataset)[0]
 
     @cached_property
     def trainer(self) -> Trainer:
-        """Return what evaluates the experiment's model in this process, and can say what it trains in which way."""
+        """The trainer of this process, which also evaluates the experiment's model."""
         return Trainer(self.model().to(self.device), load_kernel()[0])
 
     @cached_property
     def num_features(self) -> int:
-        """Return how many features enter the head of the model. Raises UserError for a model without a fitting head."""
+        """The number of inputs of the model's head. Raises UserError for a model without a fitting head."""
         return num_features(self.model(), self.dataset.input_shape)
 
     @property
     def precision(self) -> Precision:
-        """Return how exactly clients train in this process. Raises UserError as ``precision_of`` does."""
+        """The precision of training in this process. Raises UserError as ``precision_of`` does."""
         return precision_of(self.experiment, self.device)
 
 
@@ -134,7 +133,7 @@ def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> 
 
 
 def device_of(experiment: Experiment) -> torch.device:
-    """Return where this process trains. Raises UserError where a GPU is asked for and none is seen."""
+    """Return the device of this process. Raises UserError where a GPU is set and none is visible."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -147,12 +146,12 @@ def check_precision(job: Job) -> None:
 
 
 def has_gpus_elsewhere(experiment: Experiment) -> bool:
-    """Say whether clients train in actors with GPUs, of which this process knows nothing."""
+    """Return True if clients train in Ray actors with GPUs, which this process may not see."""
     return isinstance(experiment.engine, Ray) and bool(experiment.engine.gpus)
 
 
 def precision_of(experiment: Experiment, device: torch.device) -> Precision:
-    """Return how exactly clients train on ``device``. Raises UserError for a precision that does not exist there."""
+    """Return the precision of training on ``device``. Raises UserError for one that does not exist there."""
     precision, engine = experiment.local.precision, experiment.engine
     stacked = not isinstance(engine, Auto) and engine.stack > 1
     if precision == "float32" or (precision == "bfloat16" and stacked):
@@ -173,7 +172,7 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
-    """Return ``dataset`` with the constants that ``normalise`` stands for: 1 of a byte's 255 is 1 / 255 of a unit."""
+    """Return ``dataset`` with the constants of ``normalise``; inputs are in units of 1 (a byte of 255)."""
     if normalise == "published":
         return dataset
     if normalise == "unit" and len(dataset.input_shape) != 3:
@@ -213,7 +212,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
 
 
 def _check_tested(experiment: Experiment) -> None:
-    """Raise UserError where a private run would publish measures on test records that nobody says are public."""
+    """Raise UserError where a private run would publish measures on test records that are not declared public."""
     evaluate, algorithm = experiment.evaluate, experiment.algorithm
     if not (experiment.is_private and is_own(experiment.data)) or evaluate.test_is_public:
         return
@@ -231,7 +230,7 @@ def _check_tested(experiment: Experiment) -> None:
 
 
 def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
-    """Raise UserError where validation records are asked for and not there, and where they are there and not used."""
+    """Raise UserError for validation records that are set and missing, and for unused ones."""
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(
@@ -246,9 +245,9 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
 
 
 def _check_sequences(experiment: Experiment) -> None:
-    """Raise UserError for what computes with the numbers of a record, where these are tokens."""
-    parts = {"algorithm": experiment.algorithm, "preprocess": experiment.preprocess, "partition": experiment.partition}
-    for what, part in parts.items():
+    """Raise UserError for kinds that compute with the numbers of records, where these are tokens."""
+    for what in ("algorithm", "preprocess", "partition"):
+        part = getattr(experiment, what)
         if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):
             raise UserError(
                 f"{what} {kind_of(part)} computes with the numbers of records, and those of {experiment.data} are "
@@ -257,7 +256,7 @@ def _check_sequences(experiment: Experiment) -> None:
 
 
 def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
-    """Return what each client of ``experiment`` holds: its part of the training set, or what the algorithm says."""
+    """Return the shards of an experiment: by its partition, or by its algorithm."""
     algorithm, seed = experiment.algorithm, experiment.seed_of_partition
     if experiment.is_central:
         return Parts.of([np.arange(len(dataset.train))])
@@ -301,7 +300,8 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
         return _checked(parts, num_clients, len(labels), giver)
 
     parts = drawn()
-    if is_own_kind(scheme) and not _are_equal(parts, drawn()):
+    again = drawn() if is_own_kind(scheme) else parts
+    if not (np.array_equal(parts.records, again.records) and np.array_equal(parts.bounds, again.bounds)):
         raise UserError(
             f"{giver} splits in another way each time, from the same seed: draw from the generator that split is "
             "given, or from the global ones of torch, NumPy or Python, which are seeded for it"
@@ -309,12 +309,8 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
     return parts
 
 
-def _are_equal(one: Parts, other: Parts) -> bool:
-    return np.array_equal(one.records, other.records) and np.array_equal(one.bounds, other.bounds)
-
-
 def _laid_out(parts: object, giver: str) -> Parts:
-    """Return parts in one array. Raises UserError for anything but a list of arrays, such as a dict."""
+    """Return parts as one array. Raises UserError for anything but a list of arrays, such as a dict."""
     wanted = "wanted is a list of arrays of record indices, one for each client"
     if isinstance(parts, Mapping | str) or not isinstance(parts, Sequence | np.ndarray):
         way = ": return list(parts.values())" if isinstance(parts, Mapping) else ""
@@ -326,7 +322,7 @@ def _laid_out(parts: object, giver: str) -> Parts:
 
 
 def _checked(parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: int, giver: str) -> Parts:
-    """Return what ``giver``, who may be the user's own, dealt out. Raises UserError unless it is a part a client."""
+    """Return the parts of ``giver``, which may be the user's own. Raises UserError unless they are valid shards."""
     laid_out = parts if isinstance(parts, Parts) else _laid_out(parts, giver)
     if len(laid_out) != num_clients:
         raise UserError(f"{giver} gave {len(laid_out)} parts for {num_clients} clients: it must give one for each")
@@ -341,7 +337,7 @@ def _checked(parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: 
 
 
 def public_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return, as JSON values, what nodes with records of their own must know of the server's."""
+    """Return, as JSON values, the server's constants for nodes with records of their own."""
     return {
         "shape": list(dataset.input_shape), "classes": dataset.num_classes, "mean": list(dataset.mean),
         "std": list(dataset.std),
@@ -360,7 +356,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
             f"{facts['shape']}: give the node such records"
         )
-    if int(own.train.labels.max()) >= facts["classes"]:  # which class may be a record's secret, and this goes out
+    if int(own.train.labels.max()) >= facts["classes"]:  # the class may be a record's secret, and this message is sent
         raise UserError(
             f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node others"
         )
@@ -370,7 +366,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             "nothing: leave them out"
         )
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-    # Nothing is dealt out there, and nobody sees records in another way than they are.
+    # Nothing is partitioned there, and no partition changes the inputs.
     settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
     experiment = experiment_from(settled)
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))

@@ -123,7 +123,7 @@ def _has_fields(base: type) -> bool:
 
 
 def meaning(documentation: str, field: str, known: set[str]) -> str:
-    """Return what a docstring says of ``field``, empty where that is nothing.
+    """Return the sentences of a docstring on ``field``, empty if there are none.
 
     It is the sentence that begins with the field and those after it, up to one that names another of the ``known``
     fields, or to the end of the paragraph; where no sentence begins with it, those that name it.
@@ -147,7 +147,7 @@ def either(names: Sequence[Any]) -> str:
 
 
 def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
-    """Say what values a field takes, such as "whole number, at least 1"."""
+    """Return the valid values of a field in words, such as "whole number, at least 1"."""
     parts, origin = get_args(annotation), get_origin(annotation)
     if origin is Literal:
         return either(parts)
