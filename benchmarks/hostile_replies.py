@@ -44,12 +44,9 @@ from fl_sim.types import ClientUpdate, Examples, Payloads
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import payload_template, share_template
 from strategies.answers import find_population
+from strategies.compression.error_feedback import PowerSGD, RandK, SignSGD, TopK
 from strategies.compression.layer import ClientCompression
-from strategies.compression.power_sgd import PowerSGD
-from strategies.compression.qsgd import QSGD
-from strategies.compression.rand_k import RandK
-from strategies.compression.sign_sgd import SignSGD
-from strategies.compression.top_k import TopK
+from strategies.compression.quantization import QSGD
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova

@@ -232,6 +232,14 @@ MOVED: Final[Mapping[str, str]] = {
     "partitions.natural": "partitions.feature_skew",
     "partitions.parts": "partitions.scheme",
     "partitions.shards": "partitions.label_skew",
+    "strategies.compression.bits": "strategies.compression.quantization",
+    "strategies.compression.none": "strategies.compression",
+    "strategies.compression.power_sgd": "strategies.compression.error_feedback",
+    "strategies.compression.qsgd": "strategies.compression.quantization",
+    "strategies.compression.rand_k": "strategies.compression.error_feedback",
+    "strategies.compression.settings": "strategies.compression.layer",
+    "strategies.compression.sign_sgd": "strategies.compression.error_feedback",
+    "strategies.compression.top_k": "strategies.compression.error_feedback",
 }
 """{where a module was: where what was in it is now}."""
 

@@ -1,1 +1,12 @@
-"""Ways to compress what clients send, one short file each. The stage that uses them is ``fl_sim.packed``."""
+"""Compression of updates: the layer, quantization, and compressors with error feedback."""
+
+from typing import ClassVar, Literal
+
+from fl_sim.settings import Settings
+
+
+class NoCompression(Settings):
+    """Updates travel uncompressed: four bytes a number."""
+
+    kind: Literal["none"] = "none"
+    keeps_error: ClassVar[bool] = True

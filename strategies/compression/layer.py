@@ -1,4 +1,4 @@
-"""Compression in federated rounds: clients pack what their algorithm sends, and the server unpacks it as it comes."""
+"""The compression layer: clients pack the payloads of their algorithm, and the server unpacks them on arrival."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from typing import Any, ClassVar, Final
 from torch import nn
 
 from clients.client_layer import ClientLayer
-from fl_sim.kinds import is_none
+from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, path_in
 from fl_sim.packed import Held, Packing
 from fl_sim.params import layout_of
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
+from strategies.algorithm import Central, Dealing
+from strategies.compression.error_feedback import RandK, TopK
+from strategies.coordinate_median import CoordinateMedian
+from strategies.feddyn import Dynamic
 from strategies.layer import Layer
+from strategies.scaffold import Scaffold
+from strategies.trimmed_mean import TrimmedMean
 
 HELD: Final = "held-back/"
-"""How the names of groups in client state begin that compression holds back."""
+"""The prefix of the groups in client state that compression holds back."""
 
 
 class Compression(Layer):
-    """Nothing but its client half: what the server has of it is packed and unpacked there."""
+    """Compression as a layer, with a client half alone: it packs and unpacks."""
 
     reserved: ClassVar[str] = HELD
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Say whether updates are compressed."""
+        """Return True if updates are compressed."""
         return not is_none(experiment.compress)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
-        """Return nothing: the server's rounds are those of any other run."""
+        """Return None: the server's rounds are those of any other run."""
         del experiment, out, progress
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return what packs and unpacks."""
+        """Return the client half."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
@@ -49,11 +55,11 @@ class ClientCompression(ClientLayer):
     packing: Packing
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Hide from the algorithm what is held back."""
+        """Return the task without the held-back groups, for the algorithm."""
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Pack, and keep what is held back for the client's next round."""
+        """Return the packed update, with held-back groups in the client state."""
         payloads, packed, held = self.packing.pack(
             update.payloads, task.params, held_in(came.state), task.client, task.server_round
         )
@@ -61,11 +67,11 @@ class ClientCompression(ClientLayer):
         return replace(update, payloads=payloads, packed=packed, state=state)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return what packed groups take."""
+        """Return the sizes of packed groups."""
         return self.packing.sizes(template, model)
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return the update that was packed."""
+        """Return the reply with its update unpacked."""
         opened = {
             name: self.packing.unpack(name, packed, layout_of(template[name]), reply.client, server_round)
             for name, packed in reply.packed.items()
@@ -74,17 +80,46 @@ class ClientCompression(ClientLayer):
         return replace(reply, payloads=payloads, packed={})
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Add what is held back."""
+        """Return ``state`` with held-back groups."""
         return with_held(state, self.packing.held_back(template, server.params))
 
 
+def check_compression(experiment: Choices) -> None:
+    """Raise ValueError where the compression of an ``experiment`` does not fit its other settings."""
+    compress, algorithm = experiment.compress, experiment.algorithm
+    kind, has_rounds = kind_of(compress), not path_in(type(algorithm), "procedure")
+    if not has_rounds or isinstance(algorithm, Dealing) or (isinstance(algorithm, Central) and algorithm.is_central):
+        raise ValueError(
+            f"compress {kind} has no place beside algorithm {kind_of(algorithm)}, whose clients send no updates: leave "
+            "compress out, or take another algorithm, such as fedavg"
+        )
+    if isinstance(algorithm, Scaffold | Dynamic) and not compress.keeps_error:
+        raise ValueError(
+            f"algorithm {kind_of(algorithm)} cannot run with compress {kind}, which is right on average only: what "
+            "clients keep and what the server adds up would drift apart, round by round; take one with error feedback, "
+            "such as compress=top-k, or leave compress out"
+        )
+    if hides_clients(experiment.aggregator) and not (type(compress) is RandK and not compress.keeps_error):
+        raise ValueError(
+            f"compress {kind} cannot run under aggregator global-dp: what a client leaves out depends on its records, "
+            "or comes in a later round, and the guarantee here is stated for what is left out without a look at them: "
+            "take compress=rand-k, whose places are drawn, or leave compress out"
+        )
+    if isinstance(compress, TopK | RandK) and isinstance(experiment.aggregator, CoordinateMedian | TrimmedMean):
+        raise ValueError(
+            f"aggregator {kind_of(experiment.aggregator)} cannot run with compress {kind}: most clients leave out any "
+            "one number, which counts as 0, so the middle is 0 and nothing would be learnt; take aggregator krum, "
+            "multi-krum, geometric-median or norm-bound, or compress=qsgd"
+        )
+
+
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return client state with what is held back, by the group of the update."""
+    """Return client state with held-back groups, by the group of the update."""
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return what client state holds back, by the group of the update."""
+    """Return the held-back groups in client state, by the group of the update."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

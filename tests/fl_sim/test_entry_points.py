@@ -90,7 +90,7 @@ def test_a_kind_is_imported_where_it_is_chosen_and_no_other() -> None:
     code = (
         "import sys; from fl_sim.experiment.experiment import experiment_from as made; made({}); "
         "features = ('clients.dafl', 'strategies.global_dp', 'strategies.pate', 'strategies.private_start', "
-        "'strategies.tstr', 'strategies.ccvr', 'strategies.compression.top_k', 'strategies.fedprox'); "
+        "'strategies.tstr', 'strategies.ccvr', 'strategies.compression.error_feedback', 'strategies.fedprox'); "
         "assert not [one for one in features if one in sys.modules]; made({'algorithm': 'fedprox'}); "
         "assert [one for one in features if one in sys.modules] == ['strategies.fedprox']"
     )

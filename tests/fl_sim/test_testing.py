@@ -13,11 +13,8 @@ from fl_sim.params import FlatParams, Layout, add, num_in, scale, zeros_like
 from fl_sim.testing import BrokenLaw, check, check_compressor
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Payloads, ServerState, Trained
 from strategies.algorithm import Averaging
-from strategies.compression.power_sgd import PowerSGD
-from strategies.compression.qsgd import QSGD
-from strategies.compression.rand_k import RandK
-from strategies.compression.sign_sgd import SignSGD
-from strategies.compression.top_k import TopK
+from strategies.compression.error_feedback import PowerSGD, RandK, SignSGD, TopK
+from strategies.compression.quantization import QSGD
 
 _calls = count()
 

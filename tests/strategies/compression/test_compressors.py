@@ -18,13 +18,9 @@ from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.seeding import rng
 from fl_sim.settings import kinds_of
 from fl_sim.types import ClientUpdate, Payloads
-from strategies.compression.bits import bits_for, pack, pack_digits, unpack, unpack_digits
+from strategies.compression.error_feedback import PowerSGD, RandK, SignSGD, TopK
 from strategies.compression.layer import ClientCompression
-from strategies.compression.power_sgd import PowerSGD
-from strategies.compression.qsgd import QSGD
-from strategies.compression.rand_k import RandK
-from strategies.compression.sign_sgd import SignSGD
-from strategies.compression.top_k import TopK
+from strategies.compression.quantization import QSGD, bits_for, pack, pack_digits, unpack, unpack_digits
 
 LAYOUT: Layout = (("conv", (4, 3, 5, 5)), ("bias", (4,)), ("head", (10, 40)), ("one", ()))
 D = num_in(LAYOUT)  # 300 + 4 + 400 + 1 = 705

@@ -16,7 +16,7 @@ from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.types import Cohort, Payloads, Reply
 from strategies.algorithm import payload_template
-from strategies.compression.rand_k import RandK
+from strategies.compression.error_feedback import RandK
 from strategies.global_dp import GlobalDP
 
 ON_AVERAGE = {"rand-k": "rand-k:0.3", "qsgd": "qsgd"}

@@ -153,7 +153,7 @@ def test_without_compression_files_are_as_they_were(tmp_path: Path) -> None:
 
 
 def test_what_a_client_sends_wrongly_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strategies.compression.top_k import TopK  # noqa: PLC0415
+    from strategies.compression.error_feedback import TopK  # noqa: PLC0415
 
     packed_well = TopK.encode
 

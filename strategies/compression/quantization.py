@@ -1,0 +1,151 @@
+"""QSGD, and whole numbers packed into bytes and back, in the fewest bits that any of them may need.
+
+QSGD rounds numbers at random to a few levels, right on average (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j)
+||v|| xi_j, where xi_j is one of the two multiples of 1/s around |v_j| / ||v||, the upper one with the probability that
+makes E[xi_j] = |v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d) / s) ||v||^2. As in
+section 4 of the paper, v is a bucket of neighbouring numbers, not all of them.
+
+Every list of numbers has exactly one packed form: left-over bits are 0, and any other bytes are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.errors import Malformed
+from fl_sim.importing import torch
+from fl_sim.packed import Coins, Packed, Size
+from fl_sim.params import FlatParams, Layout, num_in
+from fl_sim.settings import Settings
+from fl_sim.types import Payloads
+
+_WORD: Final = 64
+
+
+class QSGD(Settings):
+    """Sends every number as one of a few levels, and the L2 norm of every bucket of ``bucket_size`` numbers.
+
+    ``levels``: the paper's s, the number of levels above 0, and as many below; 7 take 4 bits a number, 1 takes 1.6.
+    ``bucket_size``: larger ones cost fewer norms, 32 bits each, and more variance.
+    """
+
+    kind: Literal["qsgd"] = "qsgd"
+    levels: int = Field(7, ge=1, le=32767)
+    bucket_size: int = Field(512, ge=1, le=10**9)
+    keeps_error: ClassVar[bool] = False
+
+    def size(self, layout: Layout) -> Size:
+        """Return the size of one norm for each bucket, and of all levels."""
+        d = num_in(layout)
+        return Size(-(-d // self.bucket_size), num_digit_bytes(d, self._values))
+
+    def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
+        """Send norms and levels."""
+        del held
+        buckets = self._in_buckets(update.flat.numpy())
+        with np.errstate(over="ignore"):  # the server reports a norm that is not finite
+            norms = np.sqrt(np.square(buckets, dtype=np.float64).sum(axis=1)).astype(np.float32)
+        drawn = coins().random(buckets.size, dtype=np.float32).reshape(buckets.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            heights = np.abs(buckets) / np.where(norms > 0, norms, 1)[:, None] * np.float32(self.levels)
+            below = np.floor(heights)
+            levels = np.nan_to_num(np.minimum(below + (drawn < heights - below), self.levels) * np.sign(buckets))
+        digits = levels.astype(np.int64).ravel()[: len(update.flat)] + self.levels
+        return Packed.of(norms, pack_digits(digits, self._values)), {}
+
+    def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
+        """Return the rounded update. Raises Malformed for norms below 0 and for unknown levels."""
+        del coins
+        norms, d = packed.numbers.numpy(), num_in(layout)
+        if (norms < 0).any():
+            raise Malformed("sent norms that are below 0")
+        levels = self._in_buckets((unpack_digits(packed.bits, d, self._values) - self.levels).astype(np.float32))
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = levels * (norms / np.float32(self.levels))[:, None]
+        return FlatParams(torch.from_numpy(rounded.ravel()[:d].copy()), layout)
+
+    @property
+    def _values(self) -> int:
+        return 2 * self.levels + 1
+
+    def _in_buckets(self, flat: NDArray[np.float32]) -> NDArray[Any]:
+        """Return numbers as (buckets, bucket size), with zeros behind the last of them."""
+        size = min(self.bucket_size, len(flat))
+        padded = np.zeros(-(-len(flat) // size) * size, np.float32)
+        padded[: len(flat)] = flat
+        return padded.reshape(-1, size)
+
+
+def bits_for(values: int) -> int:
+    """Return the number of bits for ``values`` different numbers.
+
+    >>> [bits_for(values) for values in (1, 2, 3, 1024, 1025)]
+    [0, 1, 2, 10, 11]
+    """
+    return (values - 1).bit_length()
+
+
+def num_bytes(count: int, bits: int) -> int:
+    """Return the number of bytes of ``count`` numbers of ``bits`` bits each."""
+    return -(-count * bits // 8)
+
+
+def pack(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
+    """Return numbers from 0 to 2^``bits`` - 1, one behind the other, the highest bit first."""
+    places = np.arange(bits - 1, -1, -1)
+    return np.packbits((numbers[:, None] >> places & 1).astype(np.uint8))
+
+
+def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
+    """Return the ``count`` numbers in the bytes of ``pack``. Raises Malformed where bits behind them are not 0."""
+    each = np.unpackbits(packed)
+    if each[count * bits :].any():
+        raise Malformed("sent packed numbers with something behind the last of them")
+    numbers = np.zeros(count, np.int64)
+    for column in each[: count * bits].reshape(count, bits).T:
+        numbers = numbers << 1 | column
+    return numbers
+
+
+def digits_in_word(base: int) -> int:
+    """Return the number of digits of a number system that fit into 64 bits.
+
+    >>> [digits_in_word(base) for base in (2, 3, 15, 255)]
+    [64, 40, 16, 8]
+    """
+    digits, values = 0, base
+    while values <= 2**_WORD:
+        digits, values = digits + 1, values * base
+    return digits
+
+
+def num_digit_bytes(count: int, base: int) -> int:
+    """Return the number of bytes of ``count`` digits from ``pack_digits``."""
+    return _WORD // 8 * -(-count // digits_in_word(base))
+
+
+def pack_digits(digits: NDArray[np.int64], base: int) -> NDArray[np.uint8]:
+    """Return digits from 0 to ``base`` - 1 as words of 64 bits: of three levels, 1.6 bits each and not 2."""
+    width = digits_in_word(base)
+    columns = np.zeros((-(-len(digits) // width), width), np.uint64)
+    columns.ravel()[: len(digits)] = digits
+    words = np.zeros(len(columns), np.uint64)
+    for column in columns.T[::-1]:
+        words = words * np.uint64(base) + column
+    return words.astype("<u8").view(np.uint8)
+
+
+def unpack_digits(packed: NDArray[np.uint8], count: int, base: int) -> NDArray[np.int64]:
+    """Return the ``count`` digits in the bytes of ``pack_digits``. Raises Malformed for words that it never makes."""
+    words, digits = packed.view("<u8").astype(np.uint64), np.zeros((digits_in_word(base), len(packed) // 8), np.int64)
+    for row in digits:
+        words, left = np.divmod(words, np.uint64(base))
+        row[:] = left
+    every = digits.T.ravel()
+    if words.any() or every[count:].any():
+        raise Malformed(f"sent levels that are not among the {base} there are")
+    return every[:count]
