@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_task import Broadcast, Client, ClientTask, Grouped, Guarded, RuntimeFactory
+from clients.client_task import Broadcast, Client, ClientTask, Grouped, RuntimeFactory
 from clients.train import Train, TrainingJob
 from fl_sim.engines import remote, wire
 from fl_sim.engines.arrays import reuse_freed_memory
@@ -65,7 +65,7 @@ def task_of(client: Client) -> ClientTask:
             f"{', '.join(tasks)} alone: see that the server runs the same version of fl-sim"
         )
     task = tasks[name]
-    if client.policy and isinstance(task, Guarded) and not is_own_kind(task):
+    if client.policy and type(task) is Train:
         task.check(client)
     elif client.policy:  # a policy trusts no foreign code about the contents of an answer
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))

@@ -140,15 +140,6 @@ class ClientTask(Protocol):
 
 
 @runtime_checkable
-class Guarded(Protocol):
-    """A task of ours with a check of its own against a policy, in place of ``reads_records``."""
-
-    def check(self, client: Client) -> None:
-        """Raise RunError if the client's policy, which it has, does not allow the task."""
-        ...
-
-
-@runtime_checkable
 class Grouped(Protocol):
     """A task that computes the answers of several clients together, which saves time."""
 

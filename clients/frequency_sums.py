@@ -93,10 +93,17 @@ def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np
         case 1:
             sums = {"means": rows.sum(axis=0), "squares": SQUARES * np.array([(rows**2).sum()])}
         case 2:
-            sums = _by_class(_shortened(rows), labels, num_classes)
+            counts = COUNT * np.bincount(labels, minlength=num_classes).astype(np.float64)
+            means = np.zeros((num_classes, rows.shape[1]))
+            np.add.at(means, labels, _shortened(rows))
+            sums = {"counts": counts, "means": means}
         case 3:
             assert question.means is not None
-            sums = _products(_shortened(rows) - question.means[labels], labels, num_classes)
+            rows = _shortened(rows) - question.means[labels]
+            own = np.zeros((num_classes, math.comb(rows.shape[1] + 1, 2)))
+            for label in np.unique(labels):
+                own[label] = _shortened(products(rows[labels == label]), LONGEST**2).sum(axis=0)
+            sums = {"common": COMMON * own.sum(axis=0), "own": own}
     return {name: torch.from_numpy(value / question.records).float() for name, value in sums.items()}
 
 
@@ -126,17 +133,3 @@ def _shortened(rows: Array, longest: float = LONGEST) -> Array:
     """Return rows that are longer than ``longest`` shortened to it."""
     found: Array = rows * np.minimum(1, longest / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
     return found
-
-
-def _by_class(rows: Array, labels: NDArray[np.int64], num_classes: int) -> dict[str, Array]:
-    counts = COUNT * np.bincount(labels, minlength=num_classes).astype(np.float64)
-    means = np.zeros((num_classes, rows.shape[1]))
-    np.add.at(means, labels, rows)
-    return {"counts": counts, "means": means}
-
-
-def _products(rows: Array, labels: NDArray[np.int64], num_classes: int) -> dict[str, Array]:
-    own = np.zeros((num_classes, math.comb(rows.shape[1] + 1, 2)))
-    for label in np.unique(labels):
-        own[label] = _shortened(products(rows[labels == label]), LONGEST**2).sum(axis=0)
-    return {"common": COMMON * own.sum(axis=0), "own": own}

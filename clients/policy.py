@@ -214,22 +214,21 @@ def pay(
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
-    noise = Noise.seeded(int.from_bytes(hashlib.sha256(seeded.encode()).digest())) if seeded else _kept_noise(folder)
+    if seeded:
+        noise = Noise.seeded(int.from_bytes(hashlib.sha256(seeded.encode()).digest()))
+    else:
+        path = folder / KEY
+        if not path.exists():
+            write_private(path, os.urandom(_KEY_BYTES))
+        if path.stat().st_size != _KEY_BYTES:
+            raise RunError(f"{path} is damaged: delete it, and the release is made with another key, which pays again")
+        noise = Noise(path.read_bytes(), simulation_only=False)
     if policy:
         return PaidNoise(noise, policy.pay(releases, noise.identity))
     own = open_ledger(ledger)
     for name, event in releases.items():
         own.charge(event, release=name, noise=noise.identity)
     return PaidNoise(noise, own.receipt)
-
-
-def _kept_noise(folder: Path) -> Noise:
-    path = folder / KEY
-    if not path.exists():
-        write_private(path, os.urandom(_KEY_BYTES))
-    if path.stat().st_size != _KEY_BYTES:
-        raise RunError(f"{path} is damaged: delete it, and the release is made with another key, which pays again")
-    return Noise(path.read_bytes(), simulation_only=False)
 
 
 def _text(path: Path) -> str:

@@ -104,22 +104,16 @@ class Marginals(Settings):
         cells = cells_of((records.inputs.numpy()[own] + 1) / 2, columns)
         labels = np.searchsorted(present, records.labels.numpy()[own])
         table = CellTable(cells, labels, len(present), tuple(column.cells for column in columns))
-        counted, stds = self._counted(table, bill.noise_multiplier, noise)
-        made = fitted(counted, *stds).sample(counts[present], generator)
-        return torch.from_numpy(records_of(made, columns) * 2 - 1)
-
-    def _counted(
-        self, table: CellTable, noise_multiplier: float, noise: Noise
-    ) -> tuple[ForestMarginals, tuple[float, float]]:
-        """Make the three parts of the release: return the noisy counts, and the noise's standard deviation on each."""
-        z_of_ones = noise_multiplier / math.sqrt(self.columns_share)
-        z_of_twos = noise_multiplier / math.sqrt(1 - self.columns_share - self.pairs_share)
+        z = bill.noise_multiplier
+        z_of_twos = z / math.sqrt(1 - self.columns_share - self.pairs_share)
         most = max(1, len(table.sizes) - 1)  # edges of a forest
-        ones, std_of_ones = released(table.ones(), z_of_ones, noise, "columns")
-        epsilon = math.sqrt(8 * self.pairs_share * _rho(noise_multiplier) / most)
+        ones, std_of_ones = released(table.ones(), z / math.sqrt(self.columns_share), noise, "columns")
+        epsilon = math.sqrt(8 * self.pairs_share * _rho(z) / most)
         edges = chosen_pairs(table, ones, z_of_twos * math.sqrt(most), epsilon, noise)
         twos, std_of_twos = released([table.counts(*edge) for edge in edges], z_of_twos, noise, "pairs")
-        return ForestMarginals(ones, dict(zip(edges, twos, strict=True))), (std_of_ones, std_of_twos)
+        model = fitted(ForestMarginals(ones, dict(zip(edges, twos, strict=True))), std_of_ones, std_of_twos)
+        made = model.sample(counts[present], generator)
+        return torch.from_numpy(records_of(made, columns) * 2 - 1)
 
 
 def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, purpose: str) -> tuple[list[Array], float]:

@@ -77,14 +77,6 @@ class PaidRequest:
     receipt: Receipt
 
 
-def make_share(settings: DaFl, client: ReleasingClient, *, seed: int, public_records: int) -> SyntheticShare:
-    """Return the share of one ``client`` by itself: see ``make_shares``."""
-    [share] = make_shares(settings, [client], seed=seed, public_records=public_records)
-    if isinstance(share, Exception):
-        raise share
-    return share
-
-
 def make_shares(
     settings: DaFl,
     clients: Sequence[ReleasingClient],

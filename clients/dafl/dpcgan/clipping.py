@@ -10,9 +10,9 @@ bits do not depend on the other pairs of the step. Norms and sums are float64, w
 Where the rows of a pair cancel, a norm from scalar products may be rounded down, but by no more than 2 n u times what
 does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1), and that much is added to it.
 
-Why not Opacus: its hooks form every record's gradient of every layer, of real and fake apart, at about three times the
-cost of a step without privacy (``benchmarks/dpcgan_step.py``). They are what the tests hold this file against, and what
-``clients.dafl.dpcgan.with_opacus`` takes where it is asked for.
+Opacus' hooks form every record's gradient of every layer, of real and fake apart, at about three times the cost of a
+step without privacy (``benchmarks/dpcgan_step.py``). The tests compare this file with them, and
+``clients.dafl.dpcgan.with_opacus`` trains by them on request.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _SLACK: Final = 2.0**-32
 
 @dataclass(frozen=True)
 class ClientPairs:
-    """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and what to clip each pair to.
+    """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and the clipping norm of a pair.
 
     D scores each row by itself and consists of Linear, Conv2d, InstanceNorm2d without running statistics, and layers
     without parameters. ``clipping_norm`` inf: the plain sum.
@@ -57,8 +57,8 @@ def clipped_sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     """Return every client's sum, over its pairs, of the gradients of loss(D(real), 1) + loss(D(fake), 0), clipped.
 
     Each pair's gradient is clipped as one vector. The sums are flat and float64, in the order of ``D.parameters()``. A
-    pair whose gradient is not finite counts as the zero vector; no pairs at all sum to zero. Networks of one kind; what
-    a client gets does not depend on the others.
+    pair whose gradient is not finite counts as the zero vector; no pairs at all sum to zero. The networks are of one
+    kind; a client's sum does not depend on the others.
     """
     found = iter(_sums([one for one in clients if len(one.real)]))
     sizes = [sum(weight.numel() for weight in one.discriminator.parameters()) for one in clients]
@@ -74,7 +74,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     bounds, sizes = [], []
     for one in clients:
         sizes.append(filled_up(2 * len(one.real)) // 2)
-        # The pairs that fill up a stack have the bound zero: a factor of zero, and no part in any sum.
+        # The padding pairs have the bound zero: a factor of zero, and no part in any sum.
         bounds += [
             torch.full((len(one.real),), one.clipping_norm * (1 - MARGIN), dtype=torch.float64),
             torch.zeros(sizes[-1] - len(one.real), dtype=torch.float64),
@@ -186,8 +186,8 @@ class _Convolution:
         self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # Where scalar products of all rows would be dearer than the gradients, each pair's gradient is formed: once.
-        # Its norm is that of what is summed, however it was rounded.
+        # Each pair's gradient is formed once if scalar products of all rows would cost more. Its norm is that of the
+        # vector that is summed, however it was rounded.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)

@@ -3,14 +3,14 @@
 The discriminator D alone sees records, and learns by DP-SGD: each step takes every record by an independent coin of
 probability q, pairs it with a fake, clips the gradient of loss(D(real), 1) + loss(D(fake), 0) as one vector to C, sums,
 adds N(0, (z C)^2) and divides by the public qn. The generator G learns from D, which is released already. Noise and
-number of steps are fixed from the budget before the first record is looked at.
+number of steps follow from the budget before the first record is read.
 
-Coins, and what the fakes of a D step are made of, come from the secret source: were a fake's latent vector known, and
-dealt out by position in the batch, one record more would change the fakes of all that follow it.
+Coins, latent vectors and classes of the fakes of a D step come from the secret source: if a fake's latent vector were
+known and assigned by position in the batch, one record more would change the fakes of all that follow it.
 
 Many clients train as one stack (``clients.dafl.dpcgan.nets``), each with its own records, coins, noise, bill and
-generator of random numbers. The stack shares nothing but the time that it takes to start an operation: a client by
-itself is a stack of one, and gets the same bits.
+generator of random numbers. The stack shares only the time to start an operation: a client by itself is a stack of one,
+and gets the same bits.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class DpCgan(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
         """Return the cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
-        Refused where that noise, in every single parameter, is longer than all gradients of an expected batch together
-        could be, z > qn: then no step can tell the records from the noise.
+        Refused if that noise, in every single parameter, is longer than all gradients of an expected batch together
+        can be, z > qn: then no step can tell the records from the noise.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415

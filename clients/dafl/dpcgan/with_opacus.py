@@ -1,13 +1,13 @@
 """The discriminator's private gradient by Opacus (Yousefpour et al. 2021): its hooks, its optimiser, its accountant.
 
-What Opacus is known to do wrong is kept out. Real and fake go through D in two passes and back in one, so that a pair
-is clipped as one vector; after two backward passes they would be clipped apart. A batch of no records is a sum of
-zeros, not an error. A pair whose gradient is not finite counts as the zero vector, not as NaN in every parameter. The
-generator's steps see a discriminator without hooks. Everything is float64, since what is clipped in float32 may be
-longer than the bound; and noise comes from the client's secret source and lies on its grid, not from torch's generator.
+Known faults of Opacus are avoided. Real and fake pass D in two passes and back in one, so that a pair is clipped as one
+vector; after two backward passes they would be clipped apart. A batch of no records is a sum of zeros, not an error. A
+pair whose gradient is not finite counts as the zero vector, not as NaN in every parameter. The generator's steps use a
+discriminator without hooks. Everything is float64, since a vector that is clipped in float32 may be longer than the
+bound; and noise comes from the client's secret source and lies on its grid, not from torch's generator.
 
-Left to Opacus' word: that a pair's gradient hardly depends on which pairs are beside it. It does by float64's rounding,
-which ``clients.dafl.dpcgan.clipping`` rules out.
+Opacus is trusted in one point: that a pair's gradient hardly depends on the pairs beside it. It does by float64's
+rounding, which ``clients.dafl.dpcgan.clipping`` rules out.
 """
 
 from copy import deepcopy
@@ -28,9 +28,9 @@ from fl_sim.privacy.mechanisms import Noise, add_noise
 
 @dataclass(frozen=True)
 class OpacusTerms:
-    """What a client's discriminator is trained under.
+    """The terms of the training of a client's discriminator.
 
-    ``batch``: the expected number of pairs; ``std``: of the noise on their sum; ``bound``: what each is clipped to.
+    ``batch``: the expected number of pairs; ``std``: of the noise on their sum; ``bound``: the clipping norm of each.
     """
 
     bill: GeneratorBill
@@ -56,7 +56,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
         self.terms, self.number = terms, 0
 
     def clip_and_accumulate(self) -> None:
-        """Clip and sum, without the pairs of which some gradient is not finite."""
+        """Clip and sum, without the pairs that have a gradient that is not finite."""
         finite = torch.stack([gradient.flatten(1).square().sum(1) for gradient in self.grad_samples]).sum(0).isfinite()
         for parameter in self.params:
             parameter.grad_sample = parameter.grad_sample[finite]
@@ -75,7 +75,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
 
 
 class OpacusGradients:
-    """One client's discriminator as Opacus sees it: a float64 copy with hooks, and what it counts."""
+    """One client's discriminator for Opacus: a float64 copy with hooks, an optimiser and an accountant."""
 
     def __init__(self, discriminator: nn.Sequential, terms: OpacusTerms) -> None:
         self.discriminator, self.bill = discriminator, terms.bill
@@ -101,15 +101,10 @@ class OpacusGradients:
                 weight.grad_sample = weight.new_zeros(0, *weight.shape)  # type: ignore[attr-defined] # Opacus' own
         self.optimizer.number = step
         self.optimizer.pre_step()
-        return torch.cat([_gradient(weight).flatten() for weight in self.weights]).float()
+        gradients: list[Any] = [weight.grad for weight in self.weights]
+        return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def check(self) -> None:
-        """Raise AssertionError unless Opacus' accountant has counted just the releases that were billed."""
+        """Raise AssertionError unless Opacus' accountant has counted exactly the releases of the bill."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
         assert self.accountant.history == billed, "Opacus has counted other releases than were charged"
-
-
-def _gradient(weight: nn.Parameter) -> torch.Tensor:
-    gradient: Any = weight.grad
-    assert isinstance(gradient, torch.Tensor)
-    return gradient

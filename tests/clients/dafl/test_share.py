@@ -15,7 +15,7 @@ from clients.dafl.generator import PrivateRecords
 from clients.dafl.labels import ExponentialMechanism
 from clients.dafl.noisy_moments import MeanEmbedding
 from clients.dafl.settings import DaFl
-from clients.dafl.share import ReleasingClient, SyntheticShare, make_share, make_shares
+from clients.dafl.share import ReleasingClient, SyntheticShare, make_shares
 from fl_sim.data import load
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -33,6 +33,13 @@ def _settings(**changes: object) -> DaFl:
     # The noise is secret, so labels are picked with so little of it that no outcome of these tests hangs on it.
     generator = {"kind": "mean-embedding", "frequencies": 8}
     return DaFl.model_validate({"generator": generator, "labels": "exponential:2", **changes})
+
+
+def make_share(settings: DaFl, client: ReleasingClient, *, seed: int, public_records: int) -> SyntheticShare:
+    [share] = make_shares(settings, [client], seed=seed, public_records=public_records)
+    if isinstance(share, Exception):
+        raise share
+    return share
 
 
 def _client(records: PrivateRecords, folder: Path, number: int = 0) -> ReleasingClient:
