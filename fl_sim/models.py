@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fl_sim.errors import UserError
-from fl_sim.names import GRU, known_model
 from fl_sim.own_code import in_one_line, load_object, with_place
 from fl_sim.params import all_norms_in, norms_in, running_in
 from fl_sim.seeding import process_alone, seed_process, seed_torch, torch_alone
+from fl_sim.settings import GRU, known_model
 from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Settings: frozen values that take any kind in fields marked with ``OneOf``, and TOML files read within bounds."""
+"""Settings: frozen values that take any kind in fields marked with ``OneOf``, names of models, and TOML files."""
 
 import re
 import stat
@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from fl_sim.errors import UserError
 from fl_sim.kinds import is_none
-from fl_sim.mistakes import shortened
+from fl_sim.mistakes import guess, shortened
 from fl_sim.one_of import Json, OurKinds, entry_points_of_ours, load_entry_point
 from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (said so for mypy: settings are declared with it)
 
@@ -169,6 +169,25 @@ def _default_kind(field: FieldInfo) -> str:
     one_of = _one_of(field)
     assert one_of is not None, "a field of one kind alone"
     return str(one_of.expand(field.default, field.annotation)["kind"])
+
+
+MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logistic", "resnet")
+"""The keys of ``fl_sim.models.MODELS``."""
+
+GRU: Final = "gru"
+"""The model for sequences of tokens, and for nothing else (fl_sim.models.GatedRecurrent)."""
+
+ALL_NAMES: Final = (*MODEL_NAMES, GRU)
+
+
+def known_model(name: str) -> str:
+    """Return ``name``: nothing (the data set's default), one of ours, or an import path. Raises UserError otherwise."""
+    if name and ":" not in name and name not in ALL_NAMES:
+        raise UserError(
+            f"unknown model {shortened(name)!r}{guess(name, ALL_NAMES)}; choose one of {', '.join(ALL_NAMES)}, or "
+            "give your own as package.module:factory"
+        )
+    return name
 
 
 MOST_BYTES: Final = 2**20

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +163,23 @@ class Dataset:
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one record: (channels, height, width) or (features,)."""
         return self.train.inputs.shape[1:]
+
+
+FINER: Final = {"cifar100-coarse": "cifar100"}
+"""{data set: the one with the same records in more classes}."""
+
+_SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
+"""The separator of a data set's place and its reading options."""
+
+
+def called(data: str) -> str:
+    """Return the name of the records of ``data`` in bills, without classes and reading options."""
+    return _SETTINGS.split(records_of(data))[0]
+
+
+def records_of(data: str) -> str:
+    """Return the data set with the same records, for most ``data`` itself. Releases about both add up."""
+    return FINER.get(data, data)
 
 
 @dataclass(frozen=True)

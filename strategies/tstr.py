@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field
 
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of, replaces_records
-from fl_sim.names import known_model
-from fl_sim.settings import Settings
+from fl_sim.settings import Settings, known_model
 from fl_sim.types import Dataset
 
 DISCRIMINANT, QUADRATIC, OWN = "discriminant", "quadratic-discriminant", "model"

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
-from fl_sim.names import FINER, records_of
+from fl_sim.types import FINER, records_of
 
 Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "own"]
 

@@ -29,11 +29,10 @@ from fl_sim.data.pictures import SUFFIXES, read_folder
 from fl_sim.data.places import DataSource, describe_missing, download, find, look_for
 from fl_sim.data.public_sets import read_cifar, read_digits, read_idx, read_svhn, read_uci
 from fl_sim.errors import UserError
-from fl_sim.names import records_of
 from fl_sim.own_code import load_object, with_place
 from fl_sim.seeding import seeded_alone
 from fl_sim.store.private import machine_key
-from fl_sim.types import Dataset, Examples
+from fl_sim.types import Dataset, Examples, records_of
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})

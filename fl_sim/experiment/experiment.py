@@ -25,7 +25,6 @@ from fl_sim.kinds import (
     replaces_records,
 )
 from fl_sim.mistakes import explain, shortened
-from fl_sim.names import known_model
 from fl_sim.own_code import IMPORT_PATH
 from fl_sim.settings import (
     MOST_LEVELS,
@@ -38,6 +37,7 @@ from fl_sim.settings import (
     chosen_class,
     default_of,
     group_in,
+    known_model,
 )
 from partitions import Scheme
 from strategies.aggregators import Aggregator

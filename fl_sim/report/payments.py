@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fl_sim.errors import RunError
-from fl_sim.names import called
 from fl_sim.privacy import events
 from fl_sim.privacy.bill import Bill, Counts, Payment, RunPayments, bills, whole_run
 from fl_sim.privacy.terms import Adjacency, rounded_up
 from fl_sim.report.files import PrivacyStatement, StageResult
 from fl_sim.report.groups import split_of
 from fl_sim.report.runs import Found, Problem, SavedRun
+from fl_sim.types import called
 
 _MOMENTS: Final = "moments-"
 """Prefix of the identity of feature moments that clients release after training."""

@@ -23,11 +23,11 @@ import numpy as np
 from clients.policy import RECORD_TERMS
 from fl_sim.data import content_of, fingerprint
 from fl_sim.experiment.job import Job
-from fl_sim.names import records_of
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Charge, Ledger
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.store.files import user_folder
+from fl_sim.types import records_of
 
 _EARLIER: Final = "earlier"
 

@@ -22,7 +22,6 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan, sent_by
-from fl_sim.names import called
 from fl_sim.own_code import error_context, load_object
 from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
@@ -34,7 +33,7 @@ from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, Progress, RoundRecord, write_state
 from fl_sim.training.features import head_of
-from fl_sim.types import Params, Payloads, ServerState, Traffic
+from fl_sim.types import Params, Payloads, ServerState, Traffic, called
 from strategies.algorithm import (
     Advising,
     Algorithm,

@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 from fl_sim.data import NAMES, DataSource, find, load, roots, tuned_on, verify
 from fl_sim.data.reading import read
 from fl_sim.errors import UserError
-from fl_sim.names import records_of
+from fl_sim.types import records_of
 
 REAL_ROOT = os.environ.get("FL_SIM_DATA")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.errors import UserError
-from fl_sim.names import MODEL_NAMES
+from fl_sim.settings import MODEL_NAMES
 
 MNIST, DIGITS, CIFAR = (1, 28, 28), (1, 8, 8), (3, 32, 32)
 
