@@ -54,7 +54,7 @@ class Arrival:
 class _Asynchronous(Settings):
     """Compatibility of FedAsync and FedBuff with other settings."""
 
-    procedure: ClassVar[str] = "fl_sim.stages.asynchronous:at_own_pace"
+    procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
     if TYPE_CHECKING:  # fields of both, whose first is what their short form sets
         concurrency: int

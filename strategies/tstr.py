@@ -38,7 +38,7 @@ class Tstr(Settings):
 
     kind: Literal["tstr"] = "tstr"
     title: ClassVar[str] = "TSTR"
-    procedure: ClassVar[str] = "fl_sim.stages.tstr:OnSynthetic"
+    procedure: ClassVar[str] = "fl_sim.stages.tstr:TstrProcedure"
     starts_with: ClassVar[Mapping[str, Any]] = {
         "preprocess": {"kind": "da-fl", "train_on": "synthetic"},
         "local": {"epochs": 20, "optimizer": "adam", "learning_rate": 1e-3},

@@ -40,7 +40,7 @@ class DaFl(Settings):
 
     kind: Literal["da-fl"] = "da-fl"
     title: ClassVar[str] = "DA-FL"
-    stage: ClassVar[str] = "fl_sim.stages.dafl.stage:Synthesis"
+    stage: ClassVar[str] = "fl_sim.stages.dafl.stage:SynthesisStage"
     is_private: ClassVar[bool] = True
     computes_with_records: ClassVar[bool] = True
     epsilon: float = Field(10.0, gt=0, allow_inf_nan=True)

@@ -124,7 +124,7 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 
 
 @dataclass(frozen=True, order=True)
-class Turn:
+class ClientTurn:
     """A client's turn, which ends at a virtual time; equal ends are in the order of clients.
 
     ``server_round``: the server's step that is next when it starts; it trains the model of the one before.
@@ -143,11 +143,11 @@ class ServerStep:
     """
 
     number: int
-    arrived: tuple[Turn, ...]
+    arrived: tuple[ClientTurn, ...]
     num_started: int
     seconds: float
 
-    def staleness(self, turn: Turn) -> int:
+    def staleness(self, turn: ClientTurn) -> int:
         """Return how many steps the server has made since ``turn`` started, without this one."""
         return self.number - turn.server_round
 
@@ -170,19 +170,19 @@ class Schedule:
     buffer: int
     now: float = 0.0
     steps: int = 0
-    _flying: list[Turn] = field(default_factory=list)
+    _flying: list[ClientTurn] = field(default_factory=list)
     _away: set[int] = field(default_factory=set)
     _unasked: deque[int] = field(default_factory=deque)
     _looks: int = 0
 
     @property
-    def in_flight(self) -> list[Turn]:
+    def in_flight(self) -> list[ClientTurn]:
         """Return the turns that have not ended, the first to end first."""
         return sorted(self._flying)
 
     def next_step(self) -> ServerStep:
         """Go on until the server makes its next step."""
-        number, before, arrived, started = self.steps + 1, self.now, list[Turn](), 0
+        number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._unasked = deque(self.order_of(number))
         while len(arrived) < self.buffer:
             # All that end at the same time end before anybody starts: who starts is not decided by their order.
@@ -210,7 +210,7 @@ class Schedule:
                 passed_over.append(client)
                 continue
             seconds = self.clock.seconds(client, number, self.clock.steps(client))
-            heapq.heappush(self._flying, Turn(self.now + seconds, client, number))
+            heapq.heappush(self._flying, ClientTurn(self.now + seconds, client, number))
             self._away.add(client)
         self._unasked.extendleft(reversed(passed_over))
         return len(self._flying) - before

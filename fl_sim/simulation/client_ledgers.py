@@ -33,7 +33,7 @@ _EARLIER: Final = "earlier"
 
 
 @dataclass(frozen=True)
-class Together:
+class JointCost:
     """What all releases about a data set's records cost a record together.
 
     ``shares``: the most releases that one record can be in; a share of a pool is one.
@@ -63,7 +63,7 @@ def names_of_deal(job: Job) -> tuple[str, str]:
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
 
-def all_together(job: Job, delta: float) -> Together:
+def joint_cost(job: Job, delta: float) -> JointCost:
     """Return what every release cost that the ledgers know about the job's data set, whatever its settings.
 
     A record is with one client of each deal, so a deal costs it no more than the dearest Renyi curve of its clients,
@@ -76,10 +76,10 @@ def all_together(job: Job, delta: float) -> Together:
         if charged:
             total = total + np.max([compose(counts) for counts in charged], axis=0)
             shares += max(sum(map(_begins_share, ledger.charges)) for ledger in ledgers)
-    return Together(epsilon_of_curve(total, delta), shares)
+    return JointCost(epsilon_of_curve(total, delta), shares)
 
 
-def together_in_words(together: Together | None, delta: float) -> str:
+def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
     """Return what a statement about one release must add; ``together`` None: it is not known here."""
     if together is None:
         return (

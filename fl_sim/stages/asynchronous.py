@@ -1,4 +1,4 @@
-"""FedAsync and FedBuff as a procedure: clients work at their own pace, and the server goes on as updates come."""
+"""FedAsync and FedBuff as a procedure: clients train asynchronously, and the server merges updates as they arrive."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,10 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_sim.devices.clock import Schedule, ServerStep, Turn
+from fl_sim.devices.clock import ClientTurn, Schedule, ServerStep
 from fl_sim.devices.settings import fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
-from fl_sim.experiment.job import Job
 from fl_sim.own_code import error_context
 from fl_sim.params import WriteGuard
 from fl_sim.seeding import rng, seed_process
@@ -25,7 +24,7 @@ from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
-from strategies.algorithm import Algorithm, groups_of
+from strategies.algorithm import groups_of
 from strategies.answers import find_population, refusal
 from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss
 from strategies.samplers import in_random_order
@@ -33,32 +32,29 @@ from strategies.servers import Arrival, FedAsync, FedBuff
 from strategies.timed import clock_of
 
 TOGETHER = 64
-"""About how many clients are trained in one exchange, where so many are known to have started: the engine spreads them
-over its workers, and some of them are trained before their updates are due."""
-
+"""About how many clients train in one exchange, where as many have started: the engine spreads them over its workers,
+and some of them are trained before their updates are due."""
 
 SENT = "sent-in-round-"
-"""How the files begin that hold a model which clients in flight were sent."""
-
-
-def at_own_pace(job: Job, algorithm: Algorithm) -> "AtOwnPace":
-    """Return the procedure of a run whose server is one of both."""
-    server = job.experiment.server
-    assert isinstance(server, FedAsync | FedBuff)
-    return AtOwnPace(job, algorithm, server)
+"""The beginning of the names of files with a model that clients still train."""
 
 
 @dataclass(frozen=True)
-class AtOwnPace(Rounds):
+class AsynchronousRounds(Rounds):
     """The procedure of FedAsync and FedBuff: a round is one step of the server."""
 
-    server: FedAsync | FedBuff
+    @property
+    def server(self) -> FedAsync | FedBuff:
+        """Return the settings of the server."""
+        server = self.job.experiment.server
+        assert isinstance(server, FedAsync | FedBuff)
+        return server
 
     def beginning(self) -> ServerState:
-        """Return what the server starts from. Raises UserError where clients are sent more than a model."""
+        """Return the first server state. Raises UserError for an algorithm that sends clients more than a model."""
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
-        fleet_of_clients(devices, experiment.num_clients, experiment.seed)  # what is wrong is told at once
+        fleet_of_clients(devices, experiment.num_clients, experiment.seed)  # raises errors before the run
         try:
             self.server.check_broadcast(self.algorithm, begun)
         except ValueError as error:
@@ -66,24 +62,18 @@ class AtOwnPace(Rounds):
         return begun
 
     def work(self) -> Sequence[Work]:
-        """Return training and measuring, by the updates that all steps of the server take."""
+        """Return the work of training and of measuring, from the number of updates in all steps of the server."""
         experiment = self.job.experiment
         return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, about those of the turns that are not over in the end."""
+        """Return the bytes of arrays to and from all clients; those of turns that outlast the run are a forecast."""
         experiment, size = self.job.experiment, self.server.step_size
         in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)
-        updates = experiment.rounds * size
-        return self._traffic_of(updates, in_the_end)
+        return self._traffic_of(experiment.rounds * size, in_the_end)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         strategy.population = find_population(grid, strategy.num_clients, self.job.experiment.round_timeout)
-        pace = _Pace(self, strategy, grid, out / run_directory.STATE, log, self._schedule(strategy, log))
-        pace.go_on_after(len(log.rounds))
-        return lambda server_round, _: pace.step(server_round)
-
-    def _schedule(self, strategy: FederatedStrategy, log: RunLog) -> Schedule:
         experiment = self.job.experiment
 
         def order_of(server_round: int) -> Iterable[int]:
@@ -91,29 +81,32 @@ class AtOwnPace(Rounds):
             return map(int, in_random_order(experiment.num_clients, coins))
 
         clock = clock_of(experiment, workload_of(self.job, log.num_pooled, strategy.traffic))
-        return Schedule(clock, order_of, self.server.concurrency, self.server.step_size)
+        schedule = Schedule(clock, order_of, self.server.concurrency, self.server.step_size)
+        server = _Server(self, strategy, grid, out / run_directory.STATE, log, schedule)
+        server.resume(len(log.rounds))
+        return lambda server_round, _: server.step(server_round)
 
 
 @dataclass
-class _Pace:
-    """A run at clients' own pace, as far as it is.
+class _Server:
+    """The asynchronous server of a run.
 
-    ``folder``: where the models lie that clients in flight have been sent. ``sent``: the same in memory, by the round
-    in which a turn started. ``trained``: updates of turns that have not ended yet.
+    ``folder``: holds the models that clients still train. ``sent``: the same models in memory, by the round in which a
+    turn started. ``trained``: updates of turns that have not ended yet. ``outdated``: files for removal.
     """
 
-    procedure: AtOwnPace
+    procedure: AsynchronousRounds
     strategy: FederatedStrategy
     grid: Grid
     folder: Path
     log: RunLog
     schedule: Schedule
     sent: dict[int, ServerState] = field(default_factory=dict)
-    trained: dict[Turn, Reply] = field(default_factory=dict)
+    trained: dict[ClientTurn, Reply] = field(default_factory=dict)
     outdated: list[Path] = field(default_factory=list)
 
-    def go_on_after(self, last_round: int) -> None:
-        """Find the events again up to the last step that was made, and the models that clients were sent."""
+    def resume(self, last_round: int) -> None:
+        """Repeat the events up to the last step, and read the models that clients still train."""
         for _ in range(last_round):
             self.schedule.next_step()
         for server_round in sorted({turn.server_round for turn in self.schedule.in_flight}):
@@ -130,7 +123,7 @@ class _Pace:
                 path.unlink()
 
     def step(self, server_round: int) -> Round:
-        """Have those clients train whose updates are due, and make the server's next step."""
+        """Let the clients train whose updates are due, and make the server's next step."""
         start, before = time.perf_counter(), self.strategy.server
         self.sent[server_round] = before
         made = self.schedule.next_step()
@@ -155,7 +148,7 @@ class _Pace:
         )  # fmt: skip
 
     def _train(self, made: ServerStep) -> None:
-        """Train those whose updates are due and, in the same exchange, those who come next."""
+        """Train the clients whose updates are due and, in the same exchange, the next ones."""
         due = [turn for turn in made.arrived if turn not in self.trained]
         if not due:
             return
@@ -186,20 +179,20 @@ class _Pace:
         return self.strategy.content(order, self.sent[server_round])
 
     def _keep_sent(self) -> None:
-        """Keep the models that clients in flight were sent, and forget others.
+        """Write the models that clients still train, and forget others.
 
-        The next checkpoint, which comes after this, counts on them; what the last one counts on goes after that.
+        The next checkpoint, written after this, refers to them; files that the last checkpoint needs are removed later.
         """
         for path in self.outdated:
             path.unlink(missing_ok=True)
         before, in_flight = self.log.versions, sorted({turn.server_round for turn in self.schedule.in_flight})
         self.sent = {one: self.sent[one] for one in in_flight}
-        self.log.versions = {one: before.get(one) or self._written(one) for one in in_flight}
-        self.outdated = [self._path(one) for one in before if one not in self.sent]
-
-    def _written(self, server_round: int) -> str:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return write_state(self._path(server_round), Progress(server_round - 1, ""), self.sent[server_round])
+        self.log.versions = {
+            one: before.get(one) or write_state(self._path(one), Progress(one - 1, ""), self.sent[one])
+            for one in in_flight
+        }
+        self.outdated = [self._path(one) for one in before if one not in self.sent]
 
     def _path(self, server_round: int) -> Path:
         return self.folder / f"{SENT}{server_round}.safetensors"

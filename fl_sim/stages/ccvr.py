@@ -25,7 +25,6 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import replaces_records
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite
 from fl_sim.seeding import rng
-from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.training.features import features_of
 from fl_sim.types import Params, Traffic
@@ -35,7 +34,7 @@ from strategies.class_gaussians import ClassGaussian, class_gaussians, draw_feat
 if TYPE_CHECKING:
     from clients.private_moments import MomentsRelease, Protection
     from fl_sim.privacy.bill import Payment
-    from fl_sim.simulation.client_ledgers import Together
+    from fl_sim.simulation.client_ledgers import JointCost
 
 SUMMARISE: Final = "summarise"
 """The task of sending moments of features by class."""
@@ -63,7 +62,7 @@ def settings_of(job: Job) -> CCVR:
 
 @dataclass(frozen=True)
 class Summarise:
-    """The client half: moments of the client's features under the model that it is sent, with noise if so asked."""
+    """The client half: moments of the client's features under the model it receives, with or without noise."""
 
     job: Job
     reads_records: ClassVar[bool] = False  # it asks the policy itself: private moments are paid for
@@ -71,7 +70,7 @@ class Summarise:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the moments, (classes, moments a class) float64: as they are, or as one private release."""
+        """Return the moments, (classes, moments a class) float64, as they are or as one private release."""
         protection, num_classes = settings_of(self.job).protection, self.job.dataset.num_classes
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
@@ -92,7 +91,7 @@ class Summarise:
         return wire.moments_content(released_moments(features, classes, num_classes, protection, release))
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Pay for private moments where the client's ledger is: see ``PaidAtHome``."""
+        """Charge private moments to the client's ledger at the driver: see ``PaidAtHome``."""
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
 
@@ -105,7 +104,7 @@ class Summarise:
         return Begun(remote.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Keep the moments that a worker made."""
+        """Store the moments that a worker made."""
         from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
 
         release, paid = begun.paid
@@ -114,18 +113,18 @@ class Summarise:
 
 
 def moments_release(job: Job, client: Client) -> "MomentsRelease":
-    """Return the release of a client's moments: what it is called, and where it is kept and paid."""
+    """Return the release of a client's moments: its name, its folder and its ledger."""
     from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
     name, policy = release_name(job.experiment, client.number, client.params), client.policy
-    # What is private stays where the client wants it, not where the server says.
+    # Private files go to the client's folder, not to one that the server names.
     place = (policy.home if policy else client.folder("moments")) / f"moments-{name}"
     return MomentsRelease(name, place, ledger_path(job, client.number), policy, job.experiment.seed)
 
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
-    """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
+    """Return the name of the moments of ``client`` under ``params``: a digest of all that they depend on."""
     names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
     asked, calibrate = experiment.chosen(*names), experiment.calibrate
     assert isinstance(calibrate, CCVR)
@@ -141,16 +140,16 @@ class Calibration(Stage):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._told: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}
 
     def tasks(self) -> Mapping[str, Summarise]:
-        """Return the one question."""
+        """Return the one task."""
         return {SUMMARISE: Summarise(self.job)}
 
     def after(self, run: Run) -> None:
         """Train the head of the last model again. Raises RunError where a client fails, Diverged for a bad rate.
 
-        The checkpoint keeps the model of the last round: a run that is killed here does all of this again.
+        The checkpoint has the model of the last round: a run that is killed here does all of this again.
         """
         job, log, settings = self.job, run.log, settings_of(self.job)
         params, seed, num_classes = log.server.params, job.experiment.seed, job.dataset.num_classes
@@ -166,7 +165,12 @@ class Calibration(Stage):
         when = "after the calibration; try a smaller calibrate.learning_rate"
         after = run.measuring.measured(calibrated.model, when, is_last=True)
         skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
-        self._told = _facts(log.rounds[-1].test_accuracy, after, skipped)
+        self._found = {
+            "accuracy_before": log.rounds[-1].test_accuracy,
+            "accuracy_after": after.test.accuracy if after.test else None,
+            "loss_after": after.test.loss if after.test else None,
+            "classes_skipped": skipped,
+        }
         log.server, log.measured, log.measured_again = calibrated, after, after
 
     def _asked(self, run: Run) -> list[NDArray[np.float64]]:
@@ -186,11 +190,11 @@ class Calibration(Stage):
         return [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
 
     def trains_model(self) -> bool:
-        """Say that it does: the head."""
+        """Return True: it trains the head."""
         return True
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return what it takes that the model goes to all clients, and the moments of their features come back."""
+        """Return the bytes of the model to all clients, and of the moments of their features back."""
         return {"moments": self._traffic_of_moments(params)}
 
     def _traffic_of_moments(self, model: Params) -> Traffic:
@@ -199,7 +203,7 @@ class Calibration(Stage):
         return Traffic(down, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the cost of private moments; nothing where they have no noise."""
+        """Yield the privacy cost of private moments; nothing without noise."""
         if (protection := settings_of(self.job).protection) is None:
             return
         from fl_sim.privacy.bill import payment_of  # noqa: PLC0415
@@ -208,32 +212,23 @@ class Calibration(Stage):
         yield payment_of(terms, {protection.event: 1}, "", is_simulated=protection.noise == "seeded")
 
     def warnings(self) -> list[str]:
-        """Say what clients send."""
+        """Return a warning of what clients send."""
         with_noise = "with" if settings_of(self.job).is_private else "without"
         said = "after training clients send, for every class, how many records they hold, the sum of their features and"
         return [f"{said} that of the features' products, {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the accuracy before and after, and the classes of which nothing was drawn."""
-        return {"calibrate": {"kind": settings_of(self.job).kind, **self._told}}
+        """Return the accuracy before and after, and the skipped classes."""
+        return {"calibrate": {"kind": settings_of(self.job).kind, **self._found}}
 
 
 def _shape(job: Job) -> tuple[int, int]:
     return job.dataset.num_classes, num_moments(job.num_features)
 
 
-def _facts(accuracy_before: float | None, after: Measured, skipped: list[int]) -> dict[str, Any]:
-    return {
-        "accuracy_before": accuracy_before,
-        "accuracy_after": after.test.accuracy if after.test else None,
-        "loss_after": after.test.loss if after.test else None,
-        "classes_skipped": skipped,
-    }
-
-
 @contextmanager
 def _stated(run: Run) -> Iterator[None]:
-    """State what the clients' private releases cost before any of them is asked: a run may break off in the middle."""
+    """State the cost of the clients' private releases before any client is asked: a run may stop in the middle."""
     log, protection = run.log, settings_of(run.job).protection
     if protection is None:
         yield
@@ -245,14 +240,14 @@ def _stated(run: Run) -> Iterator[None]:
     log.statements = [*before, statement(run.job, protection, identity, together)]
 
 
-def statement(job: Job, protection: "Protection", identity: str, together: "Together | None") -> dict[str, object]:
-    """Return what ``result.json`` says: what one client's release costs each of its records.
+def statement(job: Job, protection: "Protection", identity: str, together: "JointCost | None") -> dict[str, object]:
+    """Return the privacy statement of ``result.json``: the cost of one client's release to each of its records.
 
-    ``identity``: of this run's releases, by which bills know them again. ``together``: what all releases about the same
-    records cost, None where that is not known here.
+    ``identity``: of this run's releases in bills. ``together``: the joint cost of all releases about the same records,
+    None where it is not known here.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
-    from fl_sim.simulation.client_ledgers import together_in_words  # noqa: PLC0415
+    from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415
 
     on_synthetic, delta = replaces_records(job.experiment.preprocess), protection.delta
     limits = f"{_TRAINING_ELSEWHERE if on_synthetic else _NOT_TRAINING} {_PUBLIC}"
@@ -269,18 +264,18 @@ def statement(job: Job, protection: "Protection", identity: str, together: "Toge
         "ledger": identity,
         "epsilon_together": together and none_if_infinite(together.epsilon),
         "shares_together": together and together.shares,
-        "guarantee": str(said["guarantee"]) + (together_in_words(together, delta) if others else ""),
+        "guarantee": str(said["guarantee"]) + (joint_cost_in_words(together, delta) if others else ""),
     }
 
 
-def paid_together(job: Job, protection: "Protection", params: Params) -> "Together | None":
-    """Return what the clients' ledgers hold about the job's records, None where they do not hold what was released.
+def paid_together(job: Job, protection: "Protection", params: Params) -> "JointCost | None":
+    """Return the joint cost in the clients' ledgers of the job's records, None where they lack this release.
 
-    ``params``: the model under which clients were asked for moments. A client elsewhere has its ledger with it.
+    ``params``: the model of the moments. The ledger of a remote client is with the client.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415
-    from fl_sim.simulation.client_ledgers import all_together, ledger_path  # noqa: PLC0415
+    from fl_sim.simulation.client_ledgers import joint_cost, ledger_path  # noqa: PLC0415
 
     try:
         for client, shard in enumerate(job.shards):
@@ -288,6 +283,6 @@ def paid_together(job: Job, protection: "Protection", params: Params) -> "Togeth
             charged = charge_name(release_name(job.experiment, client, params))
             if len(shard) and not (path.exists() and charged in {one.release for one in open_ledger(path).charges}):
                 return None
-        return all_together(job, protection.delta)
+        return joint_cost(job, protection.delta)
     except (RunError, UserError):
         return None

@@ -1,6 +1,6 @@
-"""A private start as a stage: ask, pay, draw, and keep what was drawn, so that it is paid for once.
+"""A private start as a stage: charge, ask, draw images, and store them, so that they are paid for once.
 
-The settings, and what is drawn from the answers, are ``strategies.private_start``.
+The settings, and the drawing of images from the answers, are ``strategies.private_start``.
 """
 
 import json
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from strategies.private import PrivateRounds
 
 MEASURE: Final = "measure"
-"""The task of answering a question about one's records by sums."""
+"""The task of answering a question by sums over the client's records."""
 
 _MOST_SAID: Final = 64 * 1024  # bytes of start.json
 
@@ -59,7 +59,7 @@ def settings_of(job: Job) -> PrivateStart:
 
 @dataclass(frozen=True)
 class Measure:
-    """The client half: sums over the client's records, which Global DP's mechanism clips and adds noise to."""
+    """The client half: sums over the client's records, which Global DP clips and adds noise to."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -77,35 +77,35 @@ class Start(Stage):
     """The server half."""
 
     def tasks(self) -> Mapping[str, Measure]:
-        """Return the one question, which is asked three times."""
+        """Return the one task, which is sent three times."""
         return {MEASURE: Measure(self.job)}
 
     def preparing(self, log: RunLog) -> str:
-        """Say what happens before the first round."""
+        """Return the progress message of the work before the first round."""
         said = "clients send sums over their images, and the server learns from images drawn from these"
         return "" if log.rounds else said
 
     def before(self, run: Run) -> None:
-        """Have the server learn from images that are drawn from what clients answer."""
+        """Train the first model on images that are drawn from the clients' answers."""
         run.log.before["private_start"] = None  # who was asked is secret
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
     def trains_model(self) -> bool:
-        """Say that it does: all of the first model."""
+        """Return True: it trains the first model."""
         return True
 
     def num_server_steps(self) -> int:
-        """Return the steps on the images."""
+        """Return the number of steps on the images."""
         settings = settings_of(self.job)
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return what is neither training nor measuring, and is not timed."""
+        """Return the work of sums and drawing, which is not timed."""
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of three questions that go to a cohort, and of three answers that come back."""
+        """Return the bytes of three questions to a cohort, and of three answers."""
         del params
         settings, experiment = settings_of(self.job), self.job.experiment
         shape, num_classes = self.job.dataset.input_shape, self.job.dataset.num_classes
@@ -120,16 +120,16 @@ class Start(Stage):
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_clients))}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return how many images were drawn, and from how many releases."""
+        """Return the numbers of images and of releases."""
         settings = settings_of(self.job)
         return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
 
 
 def prepare_start(run: Run) -> Path:
-    """Return the file of the images that the first model learns from, made now or by this run before it stopped.
+    """Return the file of the images for the first model, made now or by this run before it stopped.
 
-    Raises UserError where the budget does not afford them, RunError where clients fail or what was kept is damaged, or
-    is not in the ledger of the run.
+    Raises UserError where the budget does not afford them, RunError where clients fail, or where the stored images are
+    damaged or not charged to the ledger of the run.
     """
     kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():
@@ -148,17 +148,17 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return what pays for the releases: the rounds' Global DP."""
+    """Return the layer that charges the releases: the rounds' Global DP."""
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
 
 
 def released(run: Run, number: int, question: Params, template: Params) -> Params:
-    """Pay for release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
+    """Charge release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
 
-    ``question``: what each is sent; ``template``: the names and shapes of an answer. Who fails or answers something
-    else counts as zeros, as in a round. Raises BudgetExhausted, with nothing done, where the budget does not afford it.
+    ``question``: the message to each client; ``template``: of an answer. A client that fails or answers otherwise
+    counts as zeros, as in a round. Raises BudgetExhausted, with nothing done, where the budget does not afford it.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
     server_round = number - len(privacy.beforehand)  # 0 and below: with noise and coins of its own
@@ -186,7 +186,7 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
 
 
 def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Have clients answer three questions; return images (n, *shape) in [-1, 1] and labels (n,)."""
+    """Ask clients three questions; return images (n, *shape) in [-1, 1] and labels (n,)."""
     job, strategy, settings = run.job, run.strategy, settings_of(run.job)
     shape, num_classes = job.dataset.input_shape, job.dataset.num_classes
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
@@ -209,7 +209,7 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _checked(kept: Path, run: Run) -> Path:
-    """Return the file that ``kept`` names. Raises RunError where that is damaged, or not paid for."""
+    """Return the file that ``kept`` names. Raises RunError where it is damaged, or was not charged."""
     from fl_sim.privacy.ledger import Ledger, Receipt  # noqa: PLC0415 (the accountants load slowly)
 
     job, privacy = run.job, privacy_of(run)

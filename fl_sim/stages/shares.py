@@ -23,18 +23,18 @@ from fl_sim.types import Params, Traffic
 from strategies.algorithm import Sharing, share_template
 
 SHARE: Final = "share"
-"""The task of sharing what the algorithm makes of a client's records."""
+"""The task of sharing the algorithm's summary of a client's records."""
 
 
 def sharing(job: Job) -> Sharing:
-    """Return the algorithm of an experiment whose clients share something."""
+    """Return the algorithm of an experiment with a shared pool."""
     assert isinstance(job.experiment.algorithm, Sharing)
     return job.experiment.algorithm
 
 
 @dataclass(frozen=True)
-class Share:
-    """The client half: what the algorithm makes of the client's records, such as averages of a few."""
+class ShareTask:
+    """The client half: the algorithm's summary of the client's records, such as averages of a few."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class Share:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return what the client shares."""
+        """Return the client's summary."""
         inputs, labels = client.runtime.records(client.number, client.config.synthetic).tensors()
         seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
         with seeded_alone(seed, "share", client.number):
@@ -53,12 +53,12 @@ class Share:
 class Shares(Stage):
     """The server half: the tensors of all clients, one after another, go to all of them."""
 
-    def tasks(self) -> Mapping[str, Share]:
-        """Return the one question."""
-        return {SHARE: Share(self.job)}
+    def tasks(self) -> Mapping[str, ShareTask]:
+        """Return the one task."""
+        return {SHARE: ShareTask(self.job)}
 
     def before(self, run: Run) -> None:
-        """Ask every client to share, and keep what they shared where rounds find it."""
+        """Ask every client for its summary, and store the pool for the rounds."""
         experiment, dataset = self.job.experiment, self.job.dataset
         template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)
@@ -87,7 +87,7 @@ class Shares(Stage):
         return pool, sum(num_bytes for _, num_bytes in sent)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return about what goes both ways: a client of the mean size, made of public test records, sends for all."""
+        """Return about the bytes both ways, from a client of the mean size that is made of public test records."""
         del params
         experiment, public = self.job.experiment, self.job.dataset.test
         pooled = sum(stage.num_pooled() for stage in stages_of(self.job))

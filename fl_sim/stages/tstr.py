@@ -40,12 +40,12 @@ from strategies.fedavg import FedAvg
 from strategies.tstr import DISCRIMINANT, QUADRATIC, Tstr
 
 MOST_COMPARED = 10_000
-"""Synthetic and real records that are compared as distributions; images are turned into features for it."""
+"""The most synthetic and real records in the comparison of distributions, of images by their features."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier that has learned from synthetic records; ``tested``: on real ones, None where it is not."""
+    """A classifier that is trained on synthetic records; ``tested``: its scores on real ones, None without a test."""
 
     name: str
     params: Params
@@ -53,25 +53,24 @@ class Classifier:
     tested: Scores | None
 
     def facts(self) -> dict[str, Any]:
-        """Return what ``result.json`` says of it, chosen or not, as papers print all of them."""
+        """Return its fields in ``result.json``, chosen or not, as papers print all of them."""
         accuracy = self.tested.accuracy if self.tested else None
         return {"name": self.name, "held_out_accuracy": self.held_out.accuracy, "test_accuracy": accuracy}
 
 
 @dataclass(frozen=True)
-class OnSynthetic(Procedure):
-    """The procedure of TSTR: what clients release is all that anything is trained on."""
+class TstrProcedure(Procedure):
+    """The procedure of TSTR: all training uses the synthetic records of clients alone."""
 
     settings: Tstr
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Have clients release their records, train every classifier, test the one that is chosen."""
+        """Let clients release synthetic records, train every classifier, and test the chosen one."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
-        log.before = {  # no client trains, so none is sent the pool
-            what: traffic and Traffic(0, traffic.up) for what, traffic in log.before.items()
-        }
+        # No client trains, so none is sent the pool.
+        log.before = {what: traffic and Traffic(0, traffic.up) for what, traffic in log.before.items()}
         self.settings.check_size(log.pooled.count)
         found = []
         for classifier in self._trained(read_pool(log.pooled.path)):
@@ -80,9 +79,11 @@ class OnSynthetic(Procedure):
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
         chosen = max(found, key=lambda one: one.held_out.accuracy)  # the first of equals
-        classifiers = [one.facts() for one in found]
-        frechet = self._frechet(log.pooled.path)
-        log.facts["tstr"] = {"chosen": chosen.name, "classifiers": classifiers, "frechet": frechet}
+        log.facts["tstr"] = {
+            "chosen": chosen.name,
+            "classifiers": [one.facts() for one in found],
+            "frechet": self._frechet(log.pooled.path),
+        }
         log.server = ServerState(chosen.params)
         record = RoundRecord(1, None, None, None, None, None, 0.0, None)
         if chosen.tested is not None:
@@ -93,7 +94,7 @@ class OnSynthetic(Procedure):
         observer.finished_round(record)
 
     def _trained(self, pool: Examples) -> Iterator[Classifier]:
-        """Yield each classifier, in order, as soon as it has learned."""
+        """Yield each classifier, in order, as soon as it is trained."""
         order = rng(self.job.experiment.seed, "holdout").permutation(len(pool))
         held_out, kept = np.split(order, [round(self.settings.holdout * len(pool))])
         own, rest = pool.take(kept), pool.take(held_out)
@@ -105,7 +106,7 @@ class OnSynthetic(Procedure):
             yield Classifier(name, params, _scored(trainer, params, judged_on), tested)
 
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
-        """Return what a classifier learns from its ``own`` part of the synthetic records, and what evaluates it."""
+        """Return the parameters of a classifier after training on its ``own`` synthetic records, and its trainer."""
         experiment, dataset = self.job.experiment, self.job.dataset
         found = self._analysed(name, own)  # first, as it refuses what would be too large a model
         model = self._model(name).to(self.job.device)
@@ -131,14 +132,14 @@ class OnSynthetic(Procedure):
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
 
     def _analysed(self, name: str, own: Examples) -> Params | None:
-        """Return the weights of a classifier in closed form; None for one that trains."""
+        """Return the parameters of a classifier in closed form; None for one that is trained."""
         if name not in {DISCRIMINANT, QUADRATIC}:
             return None
         analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
         return analyse(*to_tensors(own, self.job.dataset), self.job.dataset.num_classes)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
-        """Return how far synthetic records are from real ones, as distributions; None where that is not measured."""
+        """Return the Frechet distance of synthetic records from real ones; None where it is not measured."""
         from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
 
         experiment, dataset = self.job.experiment, self.job.dataset
@@ -157,27 +158,23 @@ class OnSynthetic(Procedure):
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
     def work(self) -> tuple[Work, ...]:
-        """Return what clients make, the measuring of classifiers, and their training, which is not timed."""
+        """Return the work of clients' releases, of evaluating classifiers, and of training them, which is not timed."""
         measured = len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())
-        return (
-            *made,
-            evaluation_work(self, measured),
-            Work("the classifiers' training", pieces=1.0),
-        )
+        return (*made, evaluation_work(self, measured), Work("the classifiers' training", pieces=1.0))
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return what the release of the records takes."""
+        """Return the bytes of the released records."""
         foretold = (stage.traffic({}) for stage in stages_of(self.job))
         return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}
 
     def runtime(self) -> ClientRuntime:
-        """Return what a worker needs for a client to make synthetic records."""
+        """Return the client runtime of a worker that makes synthetic records."""
         return runtime_for(self.job, FedAvg(), tasks_of(self.job))
 
 
 def _some(examples: Examples, seed: int) -> NDArray[Any]:
-    """Return the inputs of at most ``MOST_COMPARED`` records, drawn without a look at them."""
+    """Return the inputs of at most ``MOST_COMPARED`` randomly drawn records."""
     rows = rng(seed, "frechet").permutation(len(examples))[:MOST_COMPARED]
     return examples.inputs[np.sort(rows)]
 

@@ -52,7 +52,7 @@ class Pate(Settings):
     """
 
     kind: Literal["pate"] = "pate"
-    procedure: ClassVar[str] = "fl_sim.stages.pate.procedure:Voting"
+    procedure: ClassVar[str] = "fl_sim.stages.pate.procedure:PateProcedure"
     title: ClassVar[str] = "PATE"
     is_private: ClassVar[bool] = True
     starts_with: ClassVar[Mapping[str, Any]] = _TEACHERS_START

@@ -20,7 +20,7 @@ from fl_sim.privacy import events
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
-from fl_sim.simulation.client_ledgers import together_in_words
+from fl_sim.simulation.client_ledgers import joint_cost_in_words
 from fl_sim.stages.dafl.pool import Pool
 from fl_sim.stages.dafl.stage import settings_of
 from strategies.global_dp import GlobalDP
@@ -71,7 +71,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
         "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
         "sampling_rate": None if inner is None else events.sampling_rate(inner),
         "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
-        "guarantee": _guarantee(worst, settings) + (together_in_words(together, settings.delta) if others else ""),
+        "guarantee": _guarantee(worst, settings) + (joint_cost_in_words(together, settings.delta) if others else ""),
     }
 
 

@@ -37,7 +37,7 @@ from fl_sim.privacy import events
 from fl_sim.privacy.events import adjacency
 from fl_sim.privacy.ledger import Receipt
 from fl_sim.privacy.terms import Adjacency
-from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path
+from fl_sim.simulation.client_ledgers import JointCost, joint_cost, ledger_path
 from fl_sim.simulation.client_runtime import as_kept, read_pool
 from fl_sim.simulation.stage import Run, pools_root
 from fl_sim.stages.dafl.stage import SYNTHESIZE, settings_of
@@ -83,7 +83,7 @@ class Pool:
     parts: tuple[ClientPart, ...]
     seconds: float
     reused: bool
-    together: Together | None
+    together: JointCost | None
     trainer: str = ""
 
     @property
@@ -384,11 +384,11 @@ def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) 
         )
 
 
-def _together(pool: Pool, job: Job) -> Together | None:
+def _together(pool: Pool, job: Job) -> JointCost | None:
     if not all(part.here for part in pool.parts if part.receipt):
         return None
     try:
-        return all_together(job, settings_of(job.experiment).delta)
+        return joint_cost(job, settings_of(job.experiment).delta)
     except (RunError, UserError):
         return None
 

@@ -105,7 +105,7 @@ class Synthesize:
         return wire.made_content(made)
 
 
-class Synthesis(Stage):
+class SynthesisStage(Stage):
     """The server half."""
 
     def __init__(self, job: Job) -> None:

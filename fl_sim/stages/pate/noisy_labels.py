@@ -71,26 +71,26 @@ def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Vo
     A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises
     RunError where labels are not, UserError where what is kept is damaged.
     """
-    folder, booth = pools_root() / votes_key(job), _booth(job, settings)
+    folder, shape = pools_root() / votes_key(job), _vote_shape(job, settings)
     private = not isinstance(settings.labelling.mechanism, NoNoise)
     with alone_in_cache(folder):
         reused = (folder / _FACTS).exists()
         if not reused:
             start = time.perf_counter()
             predictions, silent = ask_teachers(
-                grid, order, job.experiment.round_timeout, **asdict(booth), private=private
+                grid, order, job.experiment.round_timeout, **asdict(shape), private=private
             )
-            content = as_npy(predictions.astype(booth.dtype))
+            content = as_npy(predictions.astype(shape.dtype))
             write_private(folder / _VOTES, content)
             facts = {"seconds": time.perf_counter() - start, "silent": silent, "sha256": _digest(content)}
             write_private(folder / _FACTS, json.dumps(facts).encode())
-        votes, kept = _read_votes(folder, booth)
+        votes, kept = _read_votes(folder, shape)
     if kept.silent and not private:
         raise RunError(
             f"teachers {', '.join(map(str, kept.silent))} failed when the votes in {folder} were made: delete {_VOTES} "
             f"and {_FACTS} there, and the teachers are trained again"
         )
-    counts, rows = count_votes(votes, booth.classes), np.arange(booth.records, dtype=np.int64)
+    counts, rows = count_votes(votes, shape.classes), np.arange(shape.records, dtype=np.int64)
     return Votes(votes, counts, rows, folder, kept.seconds, reused)
 
 
@@ -130,7 +130,7 @@ def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Booth:
+class _VoteShape:
     """How many teachers vote on how many public records, for one of how many classes."""
 
     teachers: int
@@ -143,7 +143,7 @@ class _Booth:
         return np.min_scalar_type(self.classes - 1)
 
 
-class _Facts(BaseModel):
+class _VoteFacts(BaseModel):
     """What is kept beside the votes; ``silent``: the teachers that gave none. PRIVATE."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -152,22 +152,22 @@ class _Facts(BaseModel):
     sha256: str
 
 
-def _booth(job: Job, settings: Pate) -> _Booth:
+def _vote_shape(job: Job, settings: Pate) -> _VoteShape:
     pool = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
-    return _Booth(job.experiment.clients, len(pool), job.dataset.num_classes)
+    return _VoteShape(job.experiment.clients, len(pool), job.dataset.num_classes)
 
 
-def _read_votes(folder: Path, booth: _Booth) -> tuple[NDArray[np.int64], _Facts]:
+def _read_votes(folder: Path, shape: _VoteShape) -> tuple[NDArray[np.int64], _VoteFacts]:
     """Return the votes, shape (teachers, records), and the facts. Raises UserError where they are not as written."""
-    head, size = _head_of(booth), booth.teachers * booth.records * booth.dtype.itemsize
+    head, size = _head_of(shape), shape.teachers * shape.records * shape.dtype.itemsize
     try:
-        facts = _Facts.model_validate_json(read_whole(folder / _FACTS, _MOST_FACTS + 16 * booth.teachers))
+        facts = _VoteFacts.model_validate_json(read_whole(folder / _FACTS, _MOST_FACTS + 16 * shape.teachers))
         content = read_whole(folder / _VOTES, len(head) + size)
     except (OSError, ValueError):
         content = b""
     if len(content) == len(head) + size and content.startswith(head) and _digest(content) == facts.sha256:
-        votes = np.frombuffer(content, booth.dtype, offset=len(head)).reshape(booth.teachers, booth.records)
-        if votes.max() < booth.classes:
+        votes = np.frombuffer(content, shape.dtype, offset=len(head)).reshape(shape.teachers, shape.records)
+        if votes.max() < shape.classes:
             return votes.astype(np.int64), facts
     raise UserError(
         f"the votes in {folder} are damaged: delete {_VOTES} and {_FACTS} there, and the teachers are trained again; "
@@ -179,11 +179,11 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _head_of(booth: _Booth) -> bytes:
+def _head_of(shape: _VoteShape) -> bytes:
     """Return how ``numpy.save`` begins a file with these votes."""
     buffer = io.BytesIO()
-    shape = (booth.teachers, booth.records)
-    np.lib.format.write_array_header_1_0(buffer, {"descr": booth.dtype.str, "fortran_order": False, "shape": shape})
+    header = {"descr": shape.dtype.str, "fortran_order": False, "shape": (shape.teachers, shape.records)}
+    np.lib.format.write_array_header_1_0(buffer, header)
     return buffer.getvalue()
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vote:
-    """A client trains as a teacher, and votes on each record of the public ``pool``, which is (records, *shape)."""
+    """The task of a teacher: train, and vote on each record of the public ``pool``, (records, *shape)."""
 
     job: Job
     settings: Pate
@@ -65,19 +65,19 @@ class Vote:
 
 
 @dataclass(frozen=True)
-class Voting(Procedure):
+class PateProcedure(Procedure):
     """The procedure of PATE: teachers vote once, and a student learns from the noisy labels."""
 
     settings: Pate
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Have the teachers vote, release the labels, train the student."""
+        """Let the teachers vote, release the labels, train the student."""
         from fl_sim.stages.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
 
         run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=observer.finished_round)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the training and the votes of the teachers, and the student's training, which is not timed."""
+        """Return the work of the teachers' training and votes, and of the student's training, which is not timed."""
         student = Work("the student's training", pieces=1.0)
         if isinstance(self.settings.teachers, RandomForest):
             return (self._forests(self.settings.teachers), student)
@@ -85,7 +85,7 @@ class Voting(Procedure):
         return (training_work(self, FedAvg(), 1), votes, student)
 
     def _forests(self, teachers: RandomForest) -> Work:
-        """Return forests that are grown, each on a client's records, and vote on the pool."""
+        """Return the work of growing forests on clients' records, and of their votes on the pool."""
         job = self.job
         records, votes = max(1, round(float(job.shards.sizes.mean()))), len(self._split().pool)
 
@@ -103,17 +103,17 @@ class Voting(Procedure):
         return Work(what, kind, clients, clients, ready, records, at_once=answers_at_once(job))
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return what the teachers' votes take."""
+        """Return the bytes of the teachers' votes."""
         return {"votes": traffic_of_votes(len(self._split().pool), self.job.experiment.clients)}
 
     def payments(self) -> "tuple[Payment, ...] | None":
-        """Return the cost of the labels, which runs that differ in the student alone share."""
+        """Return the privacy cost of the labels, which runs that differ in the student alone share."""
         from fl_sim.stages.pate.statements import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
 
         return None if self.settings.publish_cost else (cost_of_labels(self.job, self.settings),)
 
     def runtime(self) -> ClientRuntime:
-        """Return what a worker needs to play any client as a teacher."""
+        """Return the client runtime of a worker for teachers."""
         inputs, _ = to_tensors(self._split().pool, self.job.dataset)
         return runtime_for(self.job, FedAvg(), {VOTE: Vote(self.job, self.settings, inputs.to(self.job.device))})
 
@@ -121,7 +121,7 @@ class Voting(Procedure):
         return self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
 
     def warnings(self, log: RunLog) -> list[str]:
-        """Return what a user must know before the vote."""
+        """Return the warnings to the user before the vote."""
         del log
         return list(filter(None, [self.settings.warning_of_noise(self.job.experiment.clients)]))
 
@@ -133,11 +133,11 @@ VOTE: Final = "vote"
 def ask_teachers(
     grid: Grid, order: wire.TaskConfig, timeout: float, *, teachers: int, records: int, classes: int, private: bool
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """Have every client train a teacher and vote; return the votes, shape (teachers, records), and who gave none.
+    """Let every client train a teacher and vote; return the votes, (teachers, records), and the failed teachers.
 
     Raises RunError that names the first teacher whose votes are missing or malformed. Under ``private`` such a teacher
-    votes for class 0 throughout, one vote a query as ever, because a run that stops for one teacher tells about its
-    records; where all of them fail, the set-up is at fault, and the reason given comes from no client.
+    votes for class 0 throughout, one vote a query as always, because a run that stops for one teacher reveals something
+    about its records; where all of them fail, the error message quotes no client.
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)
@@ -156,6 +156,6 @@ def ask_teachers(
 
 
 def traffic_of_votes(num_records: int, num_teachers: int) -> Traffic:
-    """Return what it takes that every teacher sends its votes on public records, which all have."""
+    """Return the bytes of all teachers' votes on public records, which all have."""
     sent = wire.votes_content(np.zeros(num_records, dtype=np.int64))
     return Traffic(0, arrays.num_bytes(sent)) * num_teachers

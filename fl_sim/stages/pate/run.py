@@ -62,7 +62,7 @@ def run_pate(
     say: Callable[[str], None],
     finished: Callable[[RoundRecord], None],
 ) -> None:
-    """Run all of it; ``say`` hears what happens before the student trains, ``finished`` of its epochs.
+    """Run PATE; ``say`` receives progress messages, ``finished`` the records of the student's epochs.
 
     Raises RunError where no teacher votes, no query is answered or the student diverges; where the votes get no noise,
     also where one teacher fails.
@@ -96,14 +96,14 @@ def run_pate(
 
 
 def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the rows of the pool in the order in which teachers are asked about them, then all others."""
+    """Return the rows of the pool in the order of the queries, then all others."""
     if settings.asking == "in-order":
         return np.arange(len(pool), dtype=np.int64)
     return representatives(to_tensors(pool, dataset)[0], len(pool))
 
 
 class _Training:
-    """The student's training: its steps make ``rounds`` epochs of equal length, each one line of the log."""
+    """The student's training: ``rounds`` epochs of equally many steps, each one line of the log."""
 
     def __init__(
         self,
@@ -138,15 +138,15 @@ class _Training:
         return model
 
     def begin(self, parts: Mapping[str, Part]) -> int:
-        """Return how many steps an earlier process has taken, and make ``parts`` what they were after these."""
+        """Restore ``parts`` from an earlier process; return the number of its steps."""
         self.parts, path = parts, self.out / run_directory.STUDENT
         if not path.exists():
             return 0
-        standing, tensors = read_standing(path)
+        standing, tensors = read_student(path)
         if standing.start != self.start:
             self.say("the student begins anew: labels or settings are not those of the one that an earlier run left")
             return 0
-        put_back(path, tensors, parts)
+        restore(path, tensors, parts)
         for record in standing.rounds:
             self._write(record)
             self.finished(record)
@@ -154,7 +154,7 @@ class _Training:
         return standing.steps
 
     def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
-        """Measure the student after an epoch, and keep where it stands."""
+        """Measure the student after an epoch, and write its checkpoint."""
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
         if step * rounds < epoch * self.settings.steps:
             return
@@ -165,8 +165,10 @@ class _Training:
             record = self.log.measured.noted_in(record)
         self._write(record)
         if self.parts:
-            write_standing(
-                self.out / run_directory.STUDENT, Standing(self.start, step, tuple(self.log.rounds)), self.parts
+            write_student(
+                self.out / run_directory.STUDENT,
+                StudentCheckpoint(self.start, step, tuple(self.log.rounds)),
+                self.parts,
             )
         self.finished(record)
 
@@ -182,7 +184,7 @@ class _Training:
 
 
 def _digest(chain: str, data: StudentData) -> str:
-    """Return a digest of what the student learns from, and of the run's settings, which its ``chain`` begins with."""
+    """Return a digest of the student's training data, and of the run's settings, which its ``chain`` begins with."""
     digest = hashlib.sha256(chain.encode())
     for part in (data.labelled, data.labels, data.unlabelled):
         digest.update(part.numpy(force=True).tobytes())
@@ -190,14 +192,14 @@ def _digest(chain: str, data: StudentData) -> str:
 
 
 def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> StudentData:
-    """Return what the student learns from: the records of ``pool`` whose query was answered, and all of it."""
+    """Return the student's training data: the records of ``pool`` with an answered query, and all records."""
     answered = np.flatnonzero(labelled.labels != UNANSWERED)
     labels = torch.from_numpy(labelled.labels[answered])
     return StudentData(pool[torch.from_numpy(answered)], labels, pool, num_classes)
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
-    """Return how well a model does as it is; its mode is left as it was."""
+    """Return the scores of a model in evaluation mode; its mode is restored."""
     training = model.training
     scores = score(model.eval(), inputs, labels)
     model.train(training)
@@ -226,7 +228,7 @@ def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -
 
 
 def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
-    """Say what the labels cost, on the screen alone: the data-dependent part of it goes into no file."""
+    """Return the cost of the labels for the screen alone: its data-dependent part goes into no file."""
     labelled, private = released.labelled, data_dependent(settings, votes, released)
     total = "none (no guarantee)" if epsilon is None else rounded_up(epsilon)
     again = ", paid for by an earlier run with the same settings" if released.reused else ""
@@ -262,11 +264,11 @@ def _facts(settings: Pate, votes: Votes, released: Released, pool: Examples) -> 
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a student is.
+class StudentCheckpoint:
+    """The progress of a student.
 
-    ``start``: a digest of all that its training depends on. ``steps``: it has taken so many. ``rounds``: what the log
-    says of its epochs so far.
+    ``start``: a digest of all that its training depends on. ``steps``: taken so far. ``rounds``: the records of its
+    epochs so far.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -276,22 +278,22 @@ class Standing:
     rounds: tuple[RoundRecord, ...]
 
 
-_STANDING = TypeAdapter(Standing)
+_CHECKPOINT = TypeAdapter(StudentCheckpoint)
 
 
-def write_standing(path: Path, standing: Standing, parts: Mapping[str, Part]) -> None:
-    """Keep where training stands, whole or not at all; ``parts``: all that it changes, by name."""
+def write_student(path: Path, standing: StudentCheckpoint, parts: Mapping[str, Part]) -> None:
+    """Write a checkpoint, whole or not at all; ``parts``: all that training changes, by name."""
     tensors = dict(_named(parts))
-    facts = _STANDING.dump_json(standing).decode()
+    facts = _CHECKPOINT.dump_json(standing).decode()
     write_whole(path, save(tensors, {"standing": facts, "sha256": digest_of(facts, dict(sorted(tensors.items())))}))
 
 
-def read_standing(path: Path) -> tuple[Standing, Params]:
-    """Return what ``write_standing`` has written. Raises UserError for a file that is damaged."""
+def read_student(path: Path) -> tuple[StudentCheckpoint, Params]:
+    """Return a checkpoint of ``write_student``. Raises UserError for a damaged file."""
     content = read_whole(path)
     try:
         tensors, said = load(content), metadata_in(content)
-        standing = _STANDING.validate_json(said["standing"])
+        standing = _CHECKPOINT.validate_json(said["standing"])
         if said["sha256"] != digest_of(said["standing"], dict(sorted(tensors.items()))):
             raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -300,8 +302,8 @@ def read_standing(path: Path) -> tuple[Standing, Params]:
     return standing, tensors
 
 
-def put_back(path: Path, tensors: Params, parts: Mapping[str, Part]) -> None:
-    """Make ``parts`` what they were. Raises UserError where they are others now."""
+def restore(path: Path, tensors: Params, parts: Mapping[str, Part]) -> None:
+    """Restore ``parts``. Raises UserError where they have changed."""
     fresh = {name for name, part in parts.items() if not isinstance(part, torch.optim.Optimizer)}
     wanted = {name: value.shape for name, value in _named({name: parts[name] for name in fresh})}
     found = {name: value.shape for name, value in tensors.items() if name.split("/")[0] in fresh}
@@ -316,7 +318,7 @@ def put_back(path: Path, tensors: Params, parts: Mapping[str, Part]) -> None:
 
 
 def _named(parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give every tensor by a name: its part, and where in it that is."""
+    """Yield every tensor with a name: its part, and its place in it."""
     for name, part in parts.items():
         state = part.state_dict()
         if isinstance(part, torch.optim.Optimizer):  # its groups say nothing that settings do not

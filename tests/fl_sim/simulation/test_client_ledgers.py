@@ -19,11 +19,11 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.accounting import compose, epsilon_of_counts, epsilon_of_curve
 from fl_sim.simulation.client_ledgers import (
-    Together,
-    all_together,
+    JointCost,
+    joint_cost,
+    joint_cost_in_words,
     ledger_path,
     ledgers_root,
-    together_in_words,
 )
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.stages.dafl.stage import releasing_client
@@ -71,8 +71,8 @@ def test_another_reading_of_a_file_adds_to_its_ledger(table: Path, setting: str)
     charge(first, "one")
     charge(other, "two")
     for one in (first, other):
-        assert all_together(one, DELTA).epsilon == pytest.approx(cost(2))
-        assert all_together(one, DELTA).shares == 2
+        assert joint_cost(one, DELTA).epsilon == pytest.approx(cost(2))
+        assert joint_cost(one, DELTA).shares == 2
     assert ledger_path(first, 0).parent.parent == ledger_path(other, 0).parent.parent
 
 
@@ -82,13 +82,13 @@ def test_a_copy_another_spelling_and_another_order_of_the_lines_do_so_too(table:
     (tmp_path / "reversed.csv").write_text("\n".join([head, *reversed(rows)]))
     for number, place in enumerate(("plain.csv", "./plain.csv", "copy.csv", "reversed.csv")):
         charge(job(place=place), f"release {number}")
-    assert all_together(job(), DELTA).epsilon == pytest.approx(cost(4))
+    assert joint_cost(job(), DELTA).epsilon == pytest.approx(cost(4))
 
 
 def test_a_file_with_other_records_has_its_own(table: Path, tmp_path: Path) -> None:
     charge(job(), "one")
     (tmp_path / "other.csv").write_text(table.read_text().replace("45,", "46,"))
-    assert all_together(job(place="other.csv"), DELTA).shares == 0
+    assert joint_cost(job(place="other.csv"), DELTA).shares == 0
 
 
 def test_other_clients_of_the_same_records_are_another_deal(table: Path) -> None:
@@ -96,7 +96,7 @@ def test_other_clients_of_the_same_records_are_another_deal(table: Path) -> None
     by_place, by_sex = job(), job("client=sex")
     open_ledger(ledger_path(by_place, 1)).charge(EVENT, release="one", noise="")
     open_ledger(ledger_path(by_sex, 0)).charge(EVENT, release="two", noise="")
-    assert all_together(by_place, DELTA).epsilon == pytest.approx(cost(2))
+    assert joint_cost(by_place, DELTA).epsilon == pytest.approx(cost(2))
 
 
 def earlier_place(one: Job) -> Path:
@@ -114,10 +114,10 @@ def test_ledgers_of_earlier_versions_are_still_used_and_joined(table: Path) -> N
         open_ledger(path).charge(EVENT, release="long ago", noise="old")
         assert ledger_path(one, client) == path
     charge(other, "now")
-    assert all_together(one, DELTA).epsilon == pytest.approx(cost(2))
-    assert all_together(other, DELTA).epsilon == pytest.approx(cost(2))
+    assert joint_cost(one, DELTA).epsilon == pytest.approx(cost(2))
+    assert joint_cost(other, DELTA).epsilon == pytest.approx(cost(2))
     charge(one, "now")
-    assert all_together(other, DELTA).epsilon == pytest.approx(cost(3))
+    assert joint_cost(other, DELTA).epsilon == pytest.approx(cost(3))
 
 
 def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(table: Path, tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ def test_a_deal_costs_what_its_dearest_client_pays_whichever_that_is(table: Path
     for client, times in enumerate((1, 3, 2)):
         for number in range(times):
             open_ledger(ledger_path(one, client)).charge(EVENT, release=f"release {number}", noise="")
-    assert all_together(one, DELTA) == Together(pytest.approx(cost(3)), 3)
+    assert joint_cost(one, DELTA) == JointCost(pytest.approx(cost(3)), 3)
     for number in range(2):
         open_ledger(ledger_path(other, 0)).charge(EVENT, release=f"release {number}", noise="")
-    assert all_together(one, DELTA) == Together(pytest.approx(cost(5)), 5)
+    assert joint_cost(one, DELTA) == JointCost(pytest.approx(cost(5)), 5)
 
 
 def test_the_dearest_client_is_found_order_by_order_and_is_not_the_one_with_most_releases(table: Path) -> None:
@@ -156,7 +156,7 @@ def test_the_dearest_client_is_found_order_by_order_and_is_not_the_one_with_most
             repeated = dp_event.SelfComposedDpEvent(event, times)
             open_ledger(ledger_path(one, client)).charge(repeated, release="one", noise="")
     dearest = np.max([compose(counts) for counts in charged], axis=0)
-    found = all_together(one, DELTA).epsilon
+    found = joint_cost(one, DELTA).epsilon
     assert found == pytest.approx(epsilon_of_curve(dearest, DELTA))
     assert found > max(epsilon_of_curve(compose(counts), DELTA) for counts in charged)
 
@@ -165,18 +165,18 @@ def test_the_generator_of_a_share_is_charged_and_no_share_of_its_own(table: Path
     one = job()
     for release in ("labels a", "generator a", "generator b"):
         open_ledger(ledger_path(one, 2)).charge(EVENT, release=release, noise="")
-    assert all_together(one, DELTA) == Together(pytest.approx(cost(3)), 1)
+    assert joint_cost(one, DELTA) == JointCost(pytest.approx(cost(3)), 1)
 
 
 def test_all_earlier_folders_are_found_whoever_asks_first(table: Path) -> None:
     readings = [job(), job("range.age=0..101"), job("range.age=0..102")]
     for one in readings:
         open_ledger(earlier_place(one) / "client-0.jsonl").charge(EVENT, release="long ago", noise="old")
-        assert all_together(one, DELTA).epsilon == pytest.approx(cost(1)), "its own, before it was joined"
+        assert joint_cost(one, DELTA).epsilon == pytest.approx(cost(1)), "its own, before it was joined"
     for one in readings:
         ledger_path(one, 0)
     for one in readings:
-        assert all_together(one, DELTA) == Together(pytest.approx(cost(3)), 3)
+        assert joint_cost(one, DELTA) == JointCost(pytest.approx(cost(3)), 3)
 
 
 def test_a_deal_is_which_client_holds_which_record_and_no_spelling(table: Path) -> None:
@@ -195,10 +195,10 @@ def test_no_client_is_left_out_whatever_its_number(table: Path) -> None:
     charge(job(), "one")
     for number in range(2):
         open_ledger(path.with_name("client-123.jsonl")).charge(EVENT, release=f"release {number}", noise="")
-    assert all_together(job(), DELTA) == Together(pytest.approx(cost(2)), 2)
+    assert joint_cost(job(), DELTA) == JointCost(pytest.approx(cost(2)), 2)
 
 
 def test_what_all_releases_cost_is_said_or_that_they_have_no_epsilon() -> None:
-    assert "up to 7 releases" in together_in_words(Together(1.23451, 7), DELTA)
-    assert "together they cost epsilon 1.235 at delta 1e-05" in together_in_words(Together(1.23451, 7), DELTA)
-    assert "together they have no epsilon at delta" in together_in_words(Together(math.inf, 7), DELTA)
+    assert "up to 7 releases" in joint_cost_in_words(JointCost(1.23451, 7), DELTA)
+    assert "together they cost epsilon 1.235 at delta 1e-05" in joint_cost_in_words(JointCost(1.23451, 7), DELTA)
+    assert "together they have no epsilon at delta" in joint_cost_in_words(JointCost(math.inf, 7), DELTA)

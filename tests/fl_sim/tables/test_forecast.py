@@ -10,7 +10,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.simulation.forecast import Estimate
 from fl_sim.simulation.rounds import Rounds, procedure_of
 from fl_sim.simulation.timing import Stopwatch, Timing
-from fl_sim.stages.dafl.stage import Synthesis
+from fl_sim.stages.dafl.stage import SynthesisStage
 from fl_sim.tables import forecast as forecasting
 from fl_sim.tables.forecast import (
     START_SECONDS,
@@ -118,11 +118,11 @@ def test_synthetic_records_are_timed_once_for_all_splits_budgets_and_seeds(
 ) -> None:
     timed: list[tuple[float, float]] = []
 
-    def release(stage: Synthesis, *_: int) -> Any:
+    def release(stage: SynthesisStage, *_: int) -> Any:
         timed.append((stage.settings.gamma, stage.settings.epsilon))
         return lambda: None
 
-    monkeypatch.setattr(Synthesis, "_release", release)
+    monkeypatch.setattr(SynthesisStage, "_release", release)
     monkeypatch.setattr(Stopwatch, "timing", lambda _, work: Timing(piece=10.0 if work.makes else 0.0))
 
     def cell(seed: int, **preprocess: Any) -> Experiment:

@@ -21,7 +21,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
-from fl_sim.simulation.client_ledgers import all_together, ledger_path
+from fl_sim.simulation.client_ledgers import joint_cost, ledger_path
 from fl_sim.simulation.rounds import runtime_of
 from fl_sim.stages.dafl.bill import statement
 from fl_sim.stages.dafl.pool import FACTS, Pool, load, store
@@ -277,7 +277,7 @@ def test_a_ledger_that_cannot_be_read_makes_the_sum_unknown_and_not_smaller(tmp_
     ledger_path(job_of(other), 0).write_text("nonsense\n")
     pool = _made(tmp_path / "1", _order())
     with pytest.raises(RunError):
-        all_together(job_of(_order()), 1e-5)
+        joint_cost(job_of(_order()), 1e-5)
     said = statement(pool, _order())
     assert said["epsilon_together"] is None
     assert "cost together is not known here" in str(said["guarantee"])

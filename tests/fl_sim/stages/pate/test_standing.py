@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.simulation.run import Silent, run
-from fl_sim.stages.pate.run import Standing, put_back, read_standing, write_standing
+from fl_sim.stages.pate.run import StudentCheckpoint, read_student, restore, write_student
 from fl_sim.store.run_directory import LEDGER, MODEL, ROUNDS, STUDENT, RoundRecord
 from strategies.pate.student import Batches, Coins
 
@@ -85,8 +85,8 @@ def test_other_labels_begin_a_student_anew_and_say_so(tmp_path: Path) -> None:
     experiment = pate("supervised")
     stopped(experiment, tmp_path / "run", 2)
     path = tmp_path / "run" / STUDENT
-    standing, tensors = read_standing(path)
-    write_standing(path, Standing("of other labels", standing.steps, standing.rounds), {"all": _Given(tensors)})
+    standing, tensors = read_student(path)
+    write_student(path, StudentCheckpoint("of other labels", standing.steps, standing.rounds), {"all": _Given(tensors)})
     watch = Stop()
     run(experiment, tmp_path / "run", None, watch)
     assert "begins anew: labels or settings are not those" in watch.said
@@ -120,15 +120,15 @@ def test_parts_of_another_student_are_refused(tmp_path: Path) -> None:
     parts: dict[str, Any] = {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "coins": Coins(generator)}
     net(torch.ones(1, 2)).sum().backward()
     parts["optimizer"].step()
-    write_standing(path, Standing("", 1, ()), parts)
-    tensors = read_standing(path)[1]
-    put_back(path, tensors, parts)
+    write_student(path, StudentCheckpoint("", 1, ()), parts)
+    tensors = read_student(path)[1]
+    restore(path, tensors, parts)
     for others in (
         {**parts, "model": torch.nn.Linear(2, 4)}, {**parts, "model": torch.nn.Linear(2, 3, bias=False)},
         {**parts, "batches": Batches(3, 2, generator)}, {key: parts[key] for key in ("model", "coins")},
     ):  # fmt: skip
         with pytest.raises(UserError, match=r"student\.safetensors does not fit"):
-            put_back(path, tensors, others)
+            restore(path, tensors, others)
 
 
 class _Given:
