@@ -1,23 +1,12 @@
-"""Imports: torch where it is first used, and no search for garbage among what stays until the process ends."""
+"""Imports: modules at their first use, and no search for garbage among what stays until the process ends."""
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    import torch as torch  # noqa: PLC0414 (said so for mypy)
-else:
-    import importlib
-
-    class _Torch:
-        def __getattr__(self, name):
-            return getattr(importlib.import_module("torch"), name)
-
-    torch = _Torch()
-
+from typing import TYPE_CHECKING, Any, Final
 
 _LEFT_OUT: Final = Event()  # gc.get_freeze_count would tell as much, and takes as long as a round: it counts objects
 
@@ -37,6 +26,26 @@ def importing() -> Iterator[None]:
         if len(sys.modules) > before:
             leave_out()
         gc.enable()
+
+
+class LazyModule:
+    """A module that is imported at the first use of one of its names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        module = sys.modules.get(self._name)
+        if module is None:
+            with importing():
+                module = importlib.import_module(self._name)
+        return getattr(module, attribute)
+
+
+if TYPE_CHECKING:
+    import torch as torch  # noqa: PLC0414 (exported)
+else:
+    torch = LazyModule("torch")
 
 
 def leave_out() -> None:

@@ -154,7 +154,13 @@ def as_table(given: RunArguments) -> RunArguments:
 
 
 def show_plan(
-    given: RunArguments, out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
+    given: RunArguments,
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    quick: bool = False,
+    json_output: bool,
 ) -> None:
     """Print the forecast of every run of the given experiment or table, and the privacy bill of all."""
     deadline, is_late = time.monotonic() + ANSWER_SECONDS, list[bool]()

@@ -4,13 +4,22 @@ Nothing of an experiment is imported here: help and a missing file are answered 
 """
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
-from fl_sim.importing import importing
+from fl_sim.importing import LazyModule
+
+if TYPE_CHECKING:
+    from fl_sim import settings as settings_code
+    from fl_sim import tables as tables_code
+    from fl_sim.cli import data as data_code
+    from fl_sim.cli import run as run_code
+else:
+    data_code, run_code = LazyModule("fl_sim.cli.data"), LazyModule("fl_sim.cli.run")
+    settings_code, tables_code = LazyModule("fl_sim.settings"), LazyModule("fl_sim.tables")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DataRoot = Annotated[
@@ -92,12 +101,9 @@ def run(
     """
     given = read_arguments(arguments)
     if dry_run:
-        _show_plan(given, out, None, data_root, json_output=json_output)
+        run_code.show_plan(given, out, None, data_root, json_output=json_output)
         return
-    with importing():
-        from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see verbs.py)
-
-    run_experiment(given, out, data_root, track=track, again=again, json_output=json_output)
+    run_code.run_experiment(given, out, data_root, track=track, again=again, json_output=json_output)
 
 
 def table(  # noqa: PLR0913 (one parameter per option)
@@ -139,12 +145,9 @@ def table(  # noqa: PLR0913 (one parameter per option)
     """
     given = read_arguments(arguments, "digits")
     if dry_run:
-        _show_plan(given, out, jobs, data_root, json_output=json_output)
+        run_code.show_plan(given, out, jobs, data_root, json_output=json_output)
         return
-    with importing():
-        from fl_sim.cli.run import fill_table  # noqa: PLC0415 (see verbs.py)
-
-    fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
+    run_code.fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
 
 
 def sweep(  # noqa: PLR0913 (one parameter per option)
@@ -171,14 +174,11 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
       fl-sim sweep data=mnist partition=label-2 algorithm=fedavg,fedprox,scaffold local.epochs=1,5 --dry-run
     """
     given = read_arguments(arguments)
-    with importing():
-        from fl_sim.cli.run import as_table, fill_table  # noqa: PLC0415 (see verbs.py)
-
-    given = as_table(given)
+    given = run_code.as_table(given)
     if dry_run:
-        _show_plan(given, out, jobs, data_root, json_output=json_output)
+        run_code.show_plan(given, out, jobs, data_root, json_output=json_output)
         return
-    fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
+    run_code.fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
 
 
 def plan(
@@ -206,7 +206,8 @@ def plan(
 
       fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
     """
-    _show_plan(read_arguments(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
+    given = read_arguments(arguments)
+    run_code.show_plan(given, out, jobs, data_root, quick=quick, json_output=json_output)
 
 
 def partition(
@@ -238,10 +239,7 @@ def partition(
     given = read_arguments(
         [*(arguments or []), *(f"{key}={value}" for key, value in typed.items() if value is not None)]
     )
-    with importing():
-        from fl_sim.cli.data import show_partition  # noqa: PLC0415 (see verbs.py)
-
-    show_partition(given, plot, data_root, json_output=json_output)
+    data_code.show_partition(given, plot, data_root, json_output=json_output)
 
 
 class RunArguments(NamedTuple):
@@ -259,10 +257,6 @@ def read_arguments(arguments: list[str] | None, default: str | None = None) -> R
     Reports a preset that hides a file, and settings that a later one replaces. Raises UserError for two files, and for
     a file that cannot be read.
     """
-    with importing():
-        from fl_sim.settings import read_table  # noqa: PLC0415 (see verbs.py)
-        from fl_sim.tables import file_or_preset  # noqa: PLC0415
-
     files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:
         raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
@@ -274,22 +268,7 @@ def read_arguments(arguments: list[str] | None, default: str | None = None) -> R
     name = files[0] if files else default
     if name is None:
         return RunArguments(None, None, {}, overrides)
-    path, which = file_or_preset(name)
+    path, which = tables_code.file_or_preset(name)
     if which:
         say(which, err=True)
-    return RunArguments(name, path, read_table(path), overrides)
-
-
-def _show_plan(
-    given: RunArguments,
-    out: Path | None,
-    jobs: int | None,
-    data_root: Path | None,
-    *,
-    quick: bool = False,
-    json_output: bool,
-) -> None:
-    with importing():
-        from fl_sim.cli.run import show_plan  # noqa: PLC0415 (see verbs.py)
-
-    show_plan(given, out, jobs, data_root, quick=quick, json_output=json_output)
+    return RunArguments(name, path, settings_code.read_table(path), overrides)

@@ -4,7 +4,7 @@ Help and typos are answered from this file, which must not import torch, Flower 
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,16 @@ import fl_sim
 from fl_sim.cli.privacy import app as privacy_app
 from fl_sim.cli.running_verbs import AnyDataRoot, AsJson, DataRoot, partition, plan, run, sweep, table
 from fl_sim.cli.screen import say
-from fl_sim.importing import importing
+from fl_sim.importing import LazyModule
+
+if TYPE_CHECKING:
+    from fl_sim.cli import data as data_code
+    from fl_sim.cli import doctor as doctor_code
+    from fl_sim.cli import report as report_code
+    from fl_sim.cli import run as run_code
+else:
+    data_code, doctor_code = LazyModule("fl_sim.cli.data"), LazyModule("fl_sim.cli.doctor")
+    report_code, run_code = LazyModule("fl_sim.cli.report"), LazyModule("fl_sim.cli.run")
 
 app = typer.Typer(
     name="fl-sim",
@@ -77,10 +86,7 @@ def settings(
 
       fl-sim settings algorithm=fedprox
     """
-    with importing():
-        from fl_sim.cli.run import show_settings  # noqa: PLC0415 (see the top)
-
-    show_settings(name, json_output=json_output)
+    run_code.show_settings(name, json_output=json_output)
 
 
 def report(
@@ -132,13 +138,10 @@ def report(
 
       fl-sim report --gallery docs/results
     """
-    with importing():
-        from fl_sim.cli.report import write_gallery, write_report  # noqa: PLC0415 (see the top)
-
     if gallery:
-        write_gallery(directories, out, json_output=json_output)
+        report_code.write_gallery(directories, out, json_output=json_output)
         return
-    write_report(directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output)
+    report_code.write_report(directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output)
 
 
 def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
@@ -152,10 +155,7 @@ def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
 
       fl-sim doctor --json
     """
-    with importing():
-        from fl_sim.cli.doctor import examine  # noqa: PLC0415 (see the top)
-
-    examine(data_root, json_output=json_output)
+    doctor_code.examine(data_root, json_output=json_output)
 
 
 def watch(
@@ -178,10 +178,7 @@ def watch(
 
       fl-sim watch results --once
     """
-    with importing():
-        from fl_sim.cli.report import watch_directory  # noqa: PLC0415 (see the top)
-
-    watch_directory(directory, every=every, once=once, json_output=json_output)
+    report_code.watch_directory(directory, every=every, once=once, json_output=json_output)
 
 
 def export(
@@ -204,10 +201,7 @@ def export(
     from fl_sim.tracking.trackers import chosen_trackers  # noqa: PLC0415 (see the top)
 
     trackers = chosen_trackers(to)  # first: an error is reported without torch
-    with importing():
-        from fl_sim.cli.report import export_runs  # noqa: PLC0415 (see the top)
-
-    export_runs(directories, trackers, json_output=json_output)
+    report_code.export_runs(directories, trackers, json_output=json_output)
 
 
 @data_app.command("list")
@@ -218,10 +212,7 @@ def list_data(*, data_root: AnyDataRoot = None, json_output: AsJson = False) -> 
 
       fl-sim data list --data-root ROOT
     """
-    with importing():
-        from fl_sim.cli.data import show_found  # noqa: PLC0415 (see the top)
-
-    show_found(data_root, json_output=json_output)
+    data_code.show_found(data_root, json_output=json_output)
 
 
 @data_app.command("verify")
@@ -241,10 +232,7 @@ def verify_data(
 
       fl-sim data verify mnist npz:my.npz --data-root ROOT
     """
-    with importing():
-        from fl_sim.cli.data import verify_all  # noqa: PLC0415 (see the top)
-
-    verify_all(names or [], data_root, json_output=json_output)
+    data_code.verify_all(names or [], data_root, json_output=json_output)
 
 
 @data_app.command("show")
@@ -272,10 +260,7 @@ def show_data(
 
       fl-sim data show csv:patients.csv data.label=outcome data.client=hospital data.test=0.2
     """
-    with importing():
-        from fl_sim.cli.data import show_card  # noqa: PLC0415 (see the top)
-
-    show_card(arguments, sheet, data_root, with_records=records, json_output=json_output)
+    data_code.show_card(arguments, sheet, data_root, with_records=records, json_output=json_output)
 
 
 def _print_version(*, asked: bool) -> None:

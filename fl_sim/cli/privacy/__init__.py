@@ -13,10 +13,14 @@ import typer
 
 from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
-from fl_sim.importing import importing
+from fl_sim.importing import LazyModule, importing
 
 if TYPE_CHECKING:
+    from fl_sim.cli.privacy import pate as pate_code
+    from fl_sim.cli.privacy import plan as plan_code
     from fl_sim.cli.privacy.plan import Sampling
+else:
+    pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
 
 app = typer.Typer(
     help="Plan a privacy budget, or audit the mechanism that spends it.", no_args_is_help=True, rich_markup_mode=None
@@ -169,20 +173,17 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
 
       fl-sim privacy pate --votes counts.npy --mechanism confident --sigma 40 --threshold 200 --sigma-threshold 150
     """
-    with importing():
-        from fl_sim.cli.privacy import pate  # noqa: PLC0415 (slow imports, only here)
-
-    request = pate.LabellingRequest(mechanism, gamma, sigma, threshold, sigma_threshold, delta, epsilon)
+    request = pate_code.LabellingRequest(mechanism, gamma, sigma, threshold, sigma_threshold, delta, epsilon)
     request.cost()
-    counts = pate.read_votes(votes)
-    bill = pate.answer(request, counts)
+    counts = pate_code.read_votes(votes)
+    bill = pate_code.answer(request, counts)
     if release:
-        bill["release"] = pate.release(request, counts)
+        bill["release"] = pate_code.release(request, counts)
     if plot is not None:
-        pate.plot(bill, counts, plot)
+        pate_code.plot(bill, counts, plot)
     for warning in bill["warnings"]:
         say(f"warning: {warning}", err=True)
-    say(json.dumps(bill) if json_output else pate.in_words(bill))
+    say(json.dumps(bill) if json_output else pate_code.in_words(bill))
 
 
 @app.command("audit")
@@ -243,10 +244,7 @@ def _sampling(unit: str, rate: float | None, cohort: int | None, population: int
         raise UserError(f"sampling rate {rate} is not in (0, 1]: give the chance that one {unit} takes part in a step")
     if population is not None and population < 1:
         raise UserError(f"{population} {unit}s: give at least 1")
-    with importing():
-        from fl_sim.cli.privacy.plan import Sampling  # noqa: PLC0415
-
-    return Sampling(unit, rate, cohort, population)
+    return plan_code.Sampling(unit, rate, cohort, population)
 
 
 def _plan(
@@ -260,15 +258,13 @@ def _plan(
     plot: Path | None,
     json_output: bool,
 ) -> None:
-    from fl_sim.cli.privacy import plan  # noqa: PLC0415 (imported before)
-
-    request = plan.BudgetRequest(sampling, noise, steps, target, delta, accountant)
-    answer = plan.answer(request)
+    request = plan_code.BudgetRequest(sampling, noise, steps, target, delta, accountant)
+    answer = plan_code.answer(request)
     if plot is not None:
-        plan.plot(request, answer, plot)
+        plan_code.plot(request, answer, plot)
     for warning in answer["warnings"]:
         say(f"warning: {warning}", err=True)
-    say(json.dumps(answer) if json_output else plan.in_words(answer))
+    say(json.dumps(answer) if json_output else plan_code.in_words(answer))
 
 
 def _label_costs(
