@@ -76,7 +76,7 @@ def task_of(client: Client) -> ClientTask:
 def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> BatchHandler:
     """Return a function that trains several clients in one call of the compiled trainer, or as one computation.
 
-    If it fails, each client is trained by itself, so that the client to blame is known and the others are answered.
+    If it fails, each client is trained by itself, so that the failing client is known and the others are answered.
     May be called from several threads. Compiled code runs in all of them at once, and Python in one at a time, by a
     lock of its own: Python's lock would pass from thread to thread at every operation of PyTorch, each time with a
     wait, a seventh of a round of 100 small clients in all.

@@ -216,7 +216,7 @@ class ClientRuntime:
 
     @cached_property
     def own_trainers(self) -> tuple[LocalTrainer, ...]:
-        """Return the algorithm's own trainers, which are asked first."""
+        """Return the algorithm's own trainers, which come first."""
         if not isinstance(self.algorithm, Training):
             return ()
         return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))

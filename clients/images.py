@@ -28,7 +28,7 @@ def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.
     """Return the flat positions of the ``number`` lowest frequencies (all, where there are fewer) of ``shape``.
 
     And the variances that they have in images at large, falling with the square of the frequency, which add up to 1.
-    The differences between an image's channels, its colours, count as coarse: few classes are told apart by grey.
+    The differences between an image's channels, its colours, count as coarse: few classes differ by grey alone.
     """
     indices = list(np.meshgrid(*(np.arange(size) for size in shape), indexing="ij"))
     sizes = shape
@@ -84,8 +84,8 @@ def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -
     is added to it, and what it takes from the covariance is put back by the linear map that moves the one to the other
     with the least effort (Olkin and Pukelsheim 1982), half of both in every iteration.
 
-    ``clamp``: draws (n, d) -> the same draws clamped. Where no normal distribution gets there, one that comes near.
-    More than 400 numbers a draw, which would take minutes, and draws that are all alike are left as they were given.
+    ``clamp``: draws (n, d) -> the same draws clamped. If no normal distribution has such moments, one that comes near.
+    More than 400 numbers a draw, which would take minutes, and draws that are all alike stay as they are.
     """
     wanted, size = root @ root.T, len(mean)
     variance = float(np.trace(wanted)) / size

@@ -1,4 +1,4 @@
-"""A client's own policy and ledger. Without a policy a client obeys whatever epsilon the server sends.
+"""A client's own policy and ledger. Without a policy a client accepts any epsilon that the server sends.
 
 The policy is a TOML file of the client's, which no task of a server can change:
 
@@ -80,7 +80,7 @@ class Policy:
         return self.home / "ledger.jsonl"
 
     def check_noise(self, noise: str, setting: str) -> None:
-        """Raise RunError for seeded noise, which whoever sent the task could remove again. ``setting``: asks for it."""
+        """Raise RunError for seeded noise, which the sender of the task could remove. ``setting``: asks for it."""
         if noise != "secret":
             raise RunError(
                 f'this client\'s policy allows secret noise only, and the server asks for noise = "{noise}": '

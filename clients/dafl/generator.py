@@ -59,12 +59,11 @@ class GeneratorRequest:
     generator: np.random.Generator
 
 
+Check: TypeAlias = Callable[[], None]
+"""Called now and then by a computation that takes long: its error ends the computation."""
+
 Made: TypeAlias = "torch.Tensor | Exception"
 """One client's synthetic records, or its error: one client's failure is not the others'."""
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class Generator(Protocol):
@@ -99,10 +98,10 @@ class Generator(Protocol):
 class StackedGenerator(Protocol):
     """A generator that makes the releases of many clients together; others make one after another."""
 
-    def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
+    def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
         """Return the result of ``generate`` for each of many clients, with the same bits, in less time if possible.
 
-        ``check`` is called every now and then, and its error ends all. May be called from several threads.
+        May be called from several threads.
         """
         ...
 
@@ -134,10 +133,8 @@ class ShortenedGenerator(Protocol):
         ...
 
 
-def generate_all(
-    generator: Generator, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing
-) -> list[Made]:
-    """Return the records or the error of each request. ``check`` is called now and then; its error ends all."""
+def generate_all(generator: Generator, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
+    """Return the records or the error of each request."""
     if isinstance(generator, StackedGenerator):
         return generator.generate_stacked(requests, check)
     made: list[Made] = []

@@ -135,9 +135,9 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
 def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
     """Return the edges of a forest, each parent before its children, chosen one by one by the exponential mechanism.
 
-    ``epsilon``: of each choice, inf for the best pair at every turn. A pair's score is what it tells beyond its columns
-    (see ``score``), less what noise of ``std`` on its counts would add to that (McKenna et al. 2022, "AIM"). The
-    choice "no more pairs" has the score 0.
+    ``epsilon``: of each choice, inf for the best pair at every turn. A pair's score is its information beyond its
+    columns (see ``score``), less the expected contribution of noise of ``std`` on its counts (McKenna et al. 2022,
+    "AIM"). The choice "no more pairs" has the score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
@@ -159,7 +159,7 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
 
 
 def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
-    """Return the sum, over classes and cells, of |count of the pair - what it would be of independent columns|.
+    """Return the sum, over classes and cells, of |count of the pair - count if its columns were independent|.
 
     ``ones``: released counts of the columns. One record more or less changes this by at most 1.
     """
@@ -269,7 +269,7 @@ class ForestMarginals:
 
 
 def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
-    """Return the marginals of the model nearest to ``noisy`` ones; the same where there is no noise, both std 0."""
+    """Return the marginals of the model nearest to ``noisy`` ones; the same if there is no noise, both std 0."""
     if not std_of_ones:
         return noisy
     # Sums of squares, each by its noise: in units of the less noisy ones, whose weight is 1.

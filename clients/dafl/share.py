@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from clients.dafl.generator import GeneratorBill, GeneratorRequest, Made, PrivateRecords, generate_all, nothing
+from clients.dafl.generator import Check, GeneratorBill, GeneratorRequest, Made, PrivateRecords, generate_all
 from clients.dafl.settings import DaFl
 from clients.policy import KEY, Policy, open_ledger, pay
 from fl_sim.errors import RunError, UserError
@@ -83,7 +83,7 @@ def make_shares(
     *,
     seed: int,
     public_records: int,
-    check: Callable[[], None] = nothing,
+    check: Check = lambda: None,
 ) -> list[SyntheticShare | Exception]:
     """Return every client's share, or the error that it raised; their generators are trained together.
 
@@ -187,7 +187,7 @@ def _without_its_words(error: Exception) -> Exception:
     return kept
 
 
-def _generated(settings: DaFl, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
+def _generated(settings: DaFl, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
     try:
         return generate_all(settings.generator, requests, check)
     except Exception as error:

@@ -4,7 +4,7 @@ None keeps statistics of a batch, so every record is scored by itself: clipping 
 
 The networks of several clients work as a stack: one below the other lie the rows of all, and what has no weights is
 done to them at once. Every client's rows are padded to a multiple of 32, because vectorised kernels compute the rest in
-another way, which rounds otherwise: so a client gets the same bits whoever else is in the stack.
+another way, which rounds otherwise: so a client's bits do not depend on the others in the stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _SPREAD: Final = 1.0
 
 @dataclass(frozen=True)
 class Networks:
-    """A pair of networks. Classes are one-hot, (n, classes), and of no width where there is one class only.
+    """A pair of networks. Classes are one-hot, (n, classes), and of no width if there is one class only.
 
     ``view``: records, (n, *shape) in [-1, 1] -> D's views of them: a public map of each record by itself.
     ``join``: (views or latent vectors, classes) -> one tensor, the input of the networks.

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.generator import GeneratorBill, GeneratorRequest, Made, PrivateRecords, nothing
+from clients.dafl.generator import Check, GeneratorBill, GeneratorRequest, Made, PrivateRecords
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
 from fl_sim.privacy.mechanisms import Noise
@@ -116,7 +116,7 @@ class DpCgan(Settings):
             raise made
         return made
 
-    def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Callable[[], None] = nothing) -> list[Made]:
+    def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
         """Train all clients, as one stack if sharing operations saves time: see ``Generator``."""
         from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (needs torch as it is imported)
 

@@ -279,7 +279,7 @@ class Weights:
     """``vector`` holds the parameters of all ``nets``, which become views of it, with zeros between the networks.
 
     Every network's part begins at a multiple of 64 numbers: vectorised kernels compute the rest at the end of a vector
-    in another way, which rounds otherwise. So a client gets the same bits whoever else is in the stack.
+    in another way, which rounds otherwise. So a client's bits do not depend on the others in the stack.
     """
 
     def __init__(self, nets: Sequence[nn.Module]) -> None:
