@@ -63,7 +63,7 @@ def measure(tracker: str, pairs: int, rounds: int, folder: Path) -> dict[str, fl
 def parts(tracker: str, run: Path) -> dict[str, float]:
     """Return this process's processor seconds of opening, of a round and of the end."""
     from fl_sim.store.run_directory import read_result, read_rounds
-    from fl_sim.tracking.following import Sender
+    from fl_sim.tracking.observers import Sender
 
     records, facts = read_rounds(run), read_result(run)
     assert facts is not None

@@ -28,7 +28,7 @@ from fl_sim.tables import file_or_preset
 from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import deadline_after, plan_table, read_settings, table_settings
-from fl_sim.tracking.following import following_of
+from fl_sim.tracking.observers import tracking_of
 
 if TYPE_CHECKING:
     from fl_sim.report.table import SeedResult, Table
@@ -110,13 +110,13 @@ def run(
     UserError for settings that cannot be run, RunError where the run cannot go on; what is finished stays.
     """
     root = _data_root(data_root)
-    following = following_of(track)
+    tracking = tracking_of(track)
     given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
     chosen, directory = directory_of(given, _path(out), root)
     title = f"{kind_of(chosen.algorithm)} on {without_settings(chosen.data)} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
-        told = following.of(directory, _Shown(shown), shown.say, observer)
+        told = tracking.of(directory, _Shown(shown), shown.say, observer)
         if again and (aside := set_aside(chosen, directory)):
             shown.say(f"what {directory} held is in {aside} now")
         if out is None and (shorter := begin_with_shorter(chosen, directory, root)):
@@ -129,7 +129,7 @@ def run(
                 shown.say(doubt)
             if edited := edited_code(chosen):
                 shown.say(edited)
-            following.catch_up(directory, shown.say)
+            tracking.catch_up(directory, shown.say)
     releases = tuple(PrivacyStatement.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
     return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
@@ -165,7 +165,7 @@ def table(
 
     deadline = deadline_after(budget)
 
-    following = following_of(track)
+    tracking = tracking_of(track)
     if isinstance(plan, Mapping):
         content = _plain(plan)
         settings = table_settings(content, [], "the table")
@@ -179,7 +179,7 @@ def table(
     root, directory = _data_root(data_root), _path(out) or RESULTS / name
     board = TableState(settings, plan_table(settings, root))
     with suppress(TimeIsUp):  # the table says what it has
-        fill(board, directory, jobs, root, deadline=deadline, progress=progress, following=following, again=again)
+        fill(board, directory, jobs, root, deadline=deadline, progress=progress, tracking=tracking, again=again)
     return TableResult(directory, conclude(board, directory)[0])
 
 

@@ -251,7 +251,7 @@ def _shape_of(run: SavedRun) -> tuple[int, int, int]:
 
 
 def _exported(run: SavedRun, trackers: Sequence[str], *, json_output: bool) -> dict[str, object]:
-    from fl_sim.tracking.following import send_whole  # noqa: PLC0415 (Flower: a report needs none of it)
+    from fl_sim.tracking.observers import send_whole  # noqa: PLC0415 (Flower: a report needs none of it)
 
     if run.status != "finished":
         say(f"warning: {run.path}: {run.error}", err=True)

@@ -98,12 +98,12 @@ def fill_table(
         from fl_sim.cli.printed import print_table  # noqa: PLC0415
         from fl_sim.interface import RESULTS  # noqa: PLC0415
         from fl_sim.tables.filling import TableState, TimeIsUp, fill  # noqa: PLC0415
-        from fl_sim.tracking.following import following_of  # noqa: PLC0415
-    following = following_of(trackers)
+        from fl_sim.tracking.observers import tracking_of  # noqa: PLC0415
+    tracking = tracking_of(trackers)
     out = out or RESULTS / given.path.stem
     board = TableState(settings, plan)
     try:
-        fill(board, out, jobs, data_root, deadline=deadline, following=following, again=again)
+        fill(board, out, jobs, data_root, deadline=deadline, tracking=tracking, again=again)
     except TimeIsUp:
         print_table(board, out, json_output=json_output)
         failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""

@@ -40,7 +40,7 @@ from fl_sim.tables.workers import (
     run_all,
     with_share_of_cores,
 )
-from fl_sim.tracking.following import NOBODY, Following
+from fl_sim.tracking.observers import NO_TRACKING, Tracking
 
 CELLS = "cells"
 
@@ -116,14 +116,14 @@ def fill(
     *,
     progress: bool = True,
     deadline: float = math.inf,
-    following: Following = NOBODY,
+    tracking: Tracking = NO_TRACKING,
     again: bool = False,
 ) -> None:
     """Run all unfinished runs of ``board``, ``jobs`` at once (None: one a core), and record the outcomes.
 
     If its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
     show it, and an estimate of the time, on standard error. ``deadline``: the end of all runs, by ``time.monotonic``.
-    ``following``: the trackers of the table's own runs. ``again``: set runs of other records or code aside and repeat
+    ``tracking``: the trackers of the table's own runs. ``again``: set runs of other records or code aside and repeat
     them. A failed run is recorded. Raises TimeIsUp if the time is too short, and the errors of ``put_aside``,
     ``run_all`` and ``tune``; finished runs stay.
     """
@@ -138,7 +138,7 @@ def fill(
         labels[cell.name] = f"{cell.row}, {column}, {board.plan.over.replace('_', ' ')} {cell.seed}"
     written, is_behind = -math.inf, False
     try:
-        with closing(runner.run_all_of(CELLS, board.plan.runs, labels, following)) as events:
+        with closing(runner.run_all_of(CELLS, board.plan.runs, labels, tracking)) as events:
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
                     board.outcomes[event.name] = event
@@ -170,7 +170,7 @@ class _Runner:
         folder: str,
         runs: Mapping[str, Experiment],
         labels: Mapping[str, str],
-        following: Following = NOBODY,
+        tracking: Tracking = NO_TRACKING,
     ) -> Generator[Event, None, None]:
         """Run ``runs`` in ``folder`` and yield their events. Raises TimeIsUp at the end if some of them are left."""
         jobs = self.jobs or min(cores(), len(runs))
@@ -181,7 +181,7 @@ class _Runner:
                 shown.say(line)
             budget = self._budget(self.out / folder, runs, jobs, shown)
             left = 0
-            with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget, following)) as events:
+            with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget, tracking)) as events:
                 for event in events:
                     left += isinstance(event, Stopped | Postponed)
                     _show_event(shown, labels[event.name], event)

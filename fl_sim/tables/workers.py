@@ -29,7 +29,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.earlier_runs import begin_with_shorter, finished_result
-from fl_sim.tracking.following import NOBODY, Following
+from fl_sim.tracking.observers import NO_TRACKING, Tracking
 
 _SECONDS_TO_STOP = 5.0
 
@@ -138,12 +138,12 @@ def run_all(
     jobs: int,
     data_root: Path | None,
     budget: Budget | None = None,
-    following: Following = NOBODY,
+    tracking: Tracking = NO_TRACKING,
 ) -> Generator[Event, None, None]:
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and yield events as they happen.
 
     A finished run is only reported; an unfinished one resumes at its checkpoint. Runs beyond the ``budget`` are not
-    started, or stopped after a round. ``following``: the trackers of the runs. Closing the generator, or an exception
+    started, or stopped after a round. ``tracking``: the trackers of the runs. Closing the generator, or an exception
     inside it, stops the workers at once; finished rounds stay. Raises UserError for a class that workers cannot import,
     RunError while another process uses ``out``, and if a worker cannot start, which no run is responsible for.
     """
@@ -163,7 +163,7 @@ def run_all(
         workers: list[_Worker] = []
         try:
             while len(workers) < jobs and (run := _next(waiting, budget)) is not None:
-                workers.append(_Worker(out, data_root, following))
+                workers.append(_Worker(out, data_root, tracking))
                 workers[-1].take(*run, budget)
             while workers:
                 ready = wait([worker.connection for worker in workers])
@@ -198,17 +198,17 @@ def work(descriptor: int) -> None:
     connection.send(UP)
     with suppress(EOFError):
         while True:
-            name, settings, directory, data_root, seconds, following = connection.recv()
+            name, settings, directory, data_root, seconds, tracking = connection.recv()
             observer = _Reporter(name, connection, seconds)
             experiment = Experiment.model_validate_json(settings)
-            connection.send(_attempt(observer, experiment, directory, data_root, following))
+            connection.send(_attempt(observer, experiment, directory, data_root, tracking))
 
 
 class _Worker:
     """A process that runs one experiment at a time."""
 
-    def __init__(self, out: Path, data_root: Path | None, following: Following) -> None:
-        self._out, self._data_root, self._following = out, data_root, following
+    def __init__(self, out: Path, data_root: Path | None, tracking: Tracking) -> None:
+        self._out, self._data_root, self._tracking = out, data_root, tracking
         self.name, self._is_up = "", False
         self.process, self.connection = _spawn()
 
@@ -221,7 +221,7 @@ class _Worker:
             self._is_up = False
         with suppress(ConnectionError):
             settings = experiment.model_dump_json()
-            self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._following))
+            self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._tracking))
 
     def next_event(self) -> Event | None:
         """Return the worker's event, or its death as one; None for its start. Raises RunError if it cannot start."""
@@ -343,13 +343,13 @@ class _Reporter:
 
 
 def _attempt(
-    observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, following: Following
+    observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, tracking: Tracking
 ) -> Event:
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
         shutil.rmtree(directory)  # killed before its first file was whole
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
-        return Finished(observer.name, run(experiment, directory, data_root, following.of(directory, observer)))
+        return Finished(observer.name, run(experiment, directory, data_root, tracking.of(directory, observer)))
     except _TimeIsUp:
         return Stopped(observer.name, observer.last_round)
     except (RunError, UserError) as error:

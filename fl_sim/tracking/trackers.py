@@ -1,6 +1,6 @@
-"""TensorBoard, MLflow, Weights & Biases and Trackio: a session of one run each, and which of them a user names.
+"""TensorBoard, MLflow, Weights & Biases and Trackio: one session per run, and the choice of trackers.
 
-A library is imported where its session is opened: no tracker needs that of another one.
+Each library is imported when its session opens, so that no tracker needs that of another one.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fl_sim.report.measures import Value
 
 PROJECT: Final = "fl-sim"
-"""What runs are filed under unless the tracker's own environment variable says otherwise."""
+"""The project of all runs, unless the tracker's own environment variable names another."""
 
 _FOLDER: Final = "tensorboard"
 _AROUND: Final = 16  # bytes around an event in its file: its length, and two checksums
@@ -36,7 +36,7 @@ _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Unless the user says otherwise: a server that is down is told of within seconds, and standard output stays ours."""
+"""Defaults that the user may override: a server that is down fails within seconds, and prints nothing."""
 
 _IDENTITY: Final = "fl-sim.identity"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one request
@@ -44,10 +44,10 @@ _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KI
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What ``tracking.json`` says of one tracker: the run's ``identity`` there, and what was sent.
+class TrackerState:
+    """The state of one tracker in ``tracking.json``: the run's ``identity`` there, and the part already sent.
 
-    ``sent``: the last round; ``ended``: the ending, as ``ending_of`` has it, empty before the end.
+    ``sent``: the last round; ``ended``: the identity of the result (``ending_of``), empty before the end.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -56,54 +56,54 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The run in ``directory`` as a tracker knows it. ``settings``: all of ``config.toml``, by dotted names."""
+class TrackedRun:
+    """The run in ``directory`` for a tracker. ``settings``: all of ``config.toml``, by dotted names."""
 
     name: str
     directory: Path
     settings: Mapping[str, "Value"]
-    mark: Mark
+    state: TrackerState
 
 
 class Session(Protocol):
-    """A tracker that is told of one run. Any exception of its library may leave its methods."""
+    """A tracker's session of one run. Its methods may raise any exception of its library."""
 
     @property
     def last_round(self) -> int:
-        """Return the last round that the tracker holds, 0 where there is none."""
+        """Return the last round in the tracker, 0 without any."""
         ...
 
     @property
     def place(self) -> str:
-        """Return where a user finds the run, in words."""
+        """Return the place of the run for the user, in words."""
         ...
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Show the numbers of further rounds, by round and name."""
+        """Send the numbers of further rounds, by round and name."""
         ...
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Show what the run came to, after ``last_round``; ``status``: finished, failed or interrupted."""
+        """Send the results after ``last_round``; ``status``: finished, failed or interrupted."""
         ...
 
 
 class TensorBoard:
     """TensorBoard: one file of events in the run's directory, for ``tensorboard --logdir``.
 
-    A run that goes on is written behind the last whole event.
+    A resumed run is written after the last complete event.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._path = subject.directory / _FOLDER / f"events.out.tfevents.{subject.mark.identity}"
+    def __init__(self, tracked: TrackedRun) -> None:
+        self._path = tracked.directory / _FOLDER / f"events.out.tfevents.{tracked.state.identity}"
         self._path.parent.mkdir(exist_ok=True)
         for other in self._path.parent.glob("events.out.tfevents.*"):
             if other != self._path:
-                other.unlink()  # an earlier run's, which this directory holds no more
+                other.unlink()  # of an earlier run, which is no longer in this directory
         steps = [event.step for event in _kept(self._path)] if self._path.exists() else []
         self.last_round = max(steps, default=0)
-        self.place = f"tensorboard --logdir {subject.directory}"
+        self.place = f"tensorboard --logdir {tracked.directory}"
         if not steps:
-            self._write({"file_version": "brain.Event:2"}, {"summary": _text("settings", subject.settings)})
+            self._write({"file_version": "brain.Event:2"}, {"summary": _text("settings", tracked.settings)})
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
         """Write the rounds' numbers."""
@@ -128,19 +128,19 @@ class TensorBoard:
 class MLflow:
     """MLflow: a run at the server, or in the database, that ``$MLFLOW_TRACKING_URI`` names; found by its identity."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
         from mlflow.tracking import MlflowClient, get_tracking_uri  # noqa: PLC0415 (an extra)
 
         with _alone_at(get_tracking_uri()):
             self._client = MlflowClient()
-            run = _run_of(self._client, subject)
+            run = _run_of(self._client, tracked)
         self._id: str = run.info.run_id
         history = self._client.get_metric_history(self._id, "learning_rate")
         self.last_round = max((metric.step for metric in history), default=0)
-        self.place = f"run {subject.name} at {self._client.tracking_uri}"
-        self._describe(subject, run)
+        self.place = f"run {tracked.name} at {self._client.tracking_uri}"
+        self._describe(tracked, run)
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
         """Send the rounds' numbers, many in one request."""
@@ -156,14 +156,14 @@ class MLflow:
         self.send({last_round: results})
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
-    def _describe(self, subject: Subject, run: "Run") -> None:
+    def _describe(self, tracked: TrackedRun, run: "Run") -> None:
         """Send the settings as parameters.
 
-        One that a longer run has changed becomes a tag: MLflow lets no parameter change.
+        A setting that a longer run has changed becomes a tag: MLflow does not change parameters.
         """
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 (an extra)
 
-        settings = {name: str(value) for name, value in subject.settings.items()}
+        settings = {name: str(value) for name, value in tracked.settings.items()}
         there = run.data.params
         params = [Param(name, value) for name, value in settings.items() if name not in there]
         for first in range(0, len(params), _MOST_PARAMS):
@@ -175,10 +175,10 @@ class MLflow:
 class WandB:
     """Weights & Biases: offline files in the run's directory, unless ``$WANDB_MODE`` says otherwise.
 
-    What it says of the machine, the program and the code by itself is switched off.
+    Its own messages on the machine, the program and the code are switched off.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         import wandb  # noqa: PLC0415 (an extra)
 
         os.environ.setdefault("WANDB_MODE", "offline")
@@ -187,12 +187,12 @@ class WandB:
             x_disable_stats=True, x_disable_meta=True, x_save_requirements=False, reinit="create_new",
         )  # fmt: skip
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), name=subject.name, id=subject.mark.identity,
-            resume="allow", dir=subject.directory, settings=quiet,
+            project=os.environ.get("WANDB_PROJECT", PROJECT), name=tracked.name, id=tracked.state.identity,
+            resume="allow", dir=tracked.directory, settings=quiet,
         )  # fmt: skip
-        self._run.config.update(dict(subject.settings), allow_val_change=True)
-        self.last_round = subject.mark.sent
-        self.place = f"wandb sync {subject.directory}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
+        self._run.config.update(dict(tracked.settings), allow_val_change=True)
+        self.last_round = tracked.state.sent
+        self.place = f"wandb sync {tracked.directory}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
         """Log the rounds' numbers."""
@@ -209,20 +209,20 @@ class WandB:
 class Trackio:
     """Trackio: a local database, or the server that ``$TRACKIO_SERVER_URL`` names, for ``trackio show``.
 
-    A run is found again by its name: that of the directory and the run's identity.
+    A run is identified by its name: that of the directory and the run's identity.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         import trackio  # noqa: PLC0415 (an extra)
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        name = f"{subject.name}-{subject.mark.identity}"
-        with redirect_stdout(StringIO()):  # it tells how to open the dashboard: --json prints nothing but JSON
+        name = f"{tracked.name}-{tracked.state.identity}"
+        with redirect_stdout(StringIO()):  # it prints the address of the dashboard, but --json prints JSON alone
             self._run = trackio.init(
-                project, name=name, config=dict(subject.settings), resume="allow", embed=False, auto_log_gpu=False,
+                project, name=name, config=dict(tracked.settings), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
             )  # fmt: skip
-        self.last_round = subject.mark.sent
+        self.last_round = tracked.state.sent
         self.place = f"trackio show --project {project}"
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
@@ -237,10 +237,10 @@ class Trackio:
             self._run.finish()
 
 
-TRACKERS: Final[Mapping[str, Callable[[Subject], Session]]] = {
+TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Session]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "trackio": Trackio,
 }  # fmt: skip
-"""{name of the library that a tracker needs, and of the extra that installs it: what opens a session of it}."""
+"""{name of a tracker's library, and of the extra that installs it: the class of its session}."""
 
 
 def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _kept(path: Path) -> "Iterator[Event]":
-    """Return the events in a file, and cut off it what a crash has left behind the last whole one."""
+    """Return the events in a file, and cut off the incomplete one that a crash may leave at its end."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415 (an extra)
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
 
@@ -278,7 +278,7 @@ def _scalars(numbers: Mapping[str, float]) -> object:
 
 
 def _text(tag: str, table: Mapping[str, Any]) -> object:
-    """Return a table of names and values, which TensorBoard shows as Markdown."""
+    """Return a table of names and values in Markdown for TensorBoard."""
     from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: PLC0415 (an extra)
 
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.items())]
@@ -287,7 +287,7 @@ def _text(tag: str, table: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _alone_at(uri: str) -> Iterator[None]:
-    """Wait until no other process opens this SQLite database: two that find none would both make its tables."""
+    """Lock this SQLite database while it opens: two processes that find none would both make its tables."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -300,14 +300,14 @@ def _alone_at(uri: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _run_of(client: "MlflowClient", subject: Subject) -> "Run":
-    """Return the run of the subject's identity, which is made unless it is there."""
+def _run_of(client: "MlflowClient", tracked: TrackedRun) -> "Run":
+    """Return the run with the identity of ``tracked``; make it if it is missing."""
     experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{subject.mark.identity}'", max_results=1)
+    found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{tracked.state.identity}'", max_results=1)
     if found:
         client.update_run(found[0].info.run_id, "RUNNING")
         return client.get_run(found[0].info.run_id)
-    return client.create_run(experiment, tags={_IDENTITY: subject.mark.identity}, run_name=subject.name)
+    return client.create_run(experiment, tags={_IDENTITY: tracked.state.identity}, run_name=tracked.name)
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:

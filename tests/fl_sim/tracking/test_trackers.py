@@ -15,7 +15,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.tracking.following import Following, send_whole
+from fl_sim.tracking.observers import Tracking, send_whole
 
 Held: TypeAlias = dict[tuple[str, int], list[float]]
 
@@ -109,7 +109,7 @@ PRIVATE = {**QUICK, "aggregator": {"kind": "global-dp", "noise": "seeded", "delt
 def told(out: Path, tracker: str, settings: Mapping[str, Any] = QUICK, given: object = None) -> list[str]:
     """Run with a tracker; return what was said of it."""
     said: list[str] = []
-    run(experiment_from(settings), out, observer=Following((tracker,)).of(out, Silent(), said.append, given))
+    run(experiment_from(settings), out, observer=Tracking((tracker,)).of(out, Silent(), said.append, given))
     return said
 
 
