@@ -8,7 +8,7 @@ import math
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -98,7 +98,10 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     names = sorted({str(one) for array in clients if array.dtype.kind == "U" for one in np.unique(array)})
     counted = tuple(filter(None, [similar_spellings("clients", names, with_names=False)]))
     made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed), counted=counted)
-    return with_validation(made, _validation(path, arrays), str(path))
+    given = [key for key in ("x_val", "y_val") if key in arrays]
+    if len(given) == 1:
+        raise UserError(f"{path} holds {given[0]} alone; x_val and y_val go together: add the other, or leave it out")
+    return with_validation(made, _examples(path, arrays, "val") if given else None, str(path))
 
 
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
@@ -109,11 +112,11 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
             members = dict(zip(found, archive.infolist(), strict=True))
             _check_names(path, found, required, None if others else (*required, *optional))
             wanted = [name for name in (*required, *optional) if name in members]
-            headers = {name: _header(path, archive, members[name]) for name in wanted}
-            if sum(header.num_bytes for header in headers.values()) > _LARGE:
-                _check_lengths(path, headers, required)
+            shapes = {name: _shape(path, archive, members[name]) for name in wanted}
+            if sum(members[name].file_size for name in wanted) > _LARGE:
+                _check_lengths(path, shapes, required)
                 _check_packing(path, [members[name] for name in wanted])
-            return {name: _member(path, archive, members[name], headers[name]) for name in wanted}
+            return {name: _member(path, archive, members[name]) for name in wanted}
     except UserError:
         raise
     except Exception as error:
@@ -205,13 +208,7 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
     if use not in _USES:
         raise UserError(f"data.val = {use!r}{guess(use, _USES)}; valid: {', '.join(_USES)}")
     arrays = read_arrays(path, MEDMNIST)
-    train, val, test = (
-        Examples(
-            _medmnist_images(path, f"{part}_images", arrays[f"{part}_images"]),
-            _medmnist_labels(path, f"{part}_labels", arrays[f"{part}_labels"]),
-        )
-        for part in ("train", "val", "test")
-    )
+    train, val, test = (_medmnist_part(path, arrays, part) for part in ("train", "val", "test"))
     if use == "train":
         inputs, labels = (
             np.concatenate([getattr(part, what) for part in (train, val)]) for what in ("inputs", "labels")
@@ -227,19 +224,6 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
     return replace(made, note=note)
 
 
-@dataclass(frozen=True)
-class _Header:
-    """The header of an array: its shape, and the length of its member of the file."""
-
-    shape: tuple[int, ...]
-    num_bytes: int
-
-    @property
-    def length(self) -> int:
-        """The count of its records."""
-        return self.shape[0] if self.shape else 1
-
-
 def _check_names(path: Path, found: list[str], required: Sequence[str], known: Sequence[str] | None) -> None:
     """Raise UserError for an array that is there twice, missing or, if ``known`` are given, unknown."""
     name, count = Counter(found).most_common(1)[0] if found else ("", 0)
@@ -250,7 +234,6 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
     if missing := [name for name in required if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
         raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(required)}")
-
     if known is not None and (others := [name for name in found if name not in known]):
         first = others[0]
         meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)
@@ -258,13 +241,6 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
             f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; leave it out, or name "
             f"it as one of {', '.join(known)}"
         )
-
-
-def _validation(path: Path, arrays: Arrays) -> Examples | None:
-    given = [name for name in ("x_val", "y_val") if name in arrays]
-    if len(given) == 1:
-        raise UserError(f"{path} holds {given[0]} alone; x_val and y_val go together: add the other, or leave it out")
-    return _examples(path, arrays, "val") if given else None
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:
@@ -281,8 +257,8 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
     return int(given.astype(np.int64).sum())
 
 
-def _header(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
-    """Read an array's header. Raises UserError unless its length is right, and fits into memory."""
+def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
+    """Read an array's shape. Raises UserError unless the length of its member is right, and fits into memory."""
     where = f"{path}: {info.filename}"
     try:
         with archive.open(info) as file:
@@ -291,19 +267,19 @@ def _header(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Hea
             shape, _, dtype = reads[version](file)
             if dtype.hasobject:
                 raise ValueError("it holds pickled objects, which are never loaded")  # noqa: TRY301 (one message)
-            header = _Header(tuple(shape), file.tell() + int(math.prod(shape)) * dtype.itemsize)
+            num_bytes = file.tell() + int(math.prod(shape)) * dtype.itemsize
     except Exception as error:
         raise _unreadable(where, error) from error
-    if header.num_bytes != info.file_size:
+    if num_bytes != info.file_size:
         raise UserError(
-            f"{where} says that it is an array of {header.num_bytes:,} bytes, and has {info.file_size:,}; write the "
+            f"{where} says that it is an array of {num_bytes:,} bytes, and has {info.file_size:,}; write the "
             "file again with numpy.savez"
         )
     if info.file_size > most_bytes():
         raise UserError(
             f"{where} takes {info.file_size:,} bytes, more than half of this machine's memory; take fewer records"
         )
-    return header
+    return tuple(shape)
 
 
 def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
@@ -317,33 +293,31 @@ def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
             )
 
 
-def _check_lengths(path: Path, headers: Mapping[str, _Header], required: Sequence[str]) -> None:
+def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
     """Raise UserError for arrays that cannot belong together, before any array is read."""
-    inputs = headers[required[0]]
+    lengths = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
     for first, second in pairs:
-        if first in headers and second in headers and headers[first].length != headers[second].length:
+        if first in lengths and second in lengths and lengths[first] != lengths[second]:
             raise UserError(
-                f"{path}: {headers[first].length:,} records in {first} and {headers[second].length:,} in {second}; "
-                "wanted are equally many"
+                f"{path}: {lengths[first]:,} records in {first} and {lengths[second]:,} in {second}; wanted are "
+                "equally many"
             )
     for name in ("mean", "std", "vocabulary"):
-        if name in headers and math.prod(headers[name].shape) > max(1, math.prod(inputs.shape[1:])):
-            raise UserError(f"{path}: {name} has shape {headers[name].shape}; wanted is one number, or one a channel")
+        if name in shapes and math.prod(shapes[name]) > max(1, math.prod(shapes[required[0]][1:])):
+            raise UserError(f"{path}: {name} has shape {shapes[name]}; wanted is one number, or one a channel")
 
 
-def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, header: _Header) -> NDArray[np.generic]:
+def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:
     where = f"{path}: {info.filename}"
     try:
         if info.compress_type == zipfile.ZIP_STORED and (mapped := _map(path, info)) is not None:
             return mapped
         with archive.open(info) as file:
-            array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
+            return np.lib.format.read_array(file, allow_pickle=False)
     except Exception as error:
         raise _unreadable(where, error) from error
-    assert array.shape == header.shape
-    return array
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
@@ -396,24 +370,22 @@ def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
     return numbers
 
 
-def _medmnist_images(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.uint8]:
-    images = images_of(f"{path}: {name}", array)
-    if array.ndim == 4 and array.shape[3] not in {1, 3, 4}:
-        raise UserError(f"{path}: {name} has shape {array.shape}: volumes (MedMNIST's 3D sets) are not supported")
-    if images.dtype != np.uint8:
-        raise UserError(f"{path}: {name} is {array.dtype} of shape {array.shape}; wanted are uint8 images")
-    return images.astype(np.uint8, copy=False)
-
-
-def _medmnist_labels(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.int64]:
-    if array.ndim == 2 and array.shape[1] > 1:
+def _medmnist_part(path: Path, arrays: Arrays, part: str) -> Examples:
+    x, y = f"{part}_images", f"{part}_labels"
+    images, labels = arrays[x], arrays[y]
+    inputs = images_of(f"{path}: {x}", images)
+    if images.ndim == 4 and images.shape[3] not in {1, 3, 4}:
+        raise UserError(f"{path}: {x} has shape {images.shape}: volumes (MedMNIST's 3D sets) are not supported")
+    if inputs.dtype != np.uint8:
+        raise UserError(f"{path}: {x} is {images.dtype} of shape {images.shape}; wanted are uint8 images")
+    if labels.ndim == 2 and labels.shape[1] > 1:
         raise UserError(
-            f"{path}: {name} has {array.shape[1]} labels an image (multi-label, as ChestMNIST has): these are not "
+            f"{path}: {y} has {labels.shape[1]} labels an image (multi-label, as ChestMNIST has): these are not "
             "supported, take one of MedMNIST's sets with one class an image"
         )
-    if array.dtype.kind not in "iu" or array.ndim not in {1, 2}:
+    if labels.dtype.kind not in "iu" or labels.ndim not in {1, 2}:
         raise UserError(
-            f"{path}: {name} is {array.dtype} of shape {array.shape}: wanted is one class an image, a whole number; "
+            f"{path}: {y} is {labels.dtype} of shape {labels.shape}: wanted is one class an image, a whole number; "
             "other targets (regression) are not supported"
         )
-    return array.reshape(-1).astype(np.int64)
+    return Examples(inputs, labels.reshape(-1).astype(np.int64))

@@ -241,11 +241,10 @@ def columns_to_survey(own: OwnName, roles: Roles, table: TableReader) -> dict[st
 def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
     """Raise UserError for a label, client or split column whose declared type is neither text nor number."""
     for name in filter(None, (roles.label, roles.client, roles.split)):
-        if seen[name].declared not in {"time", "other"}:
-            continue
-        what = "dates or times" if seen[name].declared == "time" else "lists"
-        several = "; several labels a record (multi-label) are not supported" if name == roles.label else ""
-        raise UserError(f"{where}: column {name!r} holds {what}, wanted are texts or whole numbers{several}")
+        if seen[name].declared in {"time", "other"}:
+            what = "dates or times" if seen[name].declared == "time" else "lists"
+            several = "; several labels a record (multi-label) are not supported" if name == roles.label else ""
+            raise UserError(f"{where}: column {name!r} holds {what}, wanted are texts or whole numbers{several}")
 
 
 def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
@@ -258,32 +257,26 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
             f"{where}: column {seen.name!r} holds more than {seen.most:,} different entries: that is no class; numbers "
             "(regression) are not supported, name a column with classes"
         )
-    numbers = [as_number(text) for text in seen.texts]
-    if seen.texts and all(_COMMA.fullmatch(text) for text in seen.texts):
-        numbers = [as_number(text.replace(",", ".")) for text in seen.texts]
-    if any(number != round(number) for number in numbers if number is not None):
-        fraction = next(
-            text for text, number in sorted(zip(seen.texts, numbers, strict=True), key=str) if (number or 0) % 1
-        )
+    has_commas = all(_COMMA.fullmatch(text) for text in seen.texts)
+    numbers = {text: as_number(text.replace(",", ".") if has_commas else text) for text in seen.texts}
+    if fractions := sorted((text, number) for text, number in numbers.items() if number is not None and number % 1):
         raise UserError(
-            f"{where}: column {seen.name!r} holds numbers such as {fraction}: regression is not supported; name a "
-            "column with classes, or write the number as ranges"
+            f"{where}: column {seen.name!r} holds numbers such as {fractions[0][0]}: regression is not supported; name "
+            "a column with classes, or write the number as ranges"
         )
-    if all(number is not None for number in numbers):
+    if None not in numbers.values():
         return tuple(sorted(seen.texts, key=lambda text: (float(text), text)))
     return tuple(sorted(seen.texts))
 
 
 def check_missing(found: Survey) -> None:
     """Raise UserError with the first row and all columns if there are empty cells."""
-    lacking = [seen for seen in found.columns.values() if seen.missing]
+    lacking = [(seen.name, seen.missing) for seen in found.columns.values() if seen.missing]
     if not lacking:
         return
-    name, first = lacking[0].name, lacking[0].missing
-    assert first is not None
-    others = (
-        f" (so are cells of {enumerated([seen.name for seen in lacking[1:]], _MOST_NAMES)})" if len(lacking) > 1 else ""
-    )
+    name, first = lacking[0]
+    rest = enumerated([other for other, _ in lacking[1:]], _MOST_NAMES)
+    others = f" (so are cells of {rest})" if rest else ""
     raise UserError(
         f"{first.at(name)} is empty{others}: fill it in, leave the column out by data.drop={name}, or leave out "
         "every record with an empty cell by data.missing=drop"

@@ -3,11 +3,10 @@
 import json
 import math
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from unicodedata import normalize
@@ -106,15 +105,33 @@ def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableReader:
     if delimiter not in DELIMITERS:
         valid = ", ".join(DELIMITERS)
         raise UserError(f"data.delimiter = {delimiter!r}: valid are {valid}{guess(delimiter, DELIMITERS)}")
-    arrow = pyarrow()
-    rows = partial(_of_parquet, path) if kind == "parquet" else partial(_of_csv, path, DELIMITERS[delimiter])
+    arrow, is_parquet = pyarrow(), kind == "parquet"
+
+    def csv_reader(convert: Any = None) -> Any:
+        return arrow.csv.open_csv(
+            path,
+            # one thread, so that an error names its row
+            read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
+            parse_options=arrow.csv.ParseOptions(delimiter=DELIMITERS[delimiter], newlines_in_values=True),
+            convert_options=convert,
+        )
+
+    def rows(columns: Sequence[str]) -> Iterator[Any]:
+        if is_parquet:
+            with arrow.parquet.ParquetFile(path) as file:
+                yield from file.iter_batches(batch_size=ROWS, columns=[*columns])
+        else:
+            types = dict.fromkeys(columns, arrow.string())
+            with csv_reader(arrow.csv.ConvertOptions(column_types=types, include_columns=[*columns])) as reader:
+                yield from reader
+
     try:
-        if kind == "parquet":
+        if is_parquet:
             schema = arrow.parquet.read_schema(path)
         else:
-            with _open_csv(path, DELIMITERS[delimiter], None) as reader:
+            with csv_reader() as reader:
                 schema = reader.schema
-        return table_of(str(path), schema, rows, is_typed=kind == "parquet")
+        return table_of(str(path), schema, rows, is_typed=is_parquet)
     except UserError:
         raise
     except Exception as error:
@@ -186,10 +203,6 @@ class Spelling:
             kept = compute.replace_substring(kept, ",", ".")
         return kept.cast(arrow.float64())
 
-    def reads(self, texts: Iterable[str]) -> bool:
-        """Return True if each of ``texts`` is a number in this spelling."""
-        return all(re.match(self.pattern, text) for text in texts)
-
     def value(self, text: str) -> str:
         """Return the number in ``text`` as a program writes it."""
         plain = re.sub(THOUSANDS[self.thousands], "", text) if self.thousands else text
@@ -227,7 +240,7 @@ def cure_of(texts: Iterable[str]) -> str:
     for decimal in DECIMALS:
         for thousands in ("", *(sign for sign in THOUSANDS if sign != decimal)):
             way = Spelling(decimal, thousands)
-            if way.reads(found):
+            if all(re.match(way.pattern, text) for text in found):
                 sample = max(found, key=len)
                 ways.setdefault(way.value(sample), way)
     if not ways:
@@ -240,14 +253,14 @@ def cure_of(texts: Iterable[str]) -> str:
 
 def one_spelling(text: str) -> str:
     """Return ``text`` without ``.0`` behind a whole number, in Unicode's composed form."""
-    return re.sub(_WHOLE, r"\1", unicodedata.normalize("NFC", text))
+    return re.sub(_WHOLE, r"\1", normalize("NFC", text))
 
 
 def doubles(texts: Iterable[str]) -> list[tuple[str, ...]]:
     """Return groups of texts that differ in case, spaces and leading zeros alone."""
     alike: dict[str, list[str]] = {}
     for text in texts:
-        bare = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+        bare = "".join(normalize("NFKC", text).casefold().split())
         alike.setdefault(bare.lstrip("0") or "0" if bare.isdigit() else bare, []).append(text)
     return [tuple(sorted(group)) for group in alike.values() if len(group) > 1]
 
@@ -292,30 +305,6 @@ def texts_of(cells: Any) -> Any:
     return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
 
 
-def _of_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    with pyarrow().parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=ROWS, columns=[*columns])
-
-
-def _of_csv(path: Path, delimiter: str, columns: Sequence[str]) -> Iterator[Any]:
-    arrow = pyarrow()
-    text = dict.fromkeys(columns, arrow.string())
-    convert = arrow.csv.ConvertOptions(column_types=text, include_columns=[*columns])
-    with _open_csv(path, delimiter, convert) as reader:
-        yield from reader
-
-
-def _open_csv(path: Path, delimiter: str, convert: Any) -> Any:
-    arrow = pyarrow()
-    return arrow.csv.open_csv(
-        path,
-        # one thread, so that an error names its row
-        read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
-        parse_options=arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=convert,
-    )
-
-
 def _unreadable(where: str, error: Exception) -> UserError:
     if "Empty CSV" in str(error):
         return UserError(f"{where} is empty; wanted is a first line with the names of the columns, and a line a record")
@@ -346,11 +335,6 @@ def _declared(part: Any) -> Declared:
     return "time" if kinds.is_temporal(part) else "other"
 
 
-@lru_cache(maxsize=1)
-def _missing() -> Any:
-    return pyarrow().array(MISSING)
-
-
 def _cleaned(cells: Any) -> Any:
     arrow = pyarrow()
     kinds, compute = arrow.types, arrow.compute
@@ -363,7 +347,7 @@ def _cleaned(cells: Any) -> Any:
         if not letters.isascii():
             cells = compute.utf8_normalize(cells, form="NFC")
         cells = compute.utf8_trim_whitespace(cells)
-        missing = compute.is_in(cells, value_set=_missing())
+        missing = compute.is_in(cells, value_set=arrow.array(MISSING))
         if b"nan" in letters or b"1.#" in letters:  # building the expression takes longer than a thousand cells do
             is_nan = compute.match_substring_regex(cells, _NAN)
             missing = compute.or_(missing, compute.fill_null(is_nan, fill_value=True))
