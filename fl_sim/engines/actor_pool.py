@@ -1,7 +1,6 @@
 """The actors of a run: as many as Ray has room for, on nodes that come and go, each with its measured speed."""
 
 import math
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from fl_sim.engines.own_ray import is_there
 from fl_sim.engines.ray_start import DIRECT, ENVIRONMENT, RayResources, import_path, is_installed, last_line
 from fl_sim.errors import RunError
 
@@ -18,30 +18,27 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fl_sim.engines.version_check import Gate, source_files, versions
+from fl_sim.engines.version_check import CheckedActor, source_files, versions
 
 LOOK_SECONDS = 1.0
-"""How often it is looked whether nodes have come or gone, and whether Ray itself still lives."""
+"""The interval in which the pool checks for nodes that have come or gone, and for Ray itself."""
 
 WAIT_SECONDS = 600.0
 """How long a run waits for a node where there is none."""
 
-KNOCK_SECONDS = 2.0
-"""How long a node may take to accept a connection before it counts as lost."""
-
 START_SECONDS = 60.0
-"""After how long the user is told of a node whose worker has not started yet: importing torch takes some seconds."""
+"""The user hears of a worker that has not started after this time: importing torch takes some seconds."""
 
 MAX_STARTS = 3
 """Actors that may die on one node while they start, before no more are started there."""
 
 _pickling: Any = cloudpickle
-_pickling.register_pickle_by_value(sys.modules[Gate.__module__])
+_pickling.register_pickle_by_value(sys.modules[CheckedActor.__module__])
 
 
 @dataclass
 class Node:
-    """A node of Ray, and why it is not used, if so."""
+    """A node of Ray, its room for actors, and the reason for which it is not used, if any."""
 
     name: str
     host: str
@@ -51,26 +48,22 @@ class Node:
     died: int = 0
 
     def __str__(self) -> str:
-        """Return what a user finds it by."""
+        """Return the name and address by which a user finds it."""
         return f"node {self.name[:12]} at {self.host}"
 
     @property
     def is_gone(self) -> bool:
-        """Say whether nobody answers there any more: sooner than Ray itself notices."""
-        try:
-            socket.create_connection((self.host, self.port), KNOCK_SECONDS).close()
-        except OSError:
-            return True
-        return False
+        """Return True if nobody answers there any more: sooner than Ray itself notices."""
+        return not is_there(f"{self.host}:{self.port}")
 
 
 @dataclass(eq=False)
 class Worker:
-    """An actor, where it is, and how long a step takes it: infinite where that is not known yet.
+    """An actor, its node, and the seconds that a step takes it: infinite where that is not known yet.
 
-    ``calls``: what it has to answer, in the order in which it does. ``has``: numbers of the contents that came with the
-    last one. ``is_warm``: whether it has answered a call, in which it loaded what later ones find. ``since``: when it
-    was started, infinite once the user was told that this takes long.
+    ``calls``: under way, in the order of their answers. ``has``: the numbers of the contents that came with the last
+    one. ``is_warm``: whether it has answered a call, in which it loads data for later ones. ``since``: the time of its
+    start, infinite once the user was told that this takes long.
     """
 
     actor: Any
@@ -82,13 +75,13 @@ class Worker:
     since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the ``contents`` of its next call, None where it has them; it keeps them until the one after."""
+        """Return the ``contents`` of its next call, None where it has them: it keeps those of its last call."""
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
         return sent
 
     def took(self, seconds: float, steps: int) -> None:
-        """Note how long a call took, but for the first one: by that the worker would be too slow to get another."""
+        """Note the duration of a call, but for the first one: by that the worker would be too slow to get another."""
         if not self.is_warm:
             self.is_warm = True
             return
@@ -102,12 +95,13 @@ class Worker:
 
 
 @dataclass
-class Crew:
-    """All workers of a grid: those that have ``entered``, and those ``starting`` ({question: worker}).
+class ActorPool:
+    """All workers of a grid: those that are ``ready``, and those ``starting`` ({call: worker}).
 
-    ``arguments``: closed references, for ``Gate.enter``. ``most``: workers at most. ``modules``: the user's own, whose
-    version a node must not differ in. ``is_own``: whether the Ray is this run's own. ``is_apart``: whether its nodes
-    are other machines, which come and go, and are asked for their versions. ``say``: tells the user about nodes.
+    ``arguments``: encrypted references, for ``CheckedActor.start``. ``most``: workers at most. ``modules``: the user's
+    own, whose version a node must not differ in. ``is_own``: whether the Ray is this run's own. ``is_remote``: whether
+    its nodes are other machines, which come and go, and are asked for their versions. ``say``: tells the user about
+    nodes.
     """
 
     resources: RayResources
@@ -116,9 +110,9 @@ class Crew:
     most: int
     modules: Sequence[str]
     is_own: bool
-    is_apart: bool
+    is_remote: bool
     say: Callable[[str], None]
-    entered: list[Worker] = field(default_factory=list)
+    ready: list[Worker] = field(default_factory=list)
     starting: dict[Any, Worker] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
@@ -127,25 +121,31 @@ class Crew:
 
     @property
     def workers(self) -> list[Worker]:
-        """Return all there are."""
-        return [*self.entered, *self.starting.values()]
+        """Return all workers."""
+        return [*self.ready, *self.starting.values()]
 
     @property
     def calls(self) -> dict[Any, Worker]:
-        """Return what is under way, and at whom."""
-        return {call: worker for worker in self.entered for call in worker.calls}
+        """Return {call under way: its worker}."""
+        return {call: worker for worker in self.ready for call in worker.calls}
 
-    def look(self, wanted: int) -> list[Any]:
-        """See which nodes there are, and start workers up to ``wanted``; return the calls that went with lost nodes."""
+    def update(self, wanted: int) -> list[Any]:
+        """Update the list of nodes and start workers up to ``wanted``; return the calls that went with lost nodes."""
         if time.monotonic() - self._looked < LOOK_SECONDS and len(self.workers) >= min(wanted, self._room):
             return []
         self._looked = time.monotonic()
-        self._tell_of_slow_starts()
+        for worker in self.starting.values():
+            if time.monotonic() - worker.since > START_SECONDS:
+                worker.since = math.inf
+                self.say(
+                    f"{worker.node} of the Ray cluster does nothing: its worker has not started in {START_SECONDS:g} s "
+                    "(Ray's log files there may say why); others do its work until then"
+                )
         there = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         lost = [name for name in self._nodes if name not in there]
         calls = [call for name in lost for call in self._forget(self._nodes[name])]
         for name, one in there.items():
-            room = _room(one["Resources"], self.resources) if self.is_apart else self.most
+            room = _room(one["Resources"], self.resources) if self.is_remote else self.most
             if name not in self._nodes and name not in self._gone and room:
                 self._nodes[name] = Node(name, one["NodeManagerAddress"], one["NodeManagerPort"], room)
         while len(self.workers) < min(wanted, self.most) and (node := self._roomiest()):
@@ -153,13 +153,10 @@ class Crew:
         return calls
 
     def wait_for_nodes(self) -> None:
-        """Wait a little where there is nobody to work; raise RunError where that has gone on for too long.
-
-        Or where nodes are there, and none can be used.
-        """
+        """Wait a little for a node. Raises RunError after too long a wait, or where no present node can be used."""
         if refused := [node for node in self._nodes.values() if node.refused]:
-            told = "; ".join(f"{node}: {node.refused}" for node in refused)
-            raise RunError(f"no node of the Ray cluster can be used ({told})")
+            reasons = "; ".join(f"{node}: {node.refused}" for node in refused)
+            raise RunError(f"no node of the Ray cluster can be used ({reasons})")
         now = time.monotonic()
         if self._alone_since is None:
             self._alone_since = now
@@ -174,37 +171,43 @@ class Crew:
             )
         time.sleep(min(LOOK_SECONDS, WAIT_SECONDS))
 
-    def check_somebody(self) -> None:
-        """Raise RunError where nobody is there to work: then no client is to blame for the time that has passed."""
+    def check_has_workers(self) -> None:
+        """Raise RunError where there is no worker: then no client is to blame for the time that has passed."""
         if not self.workers:
             raise RunError(
                 "no node of the Ray cluster was there when the round's time was over: start nodes, and then the same "
                 "command again, and the run goes on after its last finished round"
             )
 
-    def arrived(self, question: Any) -> str:
-        """Take note of what a starting worker answered; return why no worker can start on its node, if that is so."""
-        worker = self.starting.pop(question)
+    def started(self, call: Any) -> str:
+        """Take the answer of a starting worker; return the reason if no worker can start on its node."""
+        worker = self.starting.pop(call)
         try:
-            said = ray.get(question)
+            found = ray.get(call)
         except RayError as error:
             return self._did_not_start(worker, error)
-        if said is None:  # it has entered
-            self.entered.append(worker)
+        if found is None:  # the answer of CheckedActor.start
+            self.ready.append(worker)
             self._alone_since = None
             return ""
-        if why := self._difference(said):
+        here = versions(list(self.modules))
+        other = [
+            f"it has {what} {found[what]}, and here is {here[what]}" for what in here
+            if found[what] != here[what] and not (what.startswith("module ") and found[what] == "none")
+        ]  # fmt: skip
+        if other:
             worker.kill()
+            why = f"{', '.join(other)}; install the same there, start ray again, and it is used"
             self._refuse(worker.node, why)
             return why
-        self._let_in(worker)
+        self._start_handler(worker)
         return ""
 
     def lost_with(self, worker: Worker) -> list[Any] | None:
         """Drop a dead worker; return the calls of others that went with its node, None where that is still there."""
         worker.kill()
-        self.entered = [one for one in self.entered if one is not worker]
-        if not self.is_apart or not worker.node.is_gone:
+        self.ready = [one for one in self.ready if one is not worker]
+        if not self.is_remote or not worker.node.is_gone:
             return None
         return self._forget(worker.node)
 
@@ -212,13 +215,13 @@ class Crew:
         """Kill those that are still busy."""
         for worker in self.calls.values():
             worker.kill()
-        self.entered = [worker for worker in self.entered if not worker.calls]
+        self.ready = [worker for worker in self.ready if not worker.calls]
 
     def close(self) -> None:
         """Kill all workers."""
         for worker in self.workers:
             worker.kill()
-        self.entered, self.starting = [], {}
+        self.ready, self.starting = [], {}
 
     @property
     def _room(self) -> int:
@@ -233,35 +236,25 @@ class Crew:
         )
         return best if best and free[best.name] > 0 else None
 
-    def _tell_of_slow_starts(self) -> None:
-        """Tell the user once of every node whose worker does not start, as nothing else would: others do its work."""
-        for worker in self.starting.values():
-            if time.monotonic() - worker.since > START_SECONDS:
-                worker.since = math.inf
-                self.say(
-                    f"{worker.node} of the Ray cluster does nothing: its worker has not started in {START_SECONDS:g} s "
-                    "(Ray's log files there may say why); others do its work until then"
-                )
-
     def _start(self, node: Node) -> None:
         where = NodeAffinitySchedulingStrategy(node.name, soft=False)
         options: dict[str, Any] = {
             "num_cpus": self.resources.cpus, "num_gpus": self.resources.gpus, "scheduling_strategy": where
         }  # fmt: skip
         if not self.is_own:
-            direct = DIRECT if self.is_apart else {}
+            direct = DIRECT if self.is_remote else {}
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **direct, "PYTHONPATH": import_path()}}
         # The second thread lets an actor say how far it came while a client hangs.
         remote: Any = ray.remote
-        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(Gate)
+        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(CheckedActor)
         worker = Worker(actor_class.options(**options).remote(), node)
-        if self.is_apart:
-            self.starting[worker.actor.look.remote(list(self.modules))] = worker
+        if self.is_remote:
+            self.starting[worker.actor.versions.remote(list(self.modules))] = worker
         else:
-            self._let_in(worker)
+            self._start_handler(worker)
 
-    def _let_in(self, worker: Worker) -> None:
-        self.starting[worker.actor.enter.remote(self.key, list(self.arguments))] = worker
+    def _start_handler(self, worker: Worker) -> None:
+        self.starting[worker.actor.start.remote(self.key, list(self.arguments))] = worker
 
     def _did_not_start(self, worker: Worker, error: RayError) -> str:
         if self.lost_with(worker) is not None:
@@ -273,24 +266,13 @@ class Crew:
         self._refuse(worker.node, why)
         return why
 
-    def _difference(self, said: dict[str, str]) -> str:
-        """Return in what a node differs from this machine, and what to do; nothing where it fits."""
-        here = versions(list(self.modules))
-        other = [
-            f"it has {what} {said[what]}, and here is {here[what]}" for what in here
-            if said[what] != here[what] and not (what.startswith("module ") and said[what] == "none")
-        ]  # fmt: skip
-        if not other:
-            return ""
-        return f"{', '.join(other)}; install the same there, start ray again, and it is used"
-
     def _refuse(self, node: Node, why: str) -> None:
         node.refused = why
-        if self.is_apart:
+        if self.is_remote:
             self.say(f"{node} of the Ray cluster is not used: {why}")
 
     def _forget(self, node: Node) -> list[Any]:
-        """Drop a node and its workers; return the calls that they were busy with."""
+        """Drop a node and its workers; return their calls under way."""
         self._nodes.pop(node.name, None)
         self._gone.add(node.name)
         calls = [call for call, worker in self.calls.items() if worker.node is node]
@@ -299,13 +281,13 @@ class Crew:
             self.say(f"{node} of the Ray cluster is lost: what it was given is done elsewhere")
         for worker in gone:
             worker.kill()
-        self.entered = [worker for worker in self.entered if worker.node is not node]
+        self.ready = [worker for worker in self.ready if worker.node is not node]
         self.starting = {call: worker for call, worker in self.starting.items() if worker.node is not node}
         return calls
 
 
 def pickled(value: Any) -> bytes:
-    """Return ``value`` as bytes, with what the running script defines."""
+    """Return ``value`` as bytes, with the definitions of the running script."""
     content: bytes = _pickling.dumps(value)
     return content
 
@@ -317,7 +299,7 @@ def sources_of(modules: Iterable[str]) -> dict[str, bytes]:
 
 
 def _room(there: dict[str, float], resources: RayResources) -> int:
-    """Return how many actors fit a node that has all of its processors and GPUs free."""
+    """Return the number of actors that fit a node with all of its processors and GPUs free."""
     processors, graphics = there.get("CPU", 0.0), there.get("GPU", 0.0)
     room = int(processors / resources.cpus) if resources.cpus else int(processors)
     return min(room, int(graphics / resources.gpus)) if resources.gpus else room

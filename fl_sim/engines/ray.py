@@ -1,4 +1,4 @@
-"""The engine that spreads a round's clients over Ray actors, on this machine or on a Ray cluster."""
+"""The engine that divides a round's clients among Ray actors, on this machine or on a Ray cluster."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
-from fl_sim.engines.actor_pool import LOOK_SECONDS, Crew, Worker, pickled, sources_of
+from fl_sim.engines.actor_pool import LOOK_SECONDS, ActorPool, Worker, pickled, sources_of
 from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.batching import ClientBatching, Exchange
 from fl_sim.engines.grid import LocalGrid, Progress
@@ -26,7 +26,7 @@ from fl_sim.engines.ray_start import (
     start_or_join,
     stop_or_leave,
 )
-from fl_sim.engines.remote import Apart, Desk, Envelopes, Parcel, encrypted_bytes
+from fl_sim.engines.remote import DriverStore, Encryption, Parcel, RemoteWorkers, encrypted_bytes
 from fl_sim.store.files import read_whole
 
 # isort: split
@@ -34,20 +34,20 @@ import ray  # after ray_start, which sets what Ray reads when it is imported
 from ray.exceptions import RayActorError, RayError
 
 MOST_WITH_A_CALL = 2**20
-"""Bytes up to which what messages share goes with a worker's first call of a round, not through the nodes' stores: that
+"""Bytes up to which a shared content goes with a worker's first call of a round, not through the nodes' stores: that
 takes 9 ms. Each worker of a node gets it."""
 
 ASK_SECONDS = 1.0
-"""How long an actor that is past the deadline has to say how far it came."""
+"""How long an actor that is past the deadline has to report its progress."""
 
 
 class RayGrid(LocalGrid):
     """Actors that take a batch of messages per call; a free actor takes the next batch, and small ones are sent ahead.
 
-    Nothing of a client lives in an actor: any of them plays any client, twice if need be. An actor that dies is
+    Nothing of a client lives in an actor: any of them runs any client, twice if need be. An actor that dies is
     replaced and its messages are sent again, one by one; one that is busy past the deadline is killed. ``app_factory``
-    is called once in every actor and must be importable there. ``together``, if given, trains several of an actor's
-    clients at a time, and says which. ``apart``: for nodes that see no disk of this process, and come and go; ``say``
+    is called once in every actor and must be importable there. ``batching``, if given, trains several of an actor's
+    clients at a time, and says which. ``remote``: for nodes that see no disk of this process, and come and go; ``say``
     tells the user of them. Raises UserError where Ray cannot be joined or has no room.
     """
 
@@ -57,197 +57,190 @@ class RayGrid(LocalGrid):
         num_clients: int,
         resources: RayResources,
         on_reply: Progress | None = None,
-        together: ClientBatching | None = None,
-        apart: Apart | None = None,
+        batching: ClientBatching | None = None,
+        remote: RemoteWorkers | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(num_clients, on_reply)
         reuse_freed_memory()
-        self._apart = apart
-        self._together = together
+        self._remote = remote
+        self._batching = batching
         self._is_ours = not ray.is_initialized()
-        self._envelopes = Envelopes.closed() if apart else Envelopes()
+        self._encryption = Encryption.with_new_key() if remote else Encryption()
         self._files: dict[str, Any] = {}
         self._numbers = count()
-        modules = apart.modules if apart else ()
+        modules = remote.modules if remote else ()
         try:
             most = min(start_or_join(resources, num_clients), num_clients)
             self._head, self._node = head_address(), node_address()
-            factories = pickled((app_factory, num_clients, resources.threads, together))
-            arguments = [self._sent((sources_of(modules), factories)), self._sent(apart.goods) if apart else None]
+            factories = pickled((app_factory, num_clients, resources.threads, batching))
+            arguments = [self._put((sources_of(modules), factories)), self._put(remote.setup) if remote else None]
         except BaseException:
-            self._leave()
+            if self._is_ours:
+                stop_or_leave()
             raise
-        key = self._envelopes.key
         is_own = self._is_ours and not resources.address
-        self._crew = Crew(resources, key, arguments, most, modules, is_own, apart is not None, say)
+        self._pool = ActorPool(
+            resources, self._encryption.key, arguments, most, modules, is_own, remote is not None, say
+        )
 
     def close(self) -> None:
         """Kill the actors, and leave or stop Ray where this engine joined or started it."""
-        if not self._crew.is_own:
-            self._crew.close()
-        self._leave()
-
-    def _leave(self) -> None:
+        if not self._pool.is_own:
+            self._pool.close()
         if self._is_ours:
             stop_or_leave()
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        batching, pool = self._batching, self._pool
+        exchange: Exchange[Any] = Exchange(deque(messages))
+        if batching is not None and set(map(wire.task_of, messages)) == {wire.TRAIN}:
+            ordered, stack = deque(batching.ordered(messages)), batching.stack
+            exchange = Exchange(ordered, lambda message: max(1, batching.steps_of(message)), stack)
+        outbox = _Outbox(self._put, self._share, self._files, self._remote.store if self._remote else None)
         try:
-            return self._exchanged(messages, timeout)
+            check_head(self._head)
+            try:
+                while exchange.waiting or exchange.running:
+                    for call in pool.update(len(messages)):
+                        exchange.node_lost(call)
+                    self._hand_out(exchange, outbox)
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        pool.check_has_workers()
+                        self._give_up_late(exchange, timeout or 0.0)
+                        break
+                    if calls := [*pool.calls, *pool.starting]:
+                        self._wait(exchange, calls, min(left, LOOK_SECONDS))
+                    elif exchange.waiting:
+                        pool.wait_for_nodes()
+            finally:
+                pool.end_busy()  # left by a deadline or by Ctrl-C; the next exchange starts others
         except (OSError, RayError):
             check_node(self._node)
             raise
+        return [exchange.replies[message.metadata.message_id] for message in messages]
 
-    def _exchanged(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-        work, crew = self._work(messages), self._crew
-        post = _Post(self._sent, self._shared, self._files, self._apart.desk if self._apart else None)
-        check_head(self._head)
-        try:
-            while work.waiting or work.running:
-                for call in crew.look(len(messages)):
-                    work.node_lost(call)
-                self._hand_out(work, post)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    crew.check_somebody()
-                    self._give_up_late(work, timeout or 0.0)
-                    break
-                if calls := [*crew.calls, *crew.starting]:
-                    self._wait(work, calls, min(left, LOOK_SECONDS))
-                elif work.waiting:
-                    crew.wait_for_nodes()
-        finally:
-            crew.end_busy()  # left by a deadline or by Ctrl-C; the next exchange starts others
-        return [work.replies[message.metadata.message_id] for message in messages]
-
-    def _hand_out(self, work: Exchange[Any], post: "_Post") -> None:
-        """Give every idle worker what it should have now, the fastest first, and then everybody its next."""
-        for take, calls in ((work.take, 0), (work.take_ahead, 1)):
-            for worker in sorted(self._crew.entered, key=lambda one: one.step_seconds):
-                others = [one.step_seconds for one in self._crew.entered if one is not worker]
+    def _hand_out(self, exchange: Exchange[Any], outbox: "_Outbox") -> None:
+        """Give every idle worker its next batch, the fastest first, and then everybody the batch after it."""
+        for take, calls in ((exchange.take, 0), (exchange.take_ahead, 1)):
+            for worker in sorted(self._pool.ready, key=lambda one: one.step_seconds):
+                others = [one.step_seconds for one in self._pool.ready if one is not worker]
                 while len(worker.calls) == calls and (batch := take(worker.step_seconds, others)):
-                    letters = [letter for message in batch if (letter := post.letter(message))]
-                    work.add(post.answered)
-                    if letters:
-                        contents = worker.lacks({number: post.contents[number] for _, number, _ in letters})
-                        call = worker.actor.answer.remote(self._envelopes.close(letters), contents, self._files)
+                    requests = [request for message in batch if (request := outbox.request(message))]
+                    exchange.add(outbox.answered)
+                    if requests:
+                        contents = worker.lacks({number: outbox.contents[number] for _, number, _ in requests})
+                        encrypted = self._encryption.encrypt(requests)
+                        call = worker.actor.answer.remote(encrypted, contents, self._files)
                         worker.calls.append(call)
-                        work.begin(call, batch)
+                        exchange.begin(call, batch)
 
-    def _wait(self, work: Exchange[Any], calls: list[Any], seconds: float) -> None:
+    def _wait(self, exchange: Exchange[Any], calls: list[Any], seconds: float) -> None:
         done, _ = ray.wait(calls, timeout=seconds)
         for call in done:
-            if call in work.running:
-                self._collect(work, call)
-            elif (why := self._crew.arrived(call)) and self._apart is None:
-                work.give_up(why)
+            if call in exchange.running:
+                self._collect(exchange, call)
+            elif (why := self._pool.started(call)) and self._remote is None:
+                exchange.give_up(why)
         if not done:
             check_head(self._head)
 
-    def _work(self, messages: Sequence[Message]) -> Exchange[Any]:
-        together = self._together
-        if together is None or any(wire.task_of(message) != wire.TRAIN for message in messages):
-            return Exchange(deque(messages))
-        return Exchange(
-            deque(together.ordered(messages)), lambda message: max(1, together.steps_of(message)), together.stack
-        )
-
-    def _collect(self, work: Exchange[Any], call: Any) -> None:
-        """Take the answer of a call that is done, and before it what its worker had to answer first."""
-        worker = self._crew.calls[call]
+    def _collect(self, exchange: Exchange[Any], call: Any) -> None:
+        """Take the answer of a call that is done, and before it the answers to the worker's earlier calls."""
+        worker = self._pool.calls[call]
         while call in worker.calls:
             first = worker.calls[0]
-            steps = sum(map(work.steps, work.running[first]))
+            steps = sum(map(exchange.steps, exchange.running[first]))
             try:
-                replies, seconds = self._envelopes.open(ray.get(first))
+                replies, seconds = self._encryption.decrypt(ray.get(first))
             except RayError as error:
-                self._lost(work, worker, error)
+                self._lost(exchange, worker, error)
                 return
             worker.calls.remove(first)
-            work.answered(first, self._kept(work.running[first], replies))
+            exchange.answered(first, self._stored(exchange.running[first], replies))
             worker.took(seconds, steps)
-            self._on_reply(len(work.replies))
+            self._on_reply(len(exchange.replies))
 
-    def _lost(self, work: Exchange[Any], worker: Worker, error: RayError) -> None:
-        """Decide what becomes of what a worker had that died: only what it was doing can be to blame."""
-        others = self._crew.lost_with(worker)
+    def _lost(self, exchange: Exchange[Any], worker: Worker, error: RayError) -> None:
+        """Decide what becomes of the calls of a worker that died: only the first one can be to blame."""
+        others = self._pool.lost_with(worker)
         first, *later = worker.calls
         for call in (first, *later, *others) if others is not None else later:
-            work.node_lost(call)
+            exchange.node_lost(call)
         if others is None:
             died = "the worker died (out of memory?)"
-            work.worker_died(first, died if isinstance(error, RayActorError) else last_line(error))
+            exchange.worker_died(first, died if isinstance(error, RayActorError) else last_line(error))
 
-    def _sent(self, value: Any) -> Any:
-        return ray.put(self._envelopes.close(value))
+    def _put(self, value: Any) -> Any:
+        return ray.put(self._encryption.encrypt(value))
 
-    def _shared(self, content: RecordDict) -> tuple[int, Any]:
-        """Return the number of a content that messages share, and how calls have it: closed itself, or a reference."""
-        closed = self._envelopes.close(content)
-        is_small = self._apart is not None and encrypted_bytes(closed) <= MOST_WITH_A_CALL
-        return next(self._numbers), closed if is_small else ray.put(closed)
+    def _share(self, content: RecordDict) -> tuple[int, Any]:
+        """Return the number of a content that messages share, and its form in calls: encrypted, or a reference."""
+        encrypted = self._encryption.encrypt(content)
+        is_small = self._remote is not None and encrypted_bytes(encrypted) <= MOST_WITH_A_CALL
+        return next(self._numbers), encrypted if is_small else ray.put(encrypted)
 
-    def _give_up_late(self, work: Exchange[Any], timeout: float) -> None:
-        """Give up what is unfinished after ``timeout`` seconds."""
-        calls = list(self._crew.calls)
+    def _give_up_late(self, exchange: Exchange[Any], timeout: float) -> None:
+        """Give up all messages that are unfinished after ``timeout`` seconds."""
+        calls = list(self._pool.calls)
         for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []:
-            if call in work.running:
-                self._collect(work, call)
-        progress = self._progress(work)
-        for call in [call for worker in self._crew.entered for call in worker.calls[1:]]:
-            work.node_lost(call)
-        work.too_late(progress, timeout)
+            if call in exchange.running:
+                self._collect(exchange, call)
+        progress = self._progress(exchange)
+        for call in [call for worker in self._pool.ready for call in worker.calls[1:]]:
+            exchange.node_lost(call)
+        exchange.too_late(progress, timeout)
 
-    def _progress(self, work: Exchange[Any]) -> dict[Any, list[Message]]:
-        """Ask busy workers how far they came; those that do not say are left out."""
-        busy = [worker for worker in self._crew.entered if worker.calls]
+    def _progress(self, exchange: Exchange[Any]) -> dict[Any, list[Message]]:
+        """Ask busy workers for their replies so far; those that do not answer are left out."""
+        busy = [worker for worker in self._pool.ready if worker.calls]
         asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}
         heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS) if asked else ([], [])
         progress = {}
         for question in heard:
             with suppress(RayError):
-                call, replies = asked[question], self._envelopes.open(ray.get(question))
-                batch = work.running[call]  # its worker may have begun the next one
+                call, replies = asked[question], self._encryption.decrypt(ray.get(question))
+                batch = exchange.running[call]  # its worker may have begun the next one
                 ids = {message.metadata.message_id for message in batch}
                 own = [reply for reply in replies if reply.metadata.reply_to_message_id in ids]
-                progress[call] = self._kept(batch, own)
+                progress[call] = self._stored(batch, own)
         return progress
 
-    def _kept(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
-        """Return what goes to the server, after what clients keep was written where it is theirs to write it."""
-        if self._apart is None:
+    def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
+        """Return the replies for the server, after client states were stored where the driver stores them."""
+        if self._remote is None:
             return list(replies)
         of = {message.metadata.message_id: message for message in messages}
-        return [self._apart.desk.after(of[reply.metadata.reply_to_message_id], reply) for reply in replies]
+        return [self._remote.store.after(of[reply.metadata.reply_to_message_id], reply) for reply in replies]
 
 
-class _Post:
-    """Closes the model that all messages of a round share once, not once per batch; and sends files once a run.
+class _Outbox:
+    """Encrypts the model that all messages of a round share once, not once per batch; and sends files once a run.
 
-    ``send`` returns a reference, ``share`` the number of a content and how calls have it. ``files``: references by
-    name, of which more are added.
+    ``put`` returns a reference, ``share`` the number of a content and its form in calls. ``files``: references by name,
+    of which more are added.
     """
 
     def __init__(
         self,
-        send: Callable[[Any], Any],
+        put: Callable[[Any], Any],
         share: Callable[[RecordDict], tuple[int, Any]],
         files: dict[str, Any],
-        desk: Desk | None,
+        store: DriverStore | None,
     ) -> None:
-        self._send, self._share, self._files, self._desk = send, share, files, desk
+        self._put, self._share, self._files, self._store = put, share, files, store
         self._known: dict[int, tuple[int, RecordDict]] = {}
         self.contents: dict[int, Any] = {}
         self.answered: list[Message] = []
 
-    def letter(self, message: Message) -> tuple[Any, int, Any] | None:
-        """Return (the message's metadata, its content's number in ``contents``, what is its client's own).
+    def request(self, message: Message) -> tuple[Any, int, Any] | None:
+        """Return (the message's metadata, its content's number in ``contents``, the records of its client alone).
 
         None where there is nothing to do for a worker: then the answer is among ``answered``.
         """
-        parcel = self._desk.before(message) if self._desk else Parcel(message.content)
+        parcel = self._store.before(message) if self._store else Parcel(message.content)
         if isinstance(parcel, Message):
             self.answered.append(parcel)
             return None
@@ -258,5 +251,5 @@ class _Post:
             self.contents[number] = sent
         for name, path in parcel.files.items():
             if name not in self._files:
-                self._files[name] = self._send(read_whole(path))
+                self._files[name] = self._put(read_whole(path))
         return message.metadata, self._known[id(content)][0], parcel.own

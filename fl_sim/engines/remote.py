@@ -1,6 +1,6 @@
-"""Workers on other machines, which see no disk of the driver: their parcels, encryption, signed tickets and sources.
+"""Workers on other machines, which see no disk of the driver: their messages, encryption, signed tickets and sources.
 
-Knows no Ray.
+Knows no Ray. Ray keeps objects in a node's memory, and writes them to its disk where that runs short.
 """
 
 import hashlib
@@ -29,22 +29,21 @@ from numpy.typing import NDArray
 from fl_sim.errors import RunError
 
 _TICKET: Final = "ticket"
+_NONCE_BYTES: Final = 12
+_TAG_BYTES: Final = 16
 
 NO_TICKET: Final = (
     "the order brings a ticket, which says that its release was paid for elsewhere, and nothing was released: only a "
     "worker that the run's own driver started takes one, signed by that driver for this message; send the order without"
 )
 
-_NONCE_BYTES: Final = 12
-_TAG_BYTES: Final = 16
-
 
 @dataclass(frozen=True)
 class Parcel:
-    """What goes to a worker in place of a message.
+    """The form in which a message goes to a worker.
 
-    ``content``: what all messages of the exchange share, one object for all of them. ``own``: the records that this
-    client's message has beside them. ``files``: where what the content names lies here.
+    ``content``: the part that all messages of the exchange share, one object for all of them. ``own``: the records of
+    this client's message alone. ``files``: the paths, here, of the files that the content names.
     """
 
     content: RecordDict
@@ -52,51 +51,51 @@ class Parcel:
     files: Mapping[str, Path] = field(default_factory=dict)
 
 
-class Desk(Protocol):
-    """What is done at home for clients that are played elsewhere: their files lie here."""
+class DriverStore(Protocol):
+    """The driver's part in the work of clients that run elsewhere: their files lie here."""
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return what goes to a worker, or the answer where there is nothing for one to do.
+        """Return the parcel for a worker, or the answer where there is nothing for a worker to do.
 
         Asked again where a message is sent again, and then the same.
         """
         ...
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Keep what the client keeps, and return what goes to the server."""
+        """Store the client state of an answer, and return the message for the server."""
         ...
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How clients are played where no disk is shared.
+class RemoteWorkers:
+    """The settings of workers that share no disk with the driver.
 
-    ``goods``: what every worker is sent once, and gives to the factories of its app and of its player. It has a
+    ``setup``: sent to every worker once, and given to the factories of its app and of its batch handler. It has a
     dictionary ``files``, in which a worker puts the content of files by name. ``modules``: the user's own that workers
     need.
     """
 
-    goods: Any
-    desk: Desk
+    setup: Any
+    store: DriverStore
     modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Envelopes:
-    """Closes values for the processes that have the key; without a key values stay as they are.
+class Encryption:
+    """Encrypts values for the processes that have the key, by AES-GCM; without a key values stay as they are.
 
-    A closed value is AES-GCM's: nobody without the key can read it, or make one that opens.
+    Nobody without the key can read an encrypted value, or make one that can be decrypted.
     """
 
     key: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def closed(cls) -> "Envelopes":
-        """Return envelopes with a key that nobody else has."""
+    def with_new_key(cls) -> "Encryption":
+        """Return encryption by a key that nobody else has."""
         return cls(AESGCM.generate_key(256))
 
-    def close(self, value: Any) -> Any:
-        """Return ``value`` as it may be seen."""
+    def encrypt(self, value: Any) -> Any:
+        """Return ``value`` as others may see it."""
         if not self.key:
             return value
         buffers: list[pickle.PickleBuffer] = []
@@ -111,12 +110,12 @@ class Envelopes:
             cipher.encrypt_into(nonce, part, _place(whole, place, len(buffers)), sealed[_NONCE_BYTES:])
         return whole, sizes, content
 
-    def open(self, closed: Any) -> Any:
-        """Return what was closed. Raises RunError where that was done by somebody without the key."""
+    def decrypt(self, encrypted: Any) -> Any:
+        """Return the value. Raises RunError where somebody without the key encrypted or changed it."""
         if not self.key:
-            return closed
+            return encrypted
         try:
-            whole, sizes, content = closed
+            whole, sizes, content = encrypted
             cipher, last = AESGCM(self.key), len(sizes) - 1
             opened = [np.empty(size - _NONCE_BYTES - _TAG_BYTES, np.uint8) for size in sizes]
             for place, (sealed, to) in enumerate(zip(_cut(content, sizes), opened, strict=True)):
@@ -130,19 +129,10 @@ class Envelopes:
         return pickle.loads(frame.data, buffers=buffers)  # noqa: S301 (made by a process that has this run's key)
 
 
-def encrypted_bytes(closed: Any) -> int:
-    """Return how large a closed value is."""
-    _, _, content = closed
+def encrypted_bytes(encrypted: Any) -> int:
+    """Return the size of an encrypted value."""
+    _, _, content = encrypted
     return int(content.nbytes)
-
-
-def importable(sources: Mapping[str, bytes]) -> None:
-    """Let modules be imported from ``sources``, {path on the import path: content}, where there are no others.
-
-    They stay in memory: nothing is written.
-    """
-    if sources:
-        sys.meta_path.append(_Sent(sources))
 
 
 def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
@@ -154,48 +144,16 @@ def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _place(whole: bytes, place: int, last: int) -> bytes:
-    """Return of which value a part is, and the how manieth of how many: so none can be left out or moved."""
+    """Return the associated data of a part, its value and place: so none can be left out or moved."""
     return b"%b %d %d" % (whole, place, last)
-
-
-class _Sent(MetaPathFinder, InspectLoader):
-    """Finds and loads modules in a dictionary; behind all other finders."""
-
-    def __init__(self, sources: Mapping[str, bytes]) -> None:
-        self._sources = sources
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of a module that was sent along."""
-        del path, target
-        name = self._file(fullname)
-        if name is None:
-            return None
-        return importlib.util.spec_from_loader(fullname, self, origin=f"<sent along: {name}>")
-
-    def get_source(self, fullname: str) -> str:
-        """Return a module's source."""
-        name = self._file(fullname)
-        if name is None:
-            raise ImportError(f"{fullname} was not sent along")
-        return importlib.util.decode_source(self._sources[name])
-
-    def is_package(self, fullname: str) -> bool:
-        """Say whether a module is a package."""
-        return (self._file(fullname) or "").endswith("/__init__.py")
-
-    def _file(self, fullname: str) -> str | None:
-        stem = fullname.replace(".", "/")
-        return next((name for name in (f"{stem}.py", f"{stem}/__init__.py") if name in self._sources), None)
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a client that is played elsewhere has paid for at home.
+    """The proof that the driver has paid for a release that a worker makes.
 
-    ``key``: of its noise, a secret. ``counts``: of a share, how many records of each class to make. Only a ``Signer``
-    reads one.
+    ``key``: of its noise, a secret. ``counts``: of a share, the number of records of each class to make. Only a
+    ``Signer`` reads one.
     """
 
     key: bytes = field(repr=False)
@@ -243,22 +201,64 @@ class Signer:
 
 
 def has_ticket(content: RecordDict) -> bool:
-    """Say whether a message brings something that is called a ticket."""
+    """Return True if a message brings a record named as a ticket."""
     return _TICKET in content
 
 
 def _digests(content: RecordDict) -> list[list[str]]:
-    """Return the names of all records but the ticket, and digests of what is in them."""
-    return [[name, _digest(content[name])] for name in sorted(content) if name != _TICKET]
+    """Return the names of all records but the ticket, and digests of their content."""
+    found = []
+    for name in sorted(content):
+        if name == _TICKET:
+            continue
+        digest, record = hashlib.sha256(), content[name]
+        if isinstance(record, ArrayRecord):
+            for array_name, array in record.items():
+                digest.update(json.dumps([array_name, list(array.shape)]).encode())
+                digest.update(array.data)
+        else:
+            assert isinstance(record, ConfigRecord), "messages to clients hold settings and tensors"
+            digest.update(json.dumps(sorted(record.items())).encode())
+        found.append([name, digest.hexdigest()])
+    return found
 
 
-def _digest(record: object) -> str:
-    digest = hashlib.sha256()
-    if isinstance(record, ArrayRecord):
-        for name, array in record.items():
-            digest.update(json.dumps([name, list(array.shape)]).encode())
-            digest.update(array.data)
-    else:
-        assert isinstance(record, ConfigRecord), "messages to clients hold settings and tensors"
-        digest.update(json.dumps(sorted(record.items())).encode())
-    return digest.hexdigest()
+def importable(sources: Mapping[str, bytes]) -> None:
+    """Let modules be imported from ``sources``, {path on the import path: content}, where there are no others.
+
+    They stay in memory: nothing is written.
+    """
+    if sources:
+        sys.meta_path.append(_ModulesInMemory(sources))
+
+
+class _ModulesInMemory(MetaPathFinder, InspectLoader):
+    """Finds and loads modules in a dictionary; behind all other finders."""
+
+    def __init__(self, sources: Mapping[str, bytes]) -> None:
+        self._sources = sources
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module that was sent along."""
+        del path, target
+        name = self._file(fullname)
+        if name is None:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, origin=f"<sent along: {name}>")
+
+    def get_source(self, fullname: str) -> str:
+        """Return a module's source."""
+        name = self._file(fullname)
+        if name is None:
+            raise ImportError(f"{fullname} was not sent along")
+        return importlib.util.decode_source(self._sources[name])
+
+    def is_package(self, fullname: str) -> bool:
+        """Return True if a module is a package."""
+        return (self._file(fullname) or "").endswith("/__init__.py")
+
+    def _file(self, fullname: str) -> str | None:
+        stem = fullname.replace(".", "/")
+        return next((name for name in (f"{stem}.py", f"{stem}/__init__.py") if name in self._sources), None)

@@ -1,4 +1,4 @@
-"""What is sent to a node first: it says which versions that has, before anything of ours is imported there.
+"""The actor that is sent to a node first: it reports the versions there, before anything of ours is imported.
 
 This file travels by value, to nodes that may have another version of it: it imports Python's own modules, and ray.
 """
@@ -20,32 +20,32 @@ PACKAGES = ("fl_sim", "strategies", "clients", "partitions")
 LIBRARIES = ("torch", "numpy", "flwr")
 
 
-class Gate:
-    """Lives in a process of Ray: first says what is there, then becomes the ``Player`` of a run that it fits."""
+class CheckedActor:
+    """Lives in a process of Ray: first reports its versions, then handles the messages of a run that they fit."""
 
-    def look(self, modules: list[str]) -> dict[str, str]:
+    def versions(self, modules: list[str]) -> dict[str, str]:
         """Return the versions on this node: see ``versions``."""
         return versions(modules)
 
-    def enter(self, key: bytes, arguments: list[Any]) -> None:
-        """Import what plays clients, and make the player. ``arguments``: references to what its maker was given."""
-        from fl_sim.engines.ray_actor import Player  # noqa: PLC0415
-        from fl_sim.engines.remote import Envelopes  # noqa: PLC0415 (not before the versions are known)
+    def start(self, key: bytes, arguments: list[Any]) -> None:
+        """Import the program and make the message handler. ``arguments``: references to its own arguments."""
+        from fl_sim.engines.ray_actor import MessageHandler  # noqa: PLC0415 (not before the versions are known)
+        from fl_sim.engines.remote import Encryption  # noqa: PLC0415
 
-        self._player = Player(Envelopes(key), *arguments)
+        self._handler = MessageHandler(Encryption(key), *arguments)
 
-    def answer(self, letters: Any, contents: dict[int, Any], files: dict[str, Any]) -> Any:
-        """Answer messages: see ``Player.answer``."""
-        return self._player.answer(letters, contents, files)
+    def answer(self, requests: Any, contents: dict[int, Any], files: dict[str, Any]) -> Any:
+        """Answer messages: see ``MessageHandler.answer``."""
+        return self._handler.answer(requests, contents, files)
 
     @ray.method(concurrency_group="progress")
     def replies_so_far(self) -> Any:
-        """Return the replies of the running call that are there; answered while it runs."""
-        return self._player.replies_so_far()
+        """Return the replies of the running call so far; answered while it runs."""
+        return self._handler.replies_so_far()
 
 
 def versions(modules: list[str]) -> dict[str, str]:
-    """Return what may differ from machine to machine and changes numbers, each in words.
+    """Return {name: version} of all that may differ from machine to machine and changes numbers.
 
     ``modules``: those of the user's own, which may be missing: they are sent along.
     """
@@ -62,7 +62,7 @@ def versions(modules: list[str]) -> dict[str, str]:
 
 
 def source_files(module: str) -> dict[str, Path]:
-    """Return {path in the import path: file} of a module's sources, of a package all of them; nothing without one."""
+    """Return {path in the import path: file} of a module, of a package all of its sources; empty without one."""
     spec = _spec(module)
     if spec is None:
         return {}
@@ -77,7 +77,7 @@ def source_files(module: str) -> dict[str, Path]:
 
 
 def digest_of(files: dict[str, Path]) -> str:
-    """Return a digest of files and what they are called."""
+    """Return a digest of files and their names."""
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())

@@ -19,7 +19,7 @@ from fl_sim.data import load
 from fl_sim.engines import remote, wire
 from fl_sim.engines.batching import failure
 from fl_sim.engines.grid import LocalGrid
-from fl_sim.engines.remote import Envelopes
+from fl_sim.engines.remote import Encryption
 from fl_sim.errors import Malformed, RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -87,7 +87,7 @@ def test_every_field_of_every_message_has_a_row() -> None:
     assert made == {*SERVERS, *CLIENTS} - {"Signer.records"}
     assert rows("From the server") == SET_BY_SERVERS
     assert rows("From a client") == SET_BY_CLIENTS
-    closed = Envelopes.closed().close(b"")
+    closed = Encryption.with_new_key().encrypt(b"")
     assert len(rows("Around both")) == len(closed)
 
 
@@ -321,8 +321,8 @@ def test_what_a_client_says_of_its_failure_is_a_reason_and_no_answer(tmp_path: P
 
 @pytest.mark.parametrize("place", range(3), ids=rows("Around both"))
 def test_whatever_somebody_writes_into_an_envelope_does_not_open(place: int) -> None:
-    envelopes = Envelopes.closed()
-    parts = list(envelopes.close(b"secret"))
+    envelopes = Encryption.with_new_key()
+    parts = list(envelopes.encrypt(b"secret"))
     parts[place] = [bytes(12), [40], np.zeros(len(parts[2]), np.uint8)][place]
     with pytest.raises(RunError, match="changed on its way"):
-        envelopes.open(tuple(parts))
+        envelopes.decrypt(tuple(parts))

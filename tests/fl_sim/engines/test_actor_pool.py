@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from fl_sim.engines.actor_pool import START_SECONDS, Crew, Node, Worker, _room
+from fl_sim.engines.actor_pool import START_SECONDS, ActorPool, Node, Worker, _room
 from fl_sim.engines.batching import Exchange
 from fl_sim.engines.ray_start import RayResources
 from tests.fl_sim.engines.test_batching import messages
@@ -28,15 +28,15 @@ def test_a_workers_first_call_says_nothing_of_its_speed() -> None:
 
 def test_the_user_is_told_once_of_a_node_whose_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    crew = Crew(RayResources(), b"", (), 2, (), is_own=False, is_apart=True, say=told.append)
+    pool = ActorPool(RayResources(), b"", (), 2, (), is_own=False, is_remote=True, say=told.append)
     monkeypatch.setattr("ray.nodes", list)
-    crew.starting["question"] = slow = worker()
-    crew.look(0)
+    pool.starting["question"] = slow = worker()
+    pool.update(0)
     assert told == []
     slow.since -= START_SECONDS + 1
     for _ in range(2):
-        crew._looked = -math.inf
-        crew.look(0)
+        pool._looked = -math.inf
+        pool.update(0)
     assert len(told) == 1
     assert "node a at 127.0.0.1 of the Ray cluster does nothing: its worker has not started in 60 s" in told[0]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fl_sim.engines.remote import Envelopes, encrypted_bytes, importable
+from fl_sim.engines.remote import Encryption, encrypted_bytes, importable
 from fl_sim.errors import RunError
 
 
@@ -18,15 +18,15 @@ def changed(content: NDArray[np.uint8], place: int) -> NDArray[np.uint8]:
 
 
 def test_nobody_without_the_key_reads_or_changes_what_is_closed() -> None:
-    envelopes, record = Envelopes.closed(), np.arange(200, dtype=np.uint8)
-    closed = envelopes.close({"records": record})
+    envelopes, record = Encryption.with_new_key(), np.arange(200, dtype=np.uint8)
+    closed = envelopes.encrypt({"records": record})
     whole, sizes, content = closed
     secrets = record.tobytes()[:16], b"records", envelopes.key
     assert not [secret for secret in secrets if secret in content.tobytes()]
-    opened = envelopes.open(closed)["records"]
+    opened = envelopes.decrypt(closed)["records"]
     assert np.array_equal(opened, record)
     assert opened.flags.writeable
-    other_whole, _, other = envelopes.close({"records": record})
+    other_whole, _, other = envelopes.encrypt({"records": record})
     assert encrypted_bytes(closed) == len(content) == len(other) > 200
     frame, numbers = np.split(content, sizes[:1])
     other_frame, other_numbers = np.split(other, sizes[:1])
@@ -43,16 +43,16 @@ def test_nobody_without_the_key_reads_or_changes_what_is_closed() -> None:
         (envelopes, (whole, [8], content[:8])),
         (envelopes, (whole, [], content)),
         (envelopes, (whole, [], content[:0])),
-        (Envelopes.closed(), closed),
+        (Encryption.with_new_key(), closed),
     ):
         with pytest.raises(RunError, match="was changed on its way"):
-            by.open(came)
+            by.decrypt(came)
     assert "key" not in repr(envelopes)
 
 
 def test_on_ones_own_machine_values_stay_as_they_are() -> None:
     value = object()
-    assert Envelopes().open(Envelopes().close(value)) is value
+    assert Encryption().decrypt(Encryption().encrypt(value)) is value
 
 
 SOURCES = {
