@@ -42,12 +42,12 @@ copies more, and calls 9 ms."""
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
-_keepers: list["subprocess.Popen[bytes]"] = []  # of the Ray that this process started; there is at most one
+_cleanups: list["subprocess.Popen[bytes]"] = []  # cleanup processes of this process's Ray; there is at most one
 
 
 @dataclass(frozen=True)
 class RayResources:
-    """What to take from Ray.
+    """The resources to take from Ray.
 
     ``actors`` 0 means as many as there is room for. ``cpus`` and ``gpus`` are for one actor; fractions share one.
     ``address`` joins a running cluster: whoever may use that can run code in this run and read what it sends, unless it
@@ -63,13 +63,15 @@ class RayResources:
 
 
 def start_or_join(resources: RayResources, num_clients: int) -> int:
-    """Start or join Ray and return how many actors to use.
+    """Start or join Ray and return the number of actors to use.
 
     Raises UserError where Ray cannot be joined, has no room for an actor or not the GPU asked for.
     """
-    alone = not resources.address and not ray.is_initialized()
-    if alone:
-        num_actors = _wanted(resources, num_clients)
+    if not resources.address and not ray.is_initialized():
+        # A Ray of our own gets the actors asked for, even where they outnumber the processors.
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        room = int(processors / resources.cpus) if resources.cpus else processors
+        num_actors = min(num_clients, resources.actors or max(1, room))
         _start(max(1, math.ceil(num_actors * resources.cpus)))
     else:
         if not ray.is_initialized():
@@ -82,22 +84,21 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
 
 def stop_or_leave() -> None:
     """Stop Ray where we started it, leave it where we joined it."""
-    with _loose_ends():
+    with _resource_warnings_off():
         ray.shutdown()
-    while _keepers:
-        keeper = _keepers.pop()
-        keeper.communicate(b"\n" + own_ray.DONE)
+    while _cleanups:
+        _cleanups.pop().communicate(b"\n" + own_ray.DONE)
 
 
 def head_address() -> str:
-    """Return host:port of the process that knows all others of the Ray that was started or joined (gcs_server)."""
+    """Return host:port of Ray's head process, which knows all others (gcs_server)."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def check_head(address: str) -> None:
-    """Raise RunError where that process is gone: Ray itself would wait for a minute and then end this one."""
+    """Raise RunError where the head process is gone: Ray itself would wait for a minute and then end this process."""
     try:
-        _knock(address)
+        _connect(address)
     except OSError as error:
         raise RunError(
             f"Ray's head process (gcs_server) at {address} is gone ({last_line(error)}): start the same command again, "
@@ -106,30 +107,16 @@ def check_head(address: str) -> None:
 
 
 def node_address() -> str:
-    """Return host:port of the process that plays this machine's part in the Ray that was started or joined (raylet)."""
+    """Return host:port of Ray's node process on this machine (raylet)."""
     own = ray.get_runtime_context().get_node_id()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return next((f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}" for one in nodes if one["NodeID"] == own), "")
 
 
 def check_node(address: str) -> None:
-    """Raise RunError where that process is gone."""
+    """Raise RunError where the node process is gone."""
     if address and not own_ray.is_there(address):
         raise RunError(own_ray.node_gone(address))
-
-
-def _keep(folder: str) -> "subprocess.Popen[bytes]":
-    """Start what sees to ``folder``, and to the user, when this process is gone; no Ctrl-C for the run ends it."""
-    keeper = [sys.executable, "-I", own_ray.__file__, folder]
-    _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
-    return _keepers[-1]
-
-
-def _say_where(keeper: "subprocess.Popen[bytes]") -> None:
-    """Tell the keeper where Ray's node listens."""
-    assert keeper.stdin is not None
-    keeper.stdin.write(node_address().encode())
-    keeper.stdin.flush()
 
 
 def last_line(error: BaseException) -> str:
@@ -139,13 +126,13 @@ def last_line(error: BaseException) -> str:
 
 
 def import_path() -> str:
-    """Return our import path without the interpreter's own directories, which other machines have elsewhere."""
+    """Return the import path without the interpreter's own directories, which other machines have elsewhere."""
     entries = dict.fromkeys(Path(entry).absolute() for entry in sys.path)
     return os.pathsep.join(str(entry) for entry in entries if not is_installed(entry))
 
 
 def is_installed(file: Path) -> bool:
-    """Say whether a file lies where Python keeps what is installed, which other machines have elsewhere."""
+    """Return True if a file lies in a folder of installed packages, which other machines have elsewhere."""
     places = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return any(file.absolute().is_relative_to(place) for place in places)
 
@@ -153,10 +140,12 @@ def is_installed(file: Path) -> bool:
 def _start(num_cpus: int) -> None:
     """Start a Ray that nobody else reaches: on 127.0.0.1, with a random token, its files in a folder of our own."""
     choose_token()
-    folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or _short_folder())
-    keeper = _keep(folder)
+    # A socket's path has at most 107 bytes, on macOS 103; mkdtemp makes a folder that only this user can read.
+    short = "/tmp" if os.name == "posix" else None  # noqa: S108
+    folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or short)
+    cleanup = _start_cleanup(folder)
     # Processes import whatever this one can, an uninstalled checkout included.
-    with _environment({"PYTHONPATH": import_path()}), _loose_ends():
+    with _environment({"PYTHONPATH": import_path()}), _resource_warnings_off():
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -165,12 +154,21 @@ def _start(num_cpus: int) -> None:
             logging_level=logging.ERROR,
             _temp_dir=f"{folder}/ray",  # Ray opens this one to all users of the machine, but not the one around it
         )
-    _say_where(keeper)
+    _send_address(cleanup)
 
 
-def _short_folder() -> str | None:
-    """Return where temporary files may have short names: a socket's path has at most 107 bytes, on macOS 103."""
-    return "/tmp" if os.name == "posix" else None  # noqa: S108 (mkdtemp makes a folder there that only we can read)
+def _start_cleanup(folder: str) -> "subprocess.Popen[bytes]":
+    """Start the process that clears ``folder``, and tells the user, when this process is gone; no Ctrl-C ends it."""
+    command = [sys.executable, "-I", own_ray.__file__, folder]
+    _cleanups.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
+    return _cleanups[-1]
+
+
+def _send_address(cleanup: "subprocess.Popen[bytes]") -> None:
+    """Send the address of Ray's node to the cleanup process."""
+    assert cleanup.stdin is not None
+    cleanup.stdin.write(node_address().encode())
+    cleanup.stdin.flush()
 
 
 def _join(address: str) -> None:
@@ -181,10 +179,10 @@ def _join(address: str) -> None:
         )
     try:
         if address != "auto":
-            _knock(address)
-        with _environment(DIRECT), _loose_ends():
+            _connect(address)
+        with _environment(DIRECT), _resource_warnings_off():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        _say_where(_keep(""))
+        _send_address(_start_cleanup(""))
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"cannot join the Ray cluster at {address!r}: {last_line(error)}; "
@@ -192,7 +190,7 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _knock(address: str) -> None:
+def _connect(address: str) -> None:
     """Raise OSError or ValueError where nobody listens: Ray itself tries for minutes and then ends the process."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
@@ -200,15 +198,8 @@ def _knock(address: str) -> None:
     socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
 
-def _wanted(resources: RayResources, num_clients: int) -> int:
-    """Return how many actors a Ray of our own gets: those asked for, even where they outnumber the processors."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    room = int(processors / resources.cpus) if resources.cpus else processors
-    return min(num_clients, resources.actors or max(1, room))
-
-
 def _room_for(resources: RayResources) -> int:
-    """Return how many actors a cluster that others started has room for, at most those asked for."""
+    """Return the number of actors that a cluster of others has room for, at most the number asked for."""
     processors = _total("CPU")
     if not processors and resources.address:  # machines join later
         return resources.actors or MANY
@@ -226,7 +217,7 @@ def _total(kind: str) -> float:
 
 
 @contextmanager
-def _loose_ends() -> Iterator[None]:
+def _resource_warnings_off() -> Iterator[None]:
     """Ignore that Ray leaves files on /dev/null open and processes unwaited for, which is no leak of ours."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "unclosed file .*/dev/null|subprocess .* is still running", ResourceWarning)
@@ -235,7 +226,7 @@ def _loose_ends() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Let what starts in this block see ``values`` in its environment."""
+    """Set ``values`` in the environment during this block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
