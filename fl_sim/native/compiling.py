@@ -21,7 +21,7 @@ LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
 SOURCES_DIGEST = "8580eb8535df686e508ba1534af4f9e6"
-"""What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
+"""The ``sources_digest`` of this version: a copy of the program without sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0
 """How long a compiler may take (10 s measured, with a core for each of the two widths)."""
@@ -36,7 +36,7 @@ every processor that is fit for either can run.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
-"""Which of ``WIDTHS`` the library for an architecture holds, the narrowest first."""
+"""The ``WIDTHS`` in the library for an architecture, the narrowest first."""
 
 BFLOAT16, BFLOAT16_OPTIONS = "avx512_bf16", ("-mavx512bf16", "-DFL_SIM_BFLOAT16")
 """The trainer is compiled once more, for vectors of 16 on processors with this feature: with products of bfloat16."""
@@ -100,7 +100,7 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
 
 
 def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
-    """Say whether a compiler takes these options, as older ones do not."""
+    """Return True if a compiler takes these options, as older ones do not."""
     try:
         _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
     except NoCompiler:
@@ -124,7 +124,7 @@ def _call(command: list[str]) -> None:
 
 
 def find_library() -> Path:
-    """Return where the kernel lies: beside this file, or in another copy of fl-sim on the import path.
+    """Return the path of the kernel: beside this file, or in another copy of fl-sim on the import path.
 
     Flower runs the app from a copy that holds neither the kernel nor its sources; there, that of the fl-sim that is
     installed serves, if it is made of the very same sources. Where there is none, returns where it would lie.
@@ -162,7 +162,7 @@ def lanes_of(features: frozenset[str]) -> int:
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return which features even the narrowest vectors of its architecture miss, in words."""
+    """Return the features that even the narrowest vectors of its architecture miss, in words."""
     narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
     return ", ".join(sorted(set(WIDTHS[narrowest]) - features))
 

@@ -22,7 +22,7 @@ Rows: TypeAlias = Literal["logits", "features"]
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
-"""What fl_sim_layout says in a library that agrees about what a request looks like."""
+"""The result of fl_sim_layout in a library that has the same fields of a request."""
 
 _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
@@ -85,7 +85,7 @@ class Kernel:
         return self.prepare(stack, jobs, precision).train()
 
     def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
-        """Return what is left to do of ``train`` once the jobs are checked and laid out: little in Python.
+        """Return the rest of ``train`` after the jobs are checked and laid out in memory: little in Python.
 
         Raises ValueError as ``train`` does.
         """
@@ -140,7 +140,7 @@ class Kernel:
         return total
 
     def is_this_versions(self) -> bool:
-        """Say whether the library is of this version's sources, and agrees about what a request looks like."""
+        """Return True if the library is of this version's sources, and has the same fields of a request."""
         try:
             sources, layout = self.function("sources"), self.function("layout")
         except AttributeError:
@@ -209,7 +209,7 @@ def _may_use_amx(library: ctypes.CDLL) -> bool:
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:
-    """Return what the library's ``code`` means."""
+    """Return the error for the library's ``code``."""
     if code == 2:
         return MemoryError(f"no memory for {what}: take a smaller local.batch_size, or fewer clients at a time")
     if code == 3:

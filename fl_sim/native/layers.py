@@ -48,22 +48,22 @@ class Stack:
 
     @cached_property
     def pointers(self) -> tuple[int, int]:
-        """Return where ``layers`` and ``input_shape`` lie."""
+        """Return the addresses of ``layers`` and ``input_shape``."""
         return int(self.layers.ctypes.data), int(self.input_shape.ctypes.data)
 
     @property
     def num_classes(self) -> int:
-        """Return how many logits a record has."""
+        """Return the number of classes, which is that of a record's logits."""
         return int(self.layers[-1, FIELDS.index("outputs")])
 
     @property
     def num_features(self) -> int:
-        """Return how many numbers enter the last layer."""
+        """Return the number of inputs of the last layer."""
         return int(self.layers[-1, FIELDS.index("inputs")])
 
     @cached_property
     def is_piecewise_linear(self) -> bool:
-        """Say whether all layers are linear but for ReLU and pooling: the kernel then knows second derivatives."""
+        """Return True if all layers are linear but for ReLU and pooling: the kernel then knows second derivatives."""
         return not bool((self.layers[:, 0] == _NORM).any())
 
 
@@ -92,7 +92,7 @@ def rows_of(stack: Stack) -> list[dict[str, int]]:
 
 
 def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
-    """Return channels, height and width of the input and of what every layer writes."""
+    """Return channels, height and width of the input and of every layer's output."""
     shapes = [(int(stack.input_shape[0]), int(stack.input_shape[1]), int(stack.input_shape[2]))]
     for row in rows_of(stack):
         channels, height, width = shapes[row["source"]]
@@ -109,7 +109,7 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
 
 
 def products_in_output(row: dict[str, int]) -> int:
-    """Return how many products an output of a layer is the sum of; 0 where it is none."""
+    """Return the number of products in an output of a layer; 0 where it is no sum of products."""
     if KINDS[row["kind"]] not in ("conv", "linear"):
         return 0
     return row["inputs"] * max(1, row["kernel_y"] * row["kernel_x"])
@@ -124,7 +124,7 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return what PyTorch computes faster, in words, where that is half of the model's work or more; else nothing."""
+    """Return the layers that PyTorch computes faster, in words, if they are half of the model's work or more."""
     slow = {index: row for index, row in enumerate(rows_of(stack)) if _is_slower(row)}
     products = products_of(stack)
     if not slow or 2 * sum(products[index] for index in slow) < sum(products):

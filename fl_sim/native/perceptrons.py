@@ -77,7 +77,7 @@ class Shown:
 
 
 def is_perceptron(net: nn.Module) -> bool:
-    """Say whether the compiled code takes a network: linear layers with ReLU or LeakyReLU between them, float32."""
+    """Return True if the compiled code takes a network: linear layers, ReLU or LeakyReLU between them, float32."""
     layers = list(net) if isinstance(net, nn.Sequential) else []
     linear, between = layers[::2], layers[1::2]
     if len(layers) % 2 == 0 or not all(map(_is_plain, linear)) or not all(map(_is_relu, between)):
@@ -106,7 +106,7 @@ class Perceptron:
         self._layers = (_Linear * len(layers))(*described)
 
     def described(self) -> _Perceptron:
-        """Return where the weights lie, to be used while this object lives."""
+        """Return the addresses of the weights, valid while this object lives."""
         assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
@@ -147,11 +147,11 @@ class TwoWays:
         self.num_parameters = sum(weight.numel() for weight in self.weights)
 
     def described(self) -> _Generator:
-        """Return where the weights lie, to be used while this object lives."""
+        """Return the addresses of the weights, valid while this object lives."""
         return _Generator(self.curved.described(), self.straight.described())
 
     def generate(self, latents: Shown) -> NDArray[np.float32]:
-        """Return what the generator makes of ``latents``, (n, outputs).
+        """Return the generator's outputs for ``latents``, (n, outputs).
 
         Raises ValueError for rows of another kind, and IndexError for classes that are not there.
         """
@@ -172,7 +172,7 @@ def call(kernel: Kernel, name: str, *arguments: Any) -> None:
 
 
 def address(values: NDArray[Any]) -> int:
-    """Return where an array's numbers begin, to be used while it lives."""
+    """Return the address of an array's numbers, valid while it lives."""
     return values.ctypes.data
 
 
@@ -205,7 +205,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Release:
-    """What makes a gradient of a sum: see ``add_noise`` of fl_sim/privacy/mechanisms.py.
+    """The noise and the divisor that make a gradient of a sum: see ``add_noise`` of fl_sim/privacy/mechanisms.py.
 
     ``noise`` is in steps of the grid, which are ``spacing``; None: the sum as it is. The noised sum is divided by
     ``divisor``.
@@ -308,7 +308,7 @@ def _described(layer: nn.Linear, slope: float) -> _Linear:
 
 
 def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> bool:
-    """Say whether ``weights`` lie one behind the other in all of ``vector``."""
+    """Return True if ``weights`` lie one behind the other in all of ``vector``."""
     starts = np.cumsum([0, *(weight.numel() for weight in weights)])
     places = [weight.data_ptr() - address(vector) for weight in weights]
     return places == [4 * start for start in starts[:-1]] and len(vector) == starts[-1]

@@ -22,10 +22,10 @@ TAKES = frozenset({
 """The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
 
 TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
-"""Those of them that look at records as they are: of mixed ones the compiled trainer makes nothing else."""
+"""The fields of them that need unmixed records: the compiled trainer does not combine them with mixing."""
 
 RECEIVED = frozenset({"distillation", "contrast"})
-"""Those that compare with what another model makes of a record: once for all epochs, so that no record may move."""
+"""The fields that need another model's outputs, computed once for all epochs: with them no record may move."""
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
@@ -36,7 +36,7 @@ _SPARE = 16  # numbers behind the last parameter that the kernel reads and write
 
 @dataclass(frozen=True)
 class Draws:
-    """What chance decides in one client's training.
+    """The random choices in one client's training.
 
     ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
     (steps,), records of the mixing pool, empty where the plan does not mix. ``moves``: (passes, n, 3), what
@@ -67,7 +67,7 @@ class Draws:
 
 
 class KernelJob(NamedTuple):
-    """One client's training: what ``fl_sim.training.loop.train`` takes, with what chance decides already decided.
+    """One client's training: the arguments of ``fl_sim.training.loop.train``, with all random choices made.
 
     ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
     """
@@ -236,7 +236,7 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return how many numbers a vector of ``size`` takes: the next one begins where the kernel's vectors do."""
+    """Return the padded length of a vector of ``size`` numbers: the next one begins where the kernel's vectors do."""
     return -(-size // _SPARE) * _SPARE + _SPARE
 
 

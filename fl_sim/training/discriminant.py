@@ -9,10 +9,10 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""What is added to the covariance's diagonal, in units of its mean variance."""
+"""The ridge on the covariance's diagonal, in units of its mean variance."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
-"""How much of a class's covariance is its own, the rest being that of all; and its ridge, in the same units."""
+"""The share of a class's own covariance, the rest being that of all classes; and its ridge, in the same units."""
 
 _MOST_NUMBERS = 500_000_000  # of a model: 2 GB
 

@@ -30,10 +30,10 @@ EVALUATION_BATCH_ON_GPU = 2_000
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a model makes of n records.
+    """The predictions of a model on n records.
 
-    ``loss``: its mean cross-entropy. ``labels``: (n,), what the records are; ``predicted``: (n,), what the model takes
-    them for. ``margins``: (n,), for two classes, by how much the logit of class 1 exceeds that of class 0.
+    ``loss``: the mean cross-entropy. ``labels``: (n,), the classes of the records; ``predicted``: (n,), the predicted
+    classes. ``margins``: (n,), for two classes, the logit of class 1 less that of class 0.
     """
 
     loss: float
@@ -43,7 +43,7 @@ class Scores:
 
     @cached_property
     def accuracy(self) -> float:
-        """Return which part of the records the model is right about, in [0, 1]."""
+        """Return the accuracy, in [0, 1]."""
         return int((self.labels == self.predicted).sum()) / len(self.labels)
 
 
@@ -56,7 +56,7 @@ def evaluate(
     scale: Scale | None = None,
     workers: int = 1,
 ) -> Scores:
-    """Return how well ``params`` do on (n, *input shape) inputs and (n,) labels.
+    """Return the scores of ``params`` on (n, *input shape) inputs and (n,) labels.
 
     ``scale`` normalises inputs that are bytes. ``workers`` threads share out the batches; the numbers are the same for
     any number of them. Products are float32 on a GPU, too, whatever the training's are.
@@ -77,7 +77,7 @@ def ready(model: nn.Module, params: Params) -> nn.Module:
 
 
 def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> Scores:
-    """Return how well what ``logits_of`` makes of the inputs does: see ``evaluate``."""
+    """Return the scores of the logits that ``logits_of`` returns: see ``evaluate``."""
     threads = torch.get_num_threads()
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,19 +100,19 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
 @dataclass(frozen=True, eq=False)
 class Confusion:
-    """``counts[i, j]``: how many records of class i the model takes for class j, shape (classes, classes)."""
+    """A confusion matrix. ``counts[i, j]``: the number of records of class i with the prediction j."""
 
     counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, scores: Scores, num_classes: int) -> Self:
-        """Return that of ``scores``, whose labels are below ``num_classes``."""
+        """Return the confusion matrix of ``scores``, whose labels are below ``num_classes``."""
         cells = np.bincount(scores.labels * num_classes + scores.predicted, minlength=num_classes**2)
         return cls(cells.reshape(num_classes, num_classes))
 
     @cached_property
     def recalls(self) -> NDArray[np.float64]:
-        """Return, for each class, which part of its records is taken for it; NaN for a class without records."""
+        """Return the recall of each class; NaN for a class without records."""
         return _share(self.counts.diagonal(), self.counts.sum(1))
 
     @property
@@ -122,18 +122,18 @@ class Confusion:
 
     @property
     def macro_f1(self) -> float:
-        """Return the mean F1 of the classes that have records, or that some record is taken for."""
+        """Return the mean F1 of the classes that have records or predictions."""
         f1 = _share(2 * self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1))
         return _mean(f1)
 
     @property
     def majority_share(self) -> float:
-        """Return which part of the records is of the most frequent class: a constant guess is right so often."""
+        """Return the share of the most frequent class, the accuracy of a constant prediction."""
         return float(self.counts.sum(1).max() / self.counts.sum())
 
 
 def area_under_roc(scores: Scores) -> float | None:
-    """Return how often a record of class 1 has a larger margin than one of class 0, where equals count half.
+    """Return the share of pairs in which the record of class 1 has the larger margin; equal margins count half.
 
     None where there are not two classes, or no record of one of them.
     """
@@ -160,12 +160,12 @@ class OverClients:
 
     @property
     def quantiles(self) -> tuple[float, ...]:
-        """Return the lowest accuracy, those that 10, 20, ..., 90 % of the clients are at or below, and the highest."""
+        """Return the quantiles of the accuracies at 0, 10, 20, ..., 100 %."""
         return tuple(float(value) for value in np.quantile(self.ascending, np.linspace(0, 1, 11)))
 
     @classmethod
     def of(cls, accuracies: NDArray[np.float64]) -> Self:
-        """Return that of at least one accuracy."""
+        """Return the statistics of at least one accuracy."""
         ascending = np.sort(accuracies)
         worst = ascending[: -(-len(accuracies) // 10)]
         return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()), ascending)
@@ -173,7 +173,7 @@ class OverClients:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """What clients hold: ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``; no pair comes twice."""
+    """Clients' class counts: ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``; no pair comes twice."""
 
     owners: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -181,7 +181,7 @@ class Holdings:
 
     @classmethod
     def of(cls, splits: Sequence[Parts], labels: NDArray[np.int64]) -> Self:
-        """Return it where each client has its part of every split: indices into ``labels``, of all records."""
+        """Return the class counts over ``splits``, whose records are indices into ``labels``."""
         owners = np.concatenate([split.owners for split in splits])
         records = np.concatenate([split.records for split in splits])
         num_classes = int(labels.max()) + 1
@@ -205,14 +205,14 @@ class Holdings:
 
 @dataclass(frozen=True, eq=False)
 class OwnTests:
-    """Which test records are whose: ``owners`` has a client for each of them, -1 for those that nobody has."""
+    """The clients' own test records. ``owners``: the client of each test record, -1 for none."""
 
     owners: NDArray[np.int64]
     num_clients: int
 
     @classmethod
     def of(cls, shards: Parts, groups: NDArray[np.int64], tested: NDArray[np.int64]) -> Self | None:
-        """Return it by where records come from: ``groups`` of the training records, ``tested`` of the test records.
+        """Return the own test records by ``groups`` of training records, and ``tested``, those of test records.
 
         ``shards``: each client's training records. A test record belongs to the client that holds its group; None where
         a group is spread over several clients.
@@ -232,7 +232,7 @@ class OwnTests:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return how many test records each client has."""
+        """Return the number of each client's test records."""
         return np.bincount(self.owners[self.owners >= 0], minlength=self.num_clients)
 
     def accuracies(self, scores: Scores) -> NDArray[np.float64]:

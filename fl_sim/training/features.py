@@ -21,7 +21,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Network:
-    """What an architecture makes of records, (n, *input shape), under any parameters."""
+    """A model's function of records, (n, *input shape), and parameters."""
 
     model: nn.Module
 
@@ -45,10 +45,10 @@ class Network:
         params: Params,
         anchor: Params,
     ) -> Batch:
-        """Return what loss terms see: ``records`` with labels and weights, and the ``outputs`` under ``params``.
+        """Return the batch for loss terms: ``records`` with labels and weights, and the ``outputs`` under ``params``.
 
-        ``outputs``: logits, and features if a term asks for them. What a term brings along is not there yet. What it
-        asks of other parameters is answered without dropout: a teacher says all it knows.
+        ``outputs``: logits, and features if a term asks for them. The data of a term is not there yet. Outputs under
+        other parameters are computed without dropout, as a teacher's are.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -86,7 +86,7 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``forward``, a forward pass of ``model``, returns, (n, classes), and the features in it, (n, d)."""
+    """Return the logits of ``forward``, a forward pass of ``model``, (n, classes), and the features in it, (n, d)."""
     entering: list[torch.Tensor] = []
     hook = head_of(model).register_forward_pre_hook(lambda _, given: entering.append(given[0].flatten(1)))
     try:

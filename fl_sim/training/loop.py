@@ -25,7 +25,7 @@ from fl_sim.params import (
     trainable,
 )
 from fl_sim.training.features import Network, feature_sums
-from fl_sim.training.losses import added, adjusted, check_smoothing, mixed_loss, outputs_for, terms_of
+from fl_sim.training.losses import adjusted, check_smoothing, mixed_losses, outputs_for, terms_of, with_terms
 from fl_sim.training.optimizer import Moments, ascent_of, blended, clipped, uphill
 from fl_sim.training.records import Scale, Source, black_of, moved
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Trained
@@ -36,7 +36,7 @@ TAKES = frozenset({
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that ``train`` knows: all there are, as other trainers hand on to it."""
+"""The fields of LocalSettings and LocalPlan that ``train`` knows: all of them, as other trainers hand on to it."""
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """An averaged record of the mixing pool, (*input shape), and its class proportions, (classes,)."""
@@ -64,7 +64,7 @@ def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Sour
 
 
 def stays_bytes(examples: Examples, device: torch.device) -> bool:
-    """Say whether ``resident`` keeps bytes: on a GPU alone, as the compiled trainer wants float32 in main memory."""
+    """Return True if ``resident`` keeps bytes: on a GPU alone, as the compiled trainer wants float32 in main memory."""
     return device.type != "cpu" and examples.inputs.dtype == np.uint8
 
 
@@ -84,11 +84,9 @@ def train(
     is trained.
     Raises ValueError where tensors are not the model's, UserError where the plan asks for what no trainer knows.
     """
-    _check_known(plan, task.settings)
     weights: Params = placed_in(model, task.params)
     trained = trainable(model)
-    _check_plan(plan, weights, inputs)
-    check_optimizer(plan, task.settings)
+    _check(plan, task.settings, weights, inputs)
     with torch.no_grad():
         copy_into(weights, task.params)
         load_statistics(model, task.statistics)
@@ -129,7 +127,7 @@ def train(
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model with its present weights loses on records: the plan's tensors lie on the device of the records."""
+    """The loss of a model with its present weights: the plan's tensors lie on the device of the records."""
 
     network: Network
     plan: LocalPlan
@@ -168,10 +166,11 @@ class Objective:
             shifted = adjusted(outputs[0], self.scale, self.shift)
             loss = functional.cross_entropy(shifted, labels, label_smoothing=self.smoothing)
         else:
-            loss = mixed_loss(
-                self.network.model, inputs, labels, *partner, mix.weight,
+            losses = mixed_losses(
+                self.network.model, inputs, labels, partner, mix.weight,
                 linearise=mix.linearise, smoothing=self.smoothing,
             )  # fmt: skip
+            loss = losses.mean()
             if self.terms:  # they are about the records as they are, not as they are mixed
                 outputs = self._outputs(inputs)
         if not self.terms:
@@ -179,7 +178,7 @@ class Objective:
         weights = torch.full((len(labels),), 1 / len(labels), dtype=outputs[0].dtype, device=inputs.device)
         params = placed_in(self.network.model, self.anchor)
         batch = self.network.batch((inputs, labels, weights), outputs, params, self.anchor)
-        return added(loss, self.terms, self.data, batch)
+        return with_terms(loss, self.terms, self.data, batch)
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return outputs_for(self.terms, self.network.model, lambda: self.network.model(inputs))
@@ -231,16 +230,14 @@ def _differentiated(loss: torch.Tensor, weights: dict[str, torch.Tensor]) -> dic
     return {name: gradient for name, gradient in zip(weights, found, strict=True) if gradient is not None}
 
 
-def _check_known(plan: LocalPlan, settings: LocalSettings) -> None:
+def _check(plan: LocalPlan, settings: LocalSettings, weights: Params, inputs: torch.Tensor) -> None:
     for asked in (plan, settings):
         if unknown := sorted(fields_in_use(asked) - TAKES):
             raise UserError(
                 f"no trainer knows {', '.join(unknown)} of {type(asked).__name__}, which the plan asks for: "
                 "leave it at its default, or teach fl_sim.training.loop.train about it and name it in TAKES there"
             )
-
-
-def _check_plan(plan: LocalPlan, weights: Params, inputs: torch.Tensor) -> None:
+    check_optimizer(plan, settings)
     buffers = plan.momentum_buffers or {}
     moved = {name: weight for name, weight in weights.items() if name in buffers}  # a frozen one has none
     check_layout("the momentum buffers", buffers, layout_of(moved))

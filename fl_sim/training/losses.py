@@ -31,7 +31,7 @@ _FAR_BELOW = -1e30
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
     """Return each record's cross-entropy, (n,); ``labels``: (n,), or (n, classes) proportions.
 
-    ``smoothing``: what part of a label is spread evenly over all classes, as torch.nn.CrossEntropyLoss has it.
+    ``smoothing``: the part of a label that is spread evenly over all classes, as torch.nn.CrossEntropyLoss has it.
     """
     return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
 
@@ -46,22 +46,6 @@ def by_autograd(
     # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
-
-
-def mixed_loss(
-    logits_of: LogitsOf,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    mean_input: torch.Tensor,
-    mean_label: torch.Tensor,
-    weight: float,
-    *,
-    linearise: bool,
-    smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Return the batch mean of ``mixed_losses``."""
-    mean = mean_input, mean_label
-    return mixed_losses(logits_of, inputs, labels, mean, weight, linearise=linearise, smoothing=smoothing).mean()
 
 
 def mixed_losses(
@@ -92,15 +76,17 @@ def mixed_losses(
 
 
 def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
-    """Return what ``plan`` adds to the loss, without what has weight 0; the algorithm's own term comes last."""
+    """Return the loss terms of ``plan`` with a weight other than 0; the algorithm's own term comes last."""
     terms = []
     if (part := plan.distillation) is not None and part.weight:
         function = _With(distilled, (part.weight, part.temperature, part.exclude_true))
         terms.append(LossTerm(function, {} if part.classes is None else {"classes": part.classes}))
-    if (low := plan.suppression) is not None and low.weight:
-        terms.append(LossTerm(_With(suppressed, (low.weight,)), {"shares": low.shares}))
-    if (apart := plan.contrast) is not None and apart.weight:
-        terms.append(LossTerm(_With(contrasted, (apart.weight, apart.temperature)), apart.previous, features=True))
+    if (suppression := plan.suppression) is not None and suppression.weight:
+        terms.append(LossTerm(_With(suppressed, (suppression.weight,)), {"shares": suppression.shares}))
+    if (contrast := plan.contrast) is not None and contrast.weight:
+        terms.append(
+            LossTerm(_With(contrasted, (contrast.weight, contrast.temperature)), contrast.previous, features=True)
+        )
     if (pull := plan.pull) is not None and pull.weight:
         data = {"prototypes": pull.prototypes, "present": pull.present}
         terms.append(LossTerm(_With(pulled, (pull.weight,)), data, features=True))
@@ -134,34 +120,28 @@ def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
         )
 
 
-def added(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
-    """Return ``loss``, (), and what ``terms`` add to it for ``batch``; ``data``: the tensors of each, on the device."""
+def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
+    """Return the sum of ``loss``, (), and ``terms`` for ``batch``; ``data``: the tensors of each, on the device.
+
+    Raises UserError for a term that is not a tensor of one number per record, or of one for all of them.
+    """
+    count = len(batch.labels)
     for term, own in zip(terms, data, strict=True):
-        loss = loss + added_by(term, replace(batch, data=own))
+        value = term.function(replace(batch, data=own))
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        if shape not in ((), (count,)):
+            found = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {shape}"
+            name = getattr(term.function, "__qualname__", repr(term.function))
+            raise UserError(
+                f"the loss term {name} returned {found} for {count} records: it must return a tensor of one number "
+                f"per record, ({count},), or of one number, ()"
+            )
+        loss = loss + (value if shape == () else (value * batch.weights).sum())
     return loss
 
 
-def added_by(term: LossTerm, batch: Batch) -> torch.Tensor:
-    """Return what ``term`` adds to the loss of ``batch``, ().
-
-    Raises UserError for anything but a tensor of one number per record, or of one for all of them.
-    """
-    added = term.function(batch)
-    shape = tuple(added.shape) if isinstance(added, torch.Tensor) else None
-    if shape == ():
-        return added
-    if shape == tuple(batch.labels.shape):
-        return (added * batch.weights).sum()
-    found = f"a {type(added).__name__}" if shape is None else f"a tensor of shape {shape}"
-    name = getattr(term.function, "__qualname__", repr(term.function))
-    raise UserError(
-        f"the loss term {name} returned {found} for {len(batch.labels)} records: it must return a tensor of one number "
-        f"per record, ({len(batch.labels)},), or of one number, ()"
-    )
-
-
 def distilled(batch: Batch, weight: float, temperature: float, exclude_true: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return each record's part in what Distillation adds, (n,)."""
+    """Return each record's part of Distillation, (n,)."""
     own, received = batch.logits, batch.logits_of(batch.anchor, batch.inputs).detach()
     left_out = torch.zeros_like(own, dtype=torch.bool)
     if "classes" in batch.data:
@@ -178,7 +158,7 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 
 
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
-    """Return what Suppression adds, (): a mean over the batch inside of a logarithm."""
+    """Return Suppression, (): a mean over the batch inside of a logarithm."""
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
     usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
@@ -188,7 +168,7 @@ def suppressed(batch: Batch, weight: float) -> torch.Tensor:
 
 
 def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
-    """Return each record's part in what Contrast adds, (n,)."""
+    """Return each record's part of Contrast, (n,)."""
     assert batch.features is not None
     check_layout("the contrast's previous weights", batch.data, layout_of(batch.anchor))
     own, previous, received = (
@@ -203,7 +183,7 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
 
 
 def pulled(batch: Batch, weight: float) -> torch.Tensor:
-    """Return each record's part in what Pull adds, (n,)."""
+    """Return each record's part of Pull, (n,)."""
     assert batch.features is not None
     prototypes, present = batch.data["prototypes"], batch.data["present"]
     shape = batch.logits.shape[1], batch.features.shape[1]
@@ -232,7 +212,7 @@ def _directions(features: torch.Tensor) -> torch.Tensor:
 
 
 def _of_class(batch: Batch) -> torch.Tensor:
-    """Return whether a record is of a class, (n, classes)."""
+    """Return the labels as a mask, (n, classes)."""
     return batch.labels.unsqueeze(1) == torch.arange(batch.logits.shape[1], device=batch.labels.device)
 
 

@@ -9,7 +9,7 @@ import torch
 from fl_sim.local_plan import Ascent, LocalPlan
 
 BETAS = 0.9, 0.999
-"""What part of the running means of gradients and of their squares is kept in a step."""
+"""The shares of the running means of gradients and of their squares that stay in a step."""
 
 EPSILON = 1e-8
 
@@ -30,16 +30,16 @@ class Moments:
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Self:
-        """Return those before the first step."""
+        """Return the moments before the first step."""
         num_steps = torch.zeros(1, dtype=torch.float64, device=tensor.device)
         return cls(torch.zeros_like(tensor), torch.zeros_like(tensor), num_steps)
 
     def of_first(self, width: int) -> Self:
-        """Return those of the first ``width`` clients of a stack; what is written to them is written here."""
+        """Return views of the moments of the first ``width`` clients of a stack."""
         return type(self)(self.first[:width], self.second[:width], self.num_steps)
 
     def direction(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Take in a step's ``gradient``; return what the weights move against, in units of the learning rate."""
+        """Take in a step's ``gradient``; return the direction of the step, in units of the learning rate."""
         self.num_steps.add_(1)
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
@@ -57,7 +57,7 @@ def ascent_of(plan: LocalPlan) -> Ascent | None:
 def uphill(
     weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], ascent: Ascent
 ) -> dict[str, torch.Tensor]:
-    """Return the weights, of those that have a gradient, from which the second gradient is taken."""
+    """Return the weights, of those that have a gradient, at which the second gradient is computed."""
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
     # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives

@@ -56,13 +56,13 @@ class Source:
         return len(self.labels)
 
     def whole(self) -> "Records":
-        """Return all of it."""
+        """Return all records."""
         return Records(((self, range(len(self))),))
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What one client trains on: ranges of one source or of several."""
+    """The training records of one client: ranges of one source or of several."""
 
     parts: tuple[tuple[Source, range], ...]
 
@@ -86,7 +86,7 @@ class Records:
 
     @property
     def device(self) -> torch.device:
-        """Return where the records lie."""
+        """Return the device of the records."""
         return self.parts[0][0].inputs.device
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ class Records:
         return (inputs[0], labels[0]) if len(self.parts) == 1 else (torch.cat(inputs), torch.cat(labels))
 
     def class_counts(self, num_classes: int) -> tuple[int, ...]:
-        """Return how many records are of each class."""
+        """Return the number of records of each class."""
         labels = torch.cat([source.labels[rows.start : rows.stop] for source, rows in self.parts])
         return tuple(torch.bincount(labels, minlength=num_classes).tolist())
 
@@ -118,7 +118,7 @@ def merged(sources: list[Source]) -> Source:
 
 
 def black_of(augment: Augment, device: torch.device) -> torch.Tensor:
-    """Return what lies beyond an image's edge, (channels, 1, 1)."""
+    """Return the value of pixels beyond an image's edge, (channels, 1, 1)."""
     return torch.tensor(augment.black, dtype=torch.float32, device=device).reshape(-1, 1, 1)
 
 
@@ -165,13 +165,13 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
 
 
 _LEGACY = not hasattr(torch.backends.cudnn, "conv")
-"""Whether this PyTorch is older than 2.9; a newer one does not let the old settings be read beside the new ones."""
+"""True for PyTorch before 2.9; a newer one does not let the old settings be read beside the new ones."""
 _NAME, _TF32, _IEEE = ("allow_tf32", True, False) if _LEGACY else ("fp32_precision", "tf32", "ieee")
 _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn))
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Return where in an image what lies at ``places`` beyond its edges comes from."""
+    """Return the pixels whose values stand at ``places`` beyond the edges."""
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 
 

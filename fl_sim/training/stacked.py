@@ -25,13 +25,13 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Params, Precision, Trained
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns what reads and writes the same memory at each call into one launch that does the same."""
+"""Turns a function that reads and writes the same memory at each call into one launch that does the same."""
 
 SAME_STEP = 0.01
-"""How far a graph may end from the step that it stands for, as a share of how far that moves the clients."""
+"""The largest distance between a graph's result and its step's, as a share of the step's own length."""
 
 ROUNDING = 2.0**-22
-"""What is rounding, as a share of the numbers themselves: four times what one float32 operation rounds by."""
+"""The largest rounding error, as a share of the numbers themselves: four times that of one float32 operation."""
 
 PLAIN_STEPS = 8
 """Steps with one number of clients before a graph is made for it: making one costs about as much as six plain steps."""
@@ -57,7 +57,7 @@ class Launcher:
 
     @property
     def num_graphs(self) -> int:
-        """Return how many graphs there are."""
+        """Return the number of graphs."""
         return len(self._replays)
 
     def __call__(self, active: int) -> None:
@@ -176,13 +176,13 @@ class StackedTrainer:
 
     @property
     def num_graphs(self) -> int:
-        """Return for how many numbers of clients a step is one launch."""
+        """Return the number of graphs: of the numbers of clients for which a step is one launch."""
         return 0 if self._launcher is None else self._launcher.num_graphs
 
     def _train_stack(self, kind: Kind, jobs: list[LocalJob]) -> list[Trained]:
-        by_steps = sorted(range(len(jobs)), key=lambda place: -_num_steps(jobs[place]))
+        by_steps = sorted(range(len(jobs)), key=lambda place: -jobs[place].num_steps)
         ordered = [jobs[place] for place in by_steps]
-        if not _num_steps(ordered[0]):
+        if not ordered[0].num_steps:
             return [
                 Trained(
                     job.task.params, job.plan.momentum_buffers or {}, 0, None,
@@ -196,7 +196,7 @@ class StackedTrainer:
 
     def _train(self, kind: Kind, jobs: list[LocalJob]) -> list[Trained]:
         step, launch = self._prepared(kind, jobs)
-        steps = [_num_steps(job) for job in jobs]
+        steps = [job.num_steps for job in jobs]
         schedule = _schedule(jobs, steps, self._sources)
         step.load(jobs)
         for number in range(steps[0]):
@@ -224,7 +224,7 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return the step, which is a new one where the last one's does not fit, and what takes it."""
+        """Return the step, a new one where the last one does not fit, and its launcher."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
@@ -238,12 +238,12 @@ class StackedTrainer:
 
 
 def captures_on(device: torch.device) -> bool:
-    """Say whether a step on ``device`` can be captured: on GPUs alone."""
+    """Return True if a step on ``device`` can be captured: on GPUs alone."""
     return device.type == "cuda"
 
 
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
-    """Say whether each tensor ends in the same place, but for rounding; False where numbers are not finite."""
+    """Return True if each tensor ends in the same place, but for rounding; False where numbers are not finite."""
     return all(
         _norm(end - other) <= SAME_STEP * _norm(end - start) + ROUNDING * _norm(end)
         for start, end, other in zip(before, by_step, by_graph, strict=True)
@@ -256,7 +256,7 @@ def _norm(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Which records meet in which step: steps x clients x batch, and the mixing partners: steps x clients.
+    """The records of every step, steps x clients x batch, and the mixing partners, steps x clients.
 
     ``rows`` counts through the records of all sources; ``weights`` are 1 / n for the n records of a batch and 0 for
     what fills it up. ``moves``: steps x clients x batch x 3, how images are moved, no steps where they are not.
@@ -269,7 +269,7 @@ class _Schedule:
 
 
 def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> _Schedule:
-    """Draw what ``fl_sim.training.loop.train`` draws from every client's generator, in the same order."""
+    """Draw from every client's generator as ``fl_sim.training.loop.train`` does, in the same order."""
     size = jobs[0].task.settings.batch_size
     rows = np.zeros((steps[0], len(jobs), size), dtype=np.int64)
     weights = np.zeros(rows.shape, dtype=np.float32)
@@ -301,7 +301,3 @@ def _rows(stacked: Params, count: int) -> list[Params]:
     layout = layout_of({name: value[0] for name, value in stacked.items()})
     flat = torch.cat([value[:count].flatten(1) for value in stacked.values()], 1).to("cpu")
     return [FlatParams(row, layout) for row in flat]
-
-
-def _num_steps(job: LocalJob) -> int:
-    return job.task.settings.num_steps(len(job.records))

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.func import grad, grad_and_value, vmap
 
-from fl_sim.local_plan import Ascent, LocalPlan, LossTerm, Mix, check_optimizer
+from fl_sim.local_plan import Ascent, LocalPlan, check_optimizer
 from fl_sim.params import Layout, check_layout, layout_of, placed_in, trainable
 from fl_sim.training.features import Network
 from fl_sim.training.losses import (
     LogitsOf,
-    added,
     adjusted,
     check_smoothing,
     cross_entropies,
     mixed_losses,
     outputs_for,
     terms_of,
+    with_terms,
 )
 from fl_sim.training.optimizer import Moments, ascent_of, blended, clipped, uphill
 from fl_sim.training.records import Source, black_of, moved
@@ -42,7 +42,7 @@ TAKES = frozenset({
 
 @dataclass(frozen=True)
 class Kind:
-    """What is the same for all clients of a stack and decides what a step computes.
+    """The settings that all clients of a stack share, and that decide the computation of a step.
 
     ``warm``: the optimiser starts from buffers that the plans bring; ``offset``, ``drift``, ``proximal``: the
     plans have offsets of the gradient, of the step, a proximal term.
@@ -71,18 +71,21 @@ class Kind:
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
         """Return the kind of ``job``, in a stack of which some are ``proximal``."""
-        settings, plan = job.task.settings, job.plan
+        settings, plan, mix = job.task.settings, job.plan, job.plan.mix
+        # Two plans mix alike if they have the very same pool.
+        mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
+        terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(
             layout_of(job.task.params), settings.batch_size, settings.momentum, settings.weight_decay,
-            bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
-            _shapes(adjustment_of(plan)), tuple(map(_key_of_term, terms_of(plan))), ascent_of(plan),
+            bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, mixing,
+            _shapes(adjustment_of(plan)), terms, ascent_of(plan),
             plan.gradient_scale, bool(plan.step_offset), settings.clip_norm,
             settings.label_smoothing, settings.optimizer, settings.augment,
         )  # fmt: skip
 
 
 def adjustment_of(plan: LocalPlan) -> dict[str, torch.Tensor]:
-    """Return what is done to the logits before the softmax, by the names of ``adjusted``."""
+    """Return the scale and shift of the logits, by the argument names of ``adjusted``."""
     parts = {"scale": plan.logit_scale, "shift": plan.logit_shift}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -165,7 +168,7 @@ class StackedStep:
         self.losses[:width] += losses if live is None else torch.where(live, losses, torch.zeros_like(losses))
 
     def state(self) -> list[torch.Tensor]:
-        """Return all that a step changes."""
+        """Return all tensors that a step changes."""
         return [*self.params.values(), *self.buffers.values(), *self._moments(), self.losses]
 
     def _moments(self) -> list[torch.Tensor]:
@@ -253,7 +256,7 @@ class StackedStep:
         loss = (losses * weights).sum()
         if not self._terms:
             return loss
-        return added(loss, self._terms, data, self._network.batch(records, outputs, params, anchor))
+        return with_terms(loss, self._terms, data, self._network.batch(records, outputs, params, anchor))
 
     def _outputs(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return outputs_for(self._terms, self._network.model, lambda: self._network.logits_of(params, records))
@@ -270,18 +273,9 @@ class StackedStep:
             anchor = {name: weight.detach() for name, weight in weights.items()}
             batch = self._network.batch((inputs, labels, ones), outputs, weights, anchor)
             data = [{name: value[0] for name, value in part.items()} for part in self._data]
-            loss = added(loss, self._terms, data, batch)
+            loss = with_terms(loss, self._terms, data, batch)
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
-
-
-def _key_of_mix(mix: Mix | None) -> tuple[Hashable, ...]:
-    """Return what two plans that mix alike have in common: the very same pool."""
-    return () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
-
-
-def _key_of_term(term: LossTerm) -> tuple[Hashable, ...]:
-    return (term.function, term.features, *_shapes(term.data))
 
 
 def _shapes(tensors: Params) -> tuple[Hashable, ...]:
@@ -311,7 +305,7 @@ def _room_like(tensors: Params, capacity: int, device: torch.device) -> dict[str
 
 
 def _fill(buffers: Params, parts: Sequence[Params]) -> None:
-    """Copy each client's tensors to its place; what all of them share goes to the device once."""
+    """Copy each client's tensors to its place; tensors that all of them share go to the device once."""
     shared = all(part is parts[0] for part in parts)
     for name, buffer in buffers.items():
         value = parts[0][name] if shared else torch.stack([part[name] for part in parts])

@@ -57,6 +57,11 @@ class LocalJob:
         """Return the fields of the settings and of the plan that a trainer must know in order to take this job."""
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
 
+    @property
+    def num_steps(self) -> int:
+        """Return the number of local steps."""
+        return self.task.settings.num_steps(len(self.records))
+
 
 class LocalTrainer(Protocol):
     """A trainer of clients. The first of a runtime's trainers that supports a job trains it."""
@@ -131,7 +136,7 @@ class Trainer:
         return self.prepare(jobs)()
 
     def prepare(self, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
-        """Return a function that does ``train_all``, and do before what Python does for the compiled trainer."""
+        """Return a function that trains, as ``train_all`` does, after all work in Python for the compiled trainer."""
         stacks = [self._native(job) for job in jobs]
         stack, kernel = next((one for one in stacks if one is not None), None), self._kernel
         if stack is None or kernel is None:
@@ -212,7 +217,7 @@ class Trainer:
             return torch.cat([logits_of(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
 
     def _compiled(self, params: Params, inputs: torch.Tensor) -> LogitsOf | None:
-        """Return the compiled model; None where there is none, or where PyTorch is to say what comes of a NaN."""
+        """Return the compiled model; None where there is none, or where PyTorch decides about a NaN."""
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
             return None

@@ -13,11 +13,15 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
 from fl_sim.training.loop import train
-from fl_sim.training.losses import mixed_loss
+from fl_sim.training.losses import mixed_losses
 from fl_sim.types import LocalSettings, LocalTask
 from strategies.fedmix import FedMix, NaiveMix, averages
 
 SHAPE, CLASSES = (2, 3), 4
+
+
+def mixed_loss(model, inputs, labels, mean, proportions, weight, *, linearise):
+    return mixed_losses(model, inputs, labels, (mean, proportions), weight, linearise=linearise).mean()
 
 
 def _model(activation=nn.Tanh):

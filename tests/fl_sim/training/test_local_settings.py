@@ -15,7 +15,7 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
-from fl_sim.training.losses import mixed_loss
+from fl_sim.training.losses import mixed_losses
 from fl_sim.training.records import Records
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob, Trainer
@@ -189,10 +189,10 @@ def test_smoothed_mixing_is_mixing_with_smoothed_labels(*, linearise: bool) -> N
     mean = torch.ones(SHAPE), torch.tensor([0.5, 0.5, 0.0])
 
     def mixed(label: int, proportions: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
-        return mixed_loss(
-            network, inputs.clone(), torch.tensor([label]), mean[0], proportions, 0.2, linearise=linearise,
+        return mixed_losses(
+            network, inputs.clone(), torch.tensor([label]), (mean[0], proportions), 0.2, linearise=linearise,
             smoothing=smoothing,
-        )  # fmt: skip
+        ).mean()  # fmt: skip
 
     spread = 0.7 * mean[1] + 0.3 / CLASSES
     expected = 0.7 * mixed(1, spread) + 0.3 * sum(mixed(label, spread) for label in range(CLASSES)) / CLASSES
