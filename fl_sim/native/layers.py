@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +101,8 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
         if kind in ("linear", "conv"):
             channels = row["outputs"]
         if kind in ("conv", "pool"):
-            height, width = _windows(row, "y", height), _windows(row, "x", width)
+            height = (height + 2 * row["padding_y"] - row["kernel_y"]) // row["stride_y"] + 1
+            width = (width + 2 * row["padding_x"] - row["kernel_x"]) // row["stride_x"] + 1
         halves = 1 + row["pooled"]
         shapes.append((channels, height // halves, width // halves))
     return shapes
@@ -125,8 +125,12 @@ def products_of(stack: Stack) -> list[int]:
 
 def slower_here(stack: Stack) -> str:
     """Return the layers that PyTorch computes faster, in words, if they are half of the model's work or more."""
-    slow = {index: row for index, row in enumerate(rows_of(stack)) if _is_slower(row)}
-    products = products_of(stack)
+    products, slow = products_of(stack), dict[int, dict[str, int]]()
+    for index, row in enumerate(rows_of(stack)):
+        side = max(row["kernel_y"], row["kernel_x"])
+        most = _MOST_OF_ONE_PIXEL if side == 1 else _MOST_OF_MANY
+        if KINDS[row["kind"]] == "conv" and side not in (2, 3) and products_in_output(row) > most:
+            slow[index] = row
     if not slow or 2 * sum(products[index] for index in slow) < sum(products):
         return ""
     row = slow[max(slow, key=lambda index: products[index])]
@@ -195,18 +199,13 @@ def _add(rows: _Rows, module: nn.Module) -> bool:
     if type(module) is nn.Flatten:
         rows.is_flat = True
         return (module.start_dim, module.end_dim) == (1, -1)
-    return _add_layer(rows, module)
-
-
-def _add_layer(rows: _Rows, module: nn.Module) -> bool:
     if type(module) is nn.Dropout:
         return rows.drop(module.p)
     wants_flat = {nn.Linear: True, nn.ReLU: rows.is_flat}.get(type(module), False)
     row = _row(module) if wants_flat == rows.is_flat else None
-    if row is None:
-        return False
-    rows.append(row)
-    return True
+    if row is not None:
+        rows.append(row)
+    return row is not None
 
 
 def _add_block(rows: _Rows, block: ResidualBlock) -> bool:
@@ -225,19 +224,21 @@ def _row(module: nn.Module) -> dict[str, int] | None:
     kind = _KINDS.get(type(module))
     if kind is None:
         return None
-    row = {"kind": kind}
+    row, is_known = {"kind": kind}, True
     if isinstance(module, nn.Linear):
-        return row | {
-            "inputs": module.in_features, "outputs": module.out_features, "bias": module.bias is not None
-        }  # fmt: skip
-    if isinstance(module, nn.AdaptiveAvgPool2d):
-        return row if module.output_size in (1, (1, 1)) else None
-    if isinstance(module, nn.GroupNorm):
+        row |= {"inputs": module.in_features, "outputs": module.out_features, "bias": module.bias is not None}
+    elif isinstance(module, nn.AdaptiveAvgPool2d):
+        is_known = module.output_size in (1, (1, 1))
+    elif isinstance(module, nn.GroupNorm):
         row |= {"inputs": module.num_channels, "parts": module.num_groups, "epsilon": _bits(module.eps), "bias": 1}
-        return row if module.affine else None
-    if isinstance(module, nn.ReLU):
-        return row
-    return _window(row, module) if isinstance(module, nn.Conv2d | nn.MaxPool2d) else None
+        is_known = module.affine
+    elif isinstance(module, nn.Conv2d):
+        row |= {"inputs": module.in_channels, "outputs": module.out_channels, "bias": module.bias is not None}
+        is_known = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        is_known = is_known and _add_window(row, module)
+    elif isinstance(module, nn.MaxPool2d):
+        is_known = not module.ceil_mode and not module.return_indices and _add_window(row, module)
+    return row if is_known else None
 
 
 def _bits(number: float) -> int:
@@ -245,52 +246,27 @@ def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-def _window(row: dict[str, int], module: nn.Conv2d | nn.MaxPool2d) -> dict[str, int] | None:
-    if isinstance(module, nn.Conv2d):
-        if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return None
-        row |= {"inputs": module.in_channels, "outputs": module.out_channels, "bias": module.bias is not None}
-    if isinstance(module, nn.MaxPool2d) and (module.ceil_mode or module.return_indices):
-        return None
-    return _sized(row, module)
-
-
-def _sized(row: dict[str, int], window: Any) -> dict[str, int] | None:
-    """Add the window's sizes; None where it is dilated, or padded by more than it covers."""
+def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
+    """Add the window's sizes; return False where it is dilated, or padded by more than it covers."""
     for name in ("kernel_size", "stride", "padding", "dilation"):
-        value = getattr(window, name)
-        row[f"{name.removesuffix('_size')}_y"], row[f"{name.removesuffix('_size')}_x"] = (
-            value if isinstance(value, tuple) else (value, value)
-        )
-    is_dilated = (row["dilation_y"], row["dilation_x"]) != (1, 1)
-    kernels, paddings = ((row[f"{name}_y"], row[f"{name}_x"]) for name in ("kernel", "padding"))
-    most = [size // 2 if row["kind"] == _POOL else size - 1 for size in kernels]
-    fits = all(padding <= allowed for padding, allowed in zip(paddings, most, strict=True))
-    return row if fits and not is_dilated else None
+        value, short = getattr(window, name), name.removesuffix("_size")
+        row[f"{short}_y"], row[f"{short}_x"] = value if isinstance(value, tuple) else (value, value)
+    for axis in ("y", "x"):
+        kernel = row[f"kernel_{axis}"]
+        most = kernel // 2 if row["kind"] == _POOL else kernel - 1
+        if row[f"dilation_{axis}"] != 1 or row[f"padding_{axis}"] > most:
+            return False
+    return True
 
 
 def _plain_parameters(model: nn.Module) -> bool:
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    is_tied = len(parameters) > len(list(model.parameters()))
-    return (
-        not is_tied
-        and all(
-            type(weight) is nn.Parameter
-            and weight.requires_grad
-            and weight.dtype == torch.float32
-            and weight.device.type == "cpu"
-            for _, weight in parameters
-        )
-        and not any(True for _ in model.buffers())
-    )
-
-
-def _windows(row: dict[str, int], axis: str, size: int) -> int:
-    return (size + 2 * row[f"padding_{axis}"] - row[f"kernel_{axis}"]) // row[f"stride_{axis}"] + 1
-
-
-def _is_slower(row: dict[str, int]) -> bool:
-    if KINDS[row["kind"]] != "conv":
+    parameters = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
+    if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):  # some are shared
         return False
-    side = max(row["kernel_y"], row["kernel_x"])
-    return products_in_output(row) > {1: _MOST_OF_ONE_PIXEL}.get(side, _MOST_OF_MANY) and side not in (2, 3)
+    return all(
+        type(weight) is nn.Parameter
+        and weight.requires_grad
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        for weight in parameters
+    )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan, check_optimizer, fields_in_use
 from fl_sim.native.layers import Stack
-from fl_sim.params import Layout, check_layout, num_in, vector_in
+from fl_sim.params import check_layout, num_in, vector_in
 from fl_sim.types import LocalSettings, LocalTask, Params
 
 TAKES = frozenset({
@@ -227,28 +227,24 @@ class RequestBuffers:
         return self._tensors[-1].data_ptr()
 
     def _vector(self, what: str, params: Params | None) -> int | None:
+        """Keep ``params`` as one vector in the order of the layout, with the kernel's padding; return its address.
+
+        Raises ValueError, which names ``what`` they are, where names, shapes, type or device are not the model's.
+        """
         if params is None:
             return None
         if id(params) not in self._padded:
-            vector = vector_of(what, params, self._stack.layout)
-            self._padded[id(params)] = torch.cat([vector, torch.zeros(padded(len(vector)) - len(vector))])
+            layout = self._stack.layout
+            check_layout(what, params, layout)
+            vector, size = vector_in(params, layout), num_in(layout)
+            check_tensor(what, vector, _REAL, (size,))
+            self._padded[id(params)] = torch.cat([vector, torch.zeros(padded(size) - size)])
         return self._padded[id(params)].data_ptr()
 
 
 def padded(size: int) -> int:
     """Return the padded length of a vector of ``size`` numbers: the next one begins where the kernel's vectors do."""
     return -(-size // _SPARE) * _SPARE + _SPARE
-
-
-def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
-    """Return ``params`` as one contiguous vector in the order of ``layout``.
-
-    Raises ValueError, which names ``what`` they are, where names, shapes, type or device are not the model's.
-    """
-    check_layout(what, params, layout)
-    vector = vector_in(params, layout)
-    check_tensor(what, vector, _REAL, (num_in(layout),))
-    return vector.contiguous()
 
 
 def check_job(stack: Stack, job: KernelJob) -> None:
