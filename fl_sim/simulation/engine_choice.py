@@ -98,7 +98,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
             grid = RayGrid(
                 worker_app, num_clients, resources, on_reply,
                 together and replace(together, handler=partial(worker_handler, stacked=stack > 1)),
-                Apart(WorkerSetup.of(job, signer), ClientStore(job, signer), own_modules(job.experiment)),
+                RemoteWorkers(WorkerSetup.of(job, signer), ClientStore(job, signer), own_modules(job.experiment)),
                 say=lambda line: print(f"fl-sim: {in_a_line(line)}", file=sys.stderr),
             )  # fmt: skip
         else:
