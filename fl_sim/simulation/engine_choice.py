@@ -15,7 +15,7 @@ from clients.client_task import Grouped, RuntimeFactory
 from fl_sim.engines.batching import ClientBatching
 from fl_sim.engines.grid import Groups, InProcessGrid, LocalGrid, Progress
 from fl_sim.engines.own_ray import choose_token
-from fl_sim.engines.remote import Signer
+from fl_sim.engines.remote import RemoteWorkers, Signer
 from fl_sim.errors import UserError, in_a_line
 from fl_sim.experiment.experiment import defined_in_script, own_modules
 from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
