@@ -45,13 +45,7 @@ _PLAIN_WIDTH = 200
 
 
 def write_report(
-    directories: list[Path],
-    out: Path | None,
-    *,
-    paper: bool,
-    pictures: bool,
-    target: float | None,
-    json_output: bool,
+    directories: list[Path], out: Path | None, *, paper: bool, pictures: bool, target: float | None, json_output: bool
 ) -> None:
     """Write the page and its figures, and print their paths and the runs that could not be shown.
 

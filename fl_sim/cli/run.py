@@ -49,13 +49,7 @@ _WIDEST = 110
 
 
 def run_experiment(
-    given: RunArguments,
-    out: Path | None,
-    data_root: Path | None,
-    *,
-    track: str = "",
-    again: bool,
-    json_output: bool,
+    given: RunArguments, out: Path | None, data_root: Path | None, *, track: str = "", again: bool, json_output: bool
 ) -> None:
     """Run the given experiment and print its result."""
     trackers = chosen_trackers(track)

@@ -41,10 +41,7 @@ Stale = Annotated[
     bool,
     typer.Option("--again", help="Repeat runs of other records or code of yours than now; the old runs are set aside."),
 ]
-ArgumentList = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]..."),
-]
+ArgumentList = Annotated[list[str] | None, typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]...")]
 
 
 def run(

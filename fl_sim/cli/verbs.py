@@ -52,9 +52,7 @@ def options_of_every_verb(
     del version
 
 
-def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The new file.")] = Path("table.toml"),
-) -> None:
+def init(file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The new file.")] = Path("table.toml")) -> None:
     """Write a table's file with comments; it runs as it is.
 
     For example:

@@ -166,11 +166,7 @@ class _Runner:
     again: bool = field(default=False, kw_only=True)
 
     def run_all_of(
-        self,
-        folder: str,
-        runs: Mapping[str, Experiment],
-        labels: Mapping[str, str],
-        tracking: Tracking = NO_TRACKING,
+        self, folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str], tracking: Tracking = NO_TRACKING
     ) -> Generator[Event, None, None]:
         """Run ``runs`` in ``folder`` and yield their events. Raises TimeIsUp at the end if some of them are left."""
         jobs = self.jobs or min(cores(), len(runs))

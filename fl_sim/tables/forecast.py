@@ -171,11 +171,7 @@ class SearchForecast:
 
 
 def search_forecasts(
-    settings: TableSettings,
-    searches: Sequence[Search],
-    out: Path,
-    data_root: Path | None,
-    runs: Sequence[Forecast],
+    settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None, runs: Sequence[Forecast]
 ) -> list[SearchForecast]:
     """Return the forecasts of the ``searches`` of the table in ``out``; searches with the same trials count once.
 

@@ -299,12 +299,7 @@ def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
 
 
 def _searched(
-    settings: TableSettings,
-    searches: Sequence[Search],
-    log: _Log,
-    folder: Path,
-    run: Runner,
-    data_root: Path | None,
+    settings: TableSettings, searches: Sequence[Search], log: _Log, folder: Path, run: Runner, data_root: Path | None
 ) -> tuple[SearchResult, ...]:
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
