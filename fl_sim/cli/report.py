@@ -239,7 +239,7 @@ def _shape_of(run: SavedRun) -> tuple[int, int, int]:
             return channels, height, width
         case _:
             raise ValueError(
-                "its result.json does not tell the shape of the images that it had features of: run it again with this "
+                "its result.json has no shape of the images behind its features: run it again with this "
                 "version of fl-sim, into a fresh directory"
             )
 

@@ -77,7 +77,9 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
-    if can_extend(experiment) and _is_extendable(shared, experiment.rounds):
+    is_new = not (shared / run_directory.CONFIG).exists()
+    has_checkpoint = is_new or (shared / CHECKPOINT).exists()
+    if can_extend(experiment) and (has_checkpoint or len(read_rounds(shared)) not in range(1, experiment.rounds)):
         return shared
     return folder / f"{shared.name}-{experiment.rounds}-rounds"
 
@@ -108,11 +110,14 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
     new = records[after : experiment.rounds]
     cost = len(new), _seconds(new, result, anew=not after)
     if ended_here and result.get("status") == "finished" and result.get("rounds") == len(records):
-        return TrialOutcome(_final_accuracy(result), *cost)
+        return TrialOutcome(result.get("validation", result)["final_accuracy"], *cost)
     if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return TrialOutcome(None, *cost, str(result["error"]))
     if len(records) >= experiment.rounds:  # it was extended since
-        return TrialOutcome(_accuracy(records[experiment.rounds - 1]), *cost)
+        record = records[experiment.rounds - 1]
+        accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
+        assert accuracy is not None, "every round of a trial is evaluated"
+        return TrialOutcome(accuracy, *cost)
     return None
 
 
@@ -175,25 +180,6 @@ def _copy(folder: Path, out: Path) -> None:
 
 def _more(found: Collection[str]) -> str:
     return f" (and {len(found) - 1} more of {len(found)} such runs)" if len(found) > 1 else ""
-
-
-def _is_extendable(directory: Path, rounds: int) -> bool:
-    if not (directory / run_directory.CONFIG).exists() or (directory / CHECKPOINT).exists():
-        return True
-    return len(read_rounds(directory)) not in range(1, rounds)
-
-
-def _final_accuracy(result: Mapping[str, Any]) -> float:
-    """Return the accuracy that judges a trial: on validation, or on the test records of a public data set."""
-    accuracy = result["validation"]["final_accuracy"] if "validation" in result else result["final_accuracy"]
-    assert isinstance(accuracy, float), "the last round is evaluated"
-    return accuracy
-
-
-def _accuracy(record: RoundRecord) -> float:
-    accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
-    assert accuracy is not None, "every round of a trial is evaluated"
-    return accuracy
 
 
 def _seconds(records: list[RoundRecord], result: Mapping[str, Any], *, anew: bool) -> float:

@@ -93,6 +93,8 @@ def caption(
     ``notes``: a note on each data set. ``shares``: the share of the largest class in its test records.
     """
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
+    algorithms: list[tuple[object, float]] = [(e.algorithm, e.local.momentum) for e in experiments]
+    advice = [one.advice(momentum) for one, momentum in algorithms if isinstance(one, Advising)]
     noted = {data_label(e.data): notes.get(e.data) for e in experiments}
     measures = f"last: after the last round; best: {_best(experiments)}"
     bound = (
@@ -107,7 +109,7 @@ def caption(
         *_captions([e.preprocess for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *_captions([e.calibrate for e in experiments]),
-        *filter(None, dict.fromkeys(_advice(e) for e in experiments)),
+        *(f"{one}." for one in dict.fromkeys(advice) if one),
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
@@ -203,12 +205,6 @@ def _best(experiments: Sequence[Experiment]) -> str:
     judged += ["the validation records that the data come with"] if "given" in parts else []
     chosen = f"the round that is best on validation, {' or '.join(judged)}"
     return chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and so optimistic"
-
-
-def _advice(experiment: Experiment) -> str:
-    algorithm: object = experiment.algorithm
-    told = algorithm.advice(experiment.local.momentum) if isinstance(algorithm, Advising) else ""
-    return f"{told}." if told else ""
 
 
 def _federation(experiments: Sequence[Experiment]) -> str:

@@ -193,7 +193,7 @@ def plan_table(
             one_kind, other = (kind_of(each.experiment.algorithm) for each in (cells[place], cell))
             raise UserError(
                 f"two cells stand in row {row}, column {one.column}, seed {place[2]}: {one_kind} and {other} have one "
-                "title, or the row tells not what they differ in; give each class a title of its own"
+                "title, or the row does not name their difference; give each class a title of its own"
             )
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))

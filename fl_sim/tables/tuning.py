@@ -85,7 +85,7 @@ class TrialResult:
 
     @property
     def status(self) -> Literal["finished", "diverged"]:
-        """Return how it ended."""
+        """Return ``finished`` or ``diverged``."""
         return "diverged" if self.accuracy is None else "finished"
 
 
