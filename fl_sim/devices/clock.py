@@ -17,15 +17,15 @@ from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, Traffic
 
 LOOK_AGAIN_SECONDS = 1.0
-"""After so long the server looks again for clients where none was there."""
+"""Seconds until the server looks again for clients where none was available."""
 
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Virtual time, a function of the settings alone: nothing that is trained, and no real clock, has a part in it.
+    """Virtual time, a function of the settings alone: it depends on no training and on no real clock.
 
-    ``sizes``: how many records each client trains on, (clients,). ``settings``: how they train. ``traffic``: what goes
-    to a client for a turn and what comes back. ``seed``: draws who is there, and what is jittered.
+    ``sizes``: training records of each client, (clients,). ``settings``: of local training. ``traffic``: the bytes to
+    and from a client in a turn. ``seed``: of availability and jitter.
     """
 
     fleet: Fleet
@@ -35,18 +35,18 @@ class Clock:
     seed: int
 
     def steps(self, client: int) -> int:
-        """Return how many steps a turn of ``client`` has."""
+        """Return the number of steps in a turn of ``client``."""
         return self.settings.num_steps(int(self.sizes[client]))
 
     def seconds(self, client: int, server_round: int, steps: int) -> float:
-        """Return how long its turn in a round takes with so many steps: the model's way, the steps, the update's."""
+        """Return the seconds of its turn in a round with ``steps`` steps: download, steps, upload."""
         fleet = self.fleet
         sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
         by_records = self._records(client, steps) * fleet.record_seconds[client]
         return float(sending + steps * fleet.step_seconds[client] + by_records) * self._factor(client, server_round)
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return how many of its steps fit into ``seconds``, None where not even the first or the sending does."""
+        """Return the number of steps that fit into ``seconds``, None where not even one step and the sending fit."""
         fewest, most = min(1, self.steps(client)), self.steps(client)
         if self.seconds(client, server_round, fewest) > seconds:
             return None
@@ -59,7 +59,7 @@ class Clock:
         return fewest
 
     def there(self, look: int) -> NDArray[np.bool_]:
-        """Return which clients are there when the server looks for the ``look``-th time, (clients,)."""
+        """Return a mask of the available clients when the server looks for the ``look``-th time, (clients,)."""
         availability = self.fleet.availability
         if (availability == 1).all():
             return np.ones(len(availability), bool)
@@ -80,11 +80,11 @@ class Clock:
 
 @dataclass(frozen=True)
 class Turnout:
-    """Who is asked in a round, and what comes of it.
+    """The clients of a round with a deadline.
 
-    ``asked``: those of the cohort who are there, ascending. ``in_time``: those of them who are through by the deadline.
-    ``most_steps``: {client: how many steps it has time for}, of those who do not get through all of theirs.
-    ``seconds``: how long the round lasts.
+    ``asked``: the available clients of the cohort, ascending. ``in_time``: those of them that meet the deadline.
+    ``most_steps``: {client: number of steps it has time for}, of those without time for all of their steps.
+    ``seconds``: the length of the round.
     """
 
     asked: NDArray[np.int64]
@@ -94,16 +94,16 @@ class Turnout:
 
     @property
     def num_late(self) -> int:
-        """Return how many updates are lost."""
+        """Return the number of lost updates."""
         return len(self.asked) - len(self.in_time)
 
 
 def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline: float, partial: bool) -> Turnout:
-    """Return who of a round's ``cohort`` is asked and gets through within ``deadline`` seconds (0: there is none).
+    """Return the turnout of a round's ``cohort`` within ``deadline`` seconds (0: no deadline).
 
-    ``partial``: whether a client that would be late does as many steps as it has time for instead, at least one.
-    A round with an update that is lost lasts to the deadline, else as long as its slowest client, and one in which
-    nobody is there until the server looks again.
+    ``partial``: True if a late client takes as many steps as it has time for instead, at least one. A round with a lost
+    update lasts to the deadline, another as long as its slowest client, and one without clients until the server looks
+    again.
     """
     there = clock.there(server_round)
     asked = [int(client) for client in cohort if there[client]]
@@ -127,7 +127,7 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 class ClientTurn:
     """A client's turn, which ends at a virtual time; equal ends are in the order of clients.
 
-    ``server_round``: the server's step that is next when it starts; it trains the model of the one before.
+    ``server_round``: the next step of the server at its start; the turn trains the model of the step before.
     """
 
     ends: float
@@ -137,9 +137,9 @@ class ClientTurn:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One step of the server: whose turns it merges, in the order of their arrival.
+    """One step of the server, with the turns that it merges, in the order of their arrival.
 
-    ``num_started``: how many turns have started since the step before. ``seconds``: how long ago that was.
+    ``num_started``: turns that have started since the step before. ``seconds``: since the step before.
     """
 
     number: int
@@ -148,7 +148,7 @@ class ServerStep:
     seconds: float
 
     def staleness(self, turn: ClientTurn) -> int:
-        """Return how many steps the server has made since ``turn`` started, without this one."""
+        """Return the number of steps of the server since ``turn`` started, without this one."""
         return self.number - turn.server_round
 
 
@@ -157,7 +157,7 @@ class Schedule:
     """Events in the order of (time, client).
 
     ``order_of(server_round)``: all clients in the order in which the server asks them before that step.
-    ``concurrency``: how many have a turn at once. ``buffer``: of how many turns the server makes a step, at most the
+    ``concurrency``: the number of parallel turns. ``buffer``: the number of turns in a step of the server, at most the
     number of clients.
 
     A client whose turn has ended makes room for another, at once and with the model that the server has then; it has
@@ -181,7 +181,7 @@ class Schedule:
         return sorted(self._flying)
 
     def next_step(self) -> ServerStep:
-        """Go on until the server makes its next step."""
+        """Advance to the server's next step."""
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._unasked = deque(self.order_of(number))
         while len(arrived) < self.buffer:
@@ -199,7 +199,7 @@ class Schedule:
         return ServerStep(number, tuple(arrived), started, self.now - before)
 
     def _start(self, number: int) -> int:
-        """Have clients begin their turns while there is room; return how many do."""
+        """Start turns of clients up to ``concurrency``; return the number of new turns."""
         if len(self._flying) >= self.concurrency:
             return 0
         self._looks += 1

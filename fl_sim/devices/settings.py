@@ -37,10 +37,10 @@ BYTES_PER_MEGABIT = 125_000
 class Fleet:
     """One device for each client; all arrays have the shape (clients,).
 
-    ``step_seconds``: seconds for a step, 0 where a device goes by records. ``record_seconds``: seconds for a record,
-    0 where it goes by steps. ``download`` and ``upload``: bytes in a second to and from the client. ``availability``:
-    how often, in (0, 1], the client is there when the server looks for it. ``jitter``: the deviation of the logarithm
-    of the factor by which each turn of a client takes longer or shorter; 0: none does.
+    ``step_seconds``: seconds for a step, 0 where the time depends on records. ``record_seconds``: seconds for a record,
+    0 where it depends on steps. ``download`` and ``upload``: bytes in a second to and from the client.
+    ``availability``: the probability, in (0, 1], that the client is available when the server looks for it. ``jitter``:
+    the standard deviation of the logarithm of a random factor on the time of each turn; 0: no jitter.
     """
 
     step_seconds: NDArray[np.float64]
@@ -51,7 +51,7 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Say what is wrong with these numbers for so many clients, a clause; empty where nothing is."""
+        """Return the first error in these numbers for ``num_clients`` clients, a clause; empty without one."""
         computing = self.step_seconds + self.record_seconds
         for name, numbers, is_good in (
             ("step_seconds and record_seconds", computing, (computing > 0) & np.isfinite(computing)),
@@ -70,7 +70,7 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """What clients' devices are like: frozen settings of ours or of the user's own."""
+    """The devices of clients: frozen settings, ours or of the user's own."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
         """Return a device for each client. Raises UserError where there is none for so many."""
@@ -78,18 +78,18 @@ class Devices(Protocol):
 
 
 class NoDevices(Settings):
-    """There is no virtual clock: how long clients would take is not simulated."""
+    """No virtual clock: the time of clients is not simulated."""
 
     kind: Literal["none"] = "none"
 
 
 class _Typical(Settings):
-    """Devices of one kind, of which each client's is so many times as slow.
+    """Devices of one kind, each slower by a factor of its own.
 
-    ``seconds_per_step``: how long a typical device computes for a local step. ``records_per_second``: how many records
-    it trains on in a second instead (0: it goes by ``seconds_per_step``). ``download_mbps`` and ``upload_mbps``:
-    megabits in a second to and from it. ``availability``: how often a client is there when the server looks for it.
-    ``jitter``: each turn of a client takes exp(``jitter`` * z) times as long, z from the normal distribution.
+    ``seconds_per_step``: time of a local step on a typical device. ``records_per_second``: its speed in records instead
+    (0: ``seconds_per_step`` counts). ``download_mbps`` and ``upload_mbps``: megabits in a second to and from
+    it. ``availability``: the probability that a client is available when the server looks for it. ``jitter``: each turn
+    of a client takes exp(``jitter`` * z) times as long, z from the normal distribution.
     """
 
     seconds_per_step: Seconds = 0.1
@@ -114,7 +114,7 @@ class _Typical(Settings):
 
     @abstractmethod
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
-        """Return how many times as long as a typical device each client's takes."""
+        """Return the factor of each client's time, relative to a typical device."""
 
 
 class Constant(_Typical):
@@ -137,7 +137,7 @@ class Uniform(_Typical):
     spread: float = Field(0.5, ge=0, le=0.99)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where all devices are alike."""
+        """Return a remark where all devices are alike."""
         del experiment
         return [] if self.spread else [off("devices.spread=0", "all devices are alike")]
 
@@ -156,7 +156,7 @@ class LogNormal(_Typical):
     sigma: float = Field(0.5, ge=0, le=3)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Say where all devices are alike."""
+        """Return a remark where all devices are alike."""
         del experiment
         return [] if self.sigma else [off("devices.sigma=0", "all devices are alike")]
 
@@ -192,7 +192,7 @@ class Profile(Settings):
 
 
 def check_public(experiment: Choices) -> None:
-    """Raise ValueError where the time that clients' devices take would tell what is private."""
+    """Raise ValueError where the time of clients' devices would reveal private facts."""
     if experiment.hides_time:
         raise ValueError(
             f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: how long a client "
@@ -202,7 +202,7 @@ def check_public(experiment: Choices) -> None:
 
 
 def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
-    """Return a device for each client. Raises UserError for devices that nobody can have, as the user's own may be."""
+    """Return a device for each client. Raises UserError for impossible devices, such as the user's own."""
     fleet = devices.fleet(num_clients, seed)
     if told := fleet.wrong(num_clients):
         raise UserError(f"devices {kind_of(devices)} gave a fleet whose {told}")
@@ -225,9 +225,9 @@ def digest_of(path: str) -> str:
 
 
 def read_profile(path: str, digest: str = "") -> list[Row]:
-    """Return the rows of the file. Raises UserError that names line and column of what cannot be used.
+    """Return the rows of the file. Raises UserError that names line and column of an invalid cell.
 
-    ``digest``: what the file must be, empty for anything.
+    ``digest``: of the file, empty for any.
     """
     content = _content(path)
     if digest and hashlib.sha256(content).hexdigest() != digest:

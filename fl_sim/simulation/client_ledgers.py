@@ -1,4 +1,4 @@
-"""Where simulated clients keep the ledgers of what they released: apart from the pools, which anybody may delete.
+"""The ledgers of simulated clients, in a folder apart from the pools, which anybody may delete.
 
 In $FL_SIM_LEDGERS, else in the user's state. A ledger belongs to records as they lie in their file: all deals of one
 content (``fl_sim.data.content_of``) lie side by side and are added up, whoever reads the file how. A deal is named by
@@ -34,9 +34,9 @@ _EARLIER: Final = "earlier"
 
 @dataclass(frozen=True)
 class JointCost:
-    """What all releases about a data set's records cost a record together.
+    """The joint cost of all releases about a data set's records to one record.
 
-    ``shares``: the most releases that one record can be in; a share of a pool is one.
+    ``shares``: the most releases about one record; a share of a pool is one.
     """
 
     epsilon: float
@@ -44,12 +44,12 @@ class JointCost:
 
 
 def ledgers_root() -> Path:
-    """Return where ledgers are kept: $FL_SIM_LEDGERS, else the user's state."""
+    """Return the folder of all ledgers: $FL_SIM_LEDGERS, else a folder in the user's state."""
     return user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
 
 
 def ledger_path(job: Job, client: int) -> Path:
-    """Return where the ledger of one client of ``job`` is, or will be."""
+    """Return the path of the ledger of one client of ``job``."""
     name, earlier = f"client-{client}.jsonl", _earlier_deal(job)
     if (earlier / name).exists():
         _join(_folder(job), earlier.parent)
@@ -58,13 +58,13 @@ def ledger_path(job: Job, client: int) -> Path:
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return what a folder that belongs to the job's deal is called, and what earlier versions called it."""
+    """Return the name of a folder of the job's deal, and its name in earlier versions."""
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
 
 def joint_cost(job: Job, delta: float) -> JointCost:
-    """Return what every release cost that the ledgers know about the job's data set, whatever its settings.
+    """Return the joint cost of all releases in the ledgers about the job's data set, whatever their settings.
 
     A record is with one client of each deal, so a deal costs it no more than the dearest Renyi curve of its clients,
     order by order, and the deals' curves add. Raises RunError where a ledger is damaged.
@@ -80,7 +80,7 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 
 
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
-    """Return what a statement about one release must add; ``together`` None: it is not known here."""
+    """Return the addition to a statement about one release; ``together`` None: it is not known here."""
     if together is None:
         return (
             ". What all releases about the same records cost together is not known here: a client's ledger is with the "
@@ -111,7 +111,7 @@ def _folders(job: Job) -> set[Path]:
 
 
 def _join(folder: Path, earlier: Path) -> None:
-    """Note down that ``earlier`` holds ledgers of the same records as ``folder``."""
+    """Record that ``earlier`` has ledgers of the same records as ``folder``."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):
@@ -120,7 +120,7 @@ def _join(folder: Path, earlier: Path) -> None:
 
 
 def _deal(job: Job) -> str:
-    """Return a digest of what was read and of which client holds which record."""
+    """Return a digest of the data and of the assignment of records to clients."""
     data = job.experiment.data
     told = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
     for array in (job.shards.records, job.shards.bounds):
@@ -129,7 +129,7 @@ def _deal(job: Job) -> str:
 
 
 def _earlier_deal(job: Job) -> Path:
-    """Return the folder in which earlier versions kept the ledgers of the job's clients."""
+    """Return the folder of the ledgers of the job's clients in earlier versions."""
     experiment = job.experiment
     dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
     if records_of(experiment.data) != experiment.data:

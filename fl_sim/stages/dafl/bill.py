@@ -1,7 +1,6 @@
-"""What DA-FL's pool of synthetic records costs a record, and how that is said.
+"""The privacy cost of DA-FL's pool of synthetic records, and its statement.
 
-Clients that are disjoint make their releases side by side: the pool costs a record what the most expensive client's
-share costs.
+Clients are disjoint, so the cost to a record is that of the most expensive client's share.
 """
 
 import json
@@ -9,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, get_args
+from typing import get_args
 
 from dp_accounting import dp_event
 
@@ -28,18 +27,22 @@ from strategies.global_dp import GlobalDP
 NOT_PER_CLIENT = (
     " The pool of synthetic records that clients released before training: it is protected per record, not per client."
 )
-"""What a client-level statement must add where there is a pool."""
+"""The addition to a client-level statement where there is a pool."""
 
 
 def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
-    """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words.
+    """Return the privacy statement of ``result.json`` for records, from the most expensive client's cost.
 
-    ``epsilon`` is this pool's; what the whole run costs is added by ``fl_sim.report.payments.with_whole_run``.
-    ``epsilon_together``: all releases that the clients' ledgers hold about the records of
-    this data set, ``shares_together`` of them at most about one record; both None where not all ledgers are here.
+    ``epsilon`` is this pool's; ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run.
+    ``epsilon_together``: of all releases in the clients' ledgers about the records of this data set, at most
+    ``shares_together`` of them about one record; both None where not all ledgers are here.
     """
     settings = settings_of(experiment)
-    bills = [bill for part in pool.parts if part.facts and (bill := _bill(part.facts, settings.delta))]
+    bills = [
+        bill
+        for part in pool.parts
+        if part.facts and (bill := _bill_of(json.dumps(part.facts, sort_keys=True), settings.delta))
+    ]
     if not bills:
         bills = [_Bill({}, 0.0, 0.0, 0.0)]
     worst = max(bills, key=lambda bill: bill.epsilon)
@@ -77,16 +80,12 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Bill:
-    """What one client's share costs a record, by release and together."""
+    """The cost of one client's share to a record, by release and together."""
 
     events: dict[str, dp_event.DpEvent]
     labels: float
     generator: float
     epsilon: float
-
-
-def _bill(facts: dict[str, Any], delta: float) -> _Bill:
-    return _bill_of(json.dumps(facts, sort_keys=True), delta)
 
 
 @lru_cache(maxsize=1024)

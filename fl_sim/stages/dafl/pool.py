@@ -59,8 +59,8 @@ _FEW = 20  # classes that a warning lists
 class ClientPart:
     """One client's part of a pool: released values and public facts only.
 
-    ``receipt``: what it was paid with, None where nothing was released; ``here``: whether that ledger is on this
-    machine, and not with a client elsewhere.
+    ``receipt``: of its charge, None without a release; ``here``: True if that ledger is on this machine, and not with a
+    remote client.
     """
 
     counts: tuple[int, ...]
@@ -72,11 +72,11 @@ class ClientPart:
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as the server holds it.
+    """A pool at the server.
 
-    ``path``: safetensors, records as ``as_kept`` has them and int64 labels, sorted by client. ``together``: what
-    all releases about these records cost, this one and those of other settings, seeds and deleted pools; None where not
-    all ledgers are here. ``trainer``: who took the generators' steps, in words; empty where nobody says.
+    ``path``: safetensors, records in the form of ``as_kept`` and int64 labels, sorted by client. ``together``: the
+    joint cost of all releases about these records, with other settings, seeds and deleted pools; None where not all
+    ledgers are here. ``trainer``: the trainer of the generators, in words; empty where it is not known.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class Pool:
 
     @property
     def num_synthetic(self) -> int:
-        """Return the number of records."""
+        """Return the number of synthetic records."""
         return sum(sum(part.counts) for part in self.parts)
 
 
@@ -115,9 +115,9 @@ def prepare_pool(run: Run) -> Pool:
 
 
 def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
-    """Have every client release synthetic records; return, by client, (records, what it says of them).
+    """Let every client release synthetic records; return, by client, (records, their facts as JSON).
 
-    Nobody releases more of one class than all clients hold, or records of another shape.
+    An answer with more records of one class than all clients hold, or with records of another shape, is refused.
     """
     records, num_classes = run.job.dataset.train, run.job.dataset.num_classes
     return run.ask(
@@ -129,7 +129,7 @@ def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
 
 
 def is_made(job: Job) -> bool:
-    """Say whether an earlier run has left the job's pool."""
+    """Return True if an earlier run has made the job's pool."""
     return (pools_root() / pool_key(job) / FACTS).exists()
 
 
@@ -150,7 +150,7 @@ def pool_key(job: Job) -> str:
 
 
 def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
-    """Return what ``result.json`` says about how the pool came about."""
+    """Return the facts of the pool for ``result.json``."""
     settings = settings_of(experiment)
     return {
         "kind": settings.kind,
@@ -170,10 +170,9 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 
 def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
-    """Return what the release takes: every client's records, as it sends them, and the whole pool to each client.
+    """Return the bytes of the release: every client's records to the server, and the whole pool to each client.
 
-    In a simulation the pool lies on a disk that all clients see, and is read there. What is told follows from the
-    counts that clients release.
+    In a simulation all clients read the pool from one disk. The bytes follow from the counts that clients release.
     """
     released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
     up = sum(arrays.num_bytes(wire.synthetic_content(records, "")) for records in released)
@@ -182,9 +181,9 @@ def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
 
 
 def warnings_of(pool: Pool, job: Job) -> list[str]:
-    """Say which clients released nothing, and of which classes the pool holds nothing, and what helps.
+    """Return warnings of clients without a release and of classes without a record, each with a cure.
 
-    All of it is released: no client's records are looked at.
+    They follow from released values alone.
     """
     return [*filter(None, (_of_refusals(pool, job), _of_absent_classes(pool, job)))]
 
@@ -216,7 +215,7 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
 
 
 def _cure(job: Job) -> str:
-    """Say how many records of a class a client must hold for it to be picked, which public numbers alone decide."""
+    """Return the cure, with the number of records of a class that a client needs, from public numbers alone."""
     settings = settings_of(job.experiment)
     gamma = max(settings.client_gammas, default=settings.gamma)
     if math.isinf(settings.epsilon) or not gamma:
@@ -231,9 +230,9 @@ def _cure(job: Job) -> str:
 
 
 def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, seconds: float) -> None:
-    """Keep what clients answered: (records, what they say of them as JSON), by client.
+    """Write the answers of clients, (records, their facts as JSON) by client.
 
-    Raises RunError, with nothing kept, that names the first client whose answer is none.
+    Raises RunError, with nothing written, that names the first client with an invalid answer.
     """
     said = []
     for client, (records, text) in enumerate(answers):
@@ -252,9 +251,9 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
 
 
 def load(folder: Path, job: Job, *, reused: bool) -> Pool:
-    """Read a pool back.
+    """Return the pool in ``folder``.
 
-    Raises UserError where it is damaged, RunError where a client's ledger does not hold what was paid for it.
+    Raises UserError where it is damaged, RunError where a client's ledger lacks its charge.
     """
     try:
         pool = _read(folder, job, reused=reused)
@@ -270,7 +269,7 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
-    """Return who took the generators' steps; empty where there were none, or of a kind that nothing is compiled for."""
+    """Return the trainer of the generators; empty without steps, or for a kind without a compiled trainer."""
     generator, here = settings_of(job.experiment).generator, [one["here"] for one in said if one["receipt"] is not None]
     if not here or not isinstance(generator, CompiledGenerator):
         return ""
@@ -282,7 +281,7 @@ def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
 
 
 def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
-    """Return what one client says. Raises ValueError or RunError where it says something else."""
+    """Return the facts of one client. Raises ValueError or RunError for invalid ones."""
     match value:
         case {"counts": list(counts), "refused": str(refused), "facts": dict(facts), "receipt": receipt, **more}:
             here = more.pop("here", False) if stored else False
@@ -301,7 +300,7 @@ def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
 
 
 def _check_facts(facts: dict[str, Any], settings: DaFl, num_classes: int) -> None:
-    """Raise ValueError or RunError for costs that are not such as the settings ask for."""
+    """Raise ValueError or RunError for costs that do not follow from the settings."""
     match facts:
         case {"labels": labels, "labels_epsilon": epsilon, "generator": dict(generator), "generator_steps": steps}:
             pass
@@ -353,7 +352,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _is_at(path: Path, receipt: Receipt) -> bool:
-    """Return whether the ledger at ``path`` is the one that the receipt is for."""
+    """Return True if the ledger at ``path`` is that of the receipt."""
     try:
         return path.exists() and open_ledger(path).identity == receipt.ledger
     except (RunError, UserError):
@@ -407,5 +406,5 @@ def _bounded(path: Path, most: int) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Return why something was refused: our own words, and never what it held."""
+    """Return the reason of a refusal, without the content of the refused file."""
     return str(error) if type(error) in {ValueError, RunError} else f"it cannot be read, {type(error).__name__}"

@@ -49,7 +49,7 @@ SYNTHESIZE: Final = "synthesize"
 
 @dataclass(frozen=True)
 class Synthesize:
-    """A client's part of the pool, with what is said of it: paid for on its ledger, and made once."""
+    """The task of releasing synthetic records: charged to the client's ledger, and made once."""
 
     job: Job
     reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
@@ -57,7 +57,7 @@ class Synthesize:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's synthetic records, and as JSON what it says of them."""
+        """Return the client's synthetic records, and their facts as JSON."""
         if client.ticket:
             return self._made_elsewhere(client, client.ticket)
         [made] = self.run_together([client])
@@ -66,7 +66,7 @@ class Synthesize:
         return made
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return every client's answer, or what it raised; their generators are trained together."""
+        """Return every client's answer or exception; the generators are trained together."""
         from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
 
         job, experiment = self.job, self.job.experiment
@@ -78,7 +78,7 @@ class Synthesize:
         return [share if isinstance(share, Exception) else content_of(share) for share in shares]
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Pay for a share where the client's ledger is: see ``PaidAtHome``."""
+        """Charge a share to the client's ledger at the driver: see ``PaidAtHome``."""
         from clients.dafl.share import PaidRequest, begin_share  # noqa: PLC0415 (the accountants load slowly)
 
         job, releasing = self.job, releasing_client(self.job, client)
@@ -89,7 +89,7 @@ class Synthesize:
         return Begun(remote.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Keep the records that a worker made."""
+        """Store the records that a worker made."""
         from clients.dafl.share import finish_share  # noqa: PLC0415 (the accountants load slowly)
 
         releasing, paid = begun.paid
@@ -114,17 +114,17 @@ class SynthesisStage(Stage):
         self.pool: Pool | None = None
 
     def tasks(self) -> Mapping[str, Synthesize]:
-        """Return the one question."""
+        """Return the one task."""
         return {SYNTHESIZE: Synthesize(self.job)}
 
     def preparing(self, log: RunLog) -> str:
-        """Say what happens before the first round."""
+        """Return the progress message of the work before the first round."""
         del log
         made_by = kind_of(self.settings.generator)
         return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
 
     def before(self, run: Run) -> None:
-        """Make the pool, or find it; let rounds train on it, and the server first where it is to."""
+        """Make or find the pool for the rounds, and train the first model on it where the settings say so."""
         from fl_sim.stages.dafl.pool import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
         job, log = self.job, run.log
@@ -140,20 +140,20 @@ class SynthesisStage(Stage):
             start_from(run, pool.path, epochs)
 
     def num_pooled(self) -> int:
-        """Return about how many synthetic records all clients release."""
+        """Return about the number of synthetic records of all clients."""
         return int(self._by_client().sum())
 
     def _by_client(self) -> NDArray[np.int64]:
-        """Return about how many synthetic records each client releases, (clients,)."""
+        """Return about the number of synthetic records of each client, (clients,)."""
         gammas = np.array(self.settings.client_gammas or [self.settings.gamma])
         return np.round(gammas * self.job.shards.sizes).astype(np.int64)
 
     def trains_model(self) -> bool:
-        """Say whether the server is to take steps on the pool."""
+        """Return True if the server takes steps on the pool."""
         return bool(self.settings.server_epochs)
 
     def num_server_steps(self) -> int:
-        """Return the server's steps on the pool."""
+        """Return the number of the server's steps on the pool."""
         return self.settings.server_epochs * math.ceil(self.num_pooled() / self.job.experiment.local.batch_size)
 
     def key(self) -> str:
@@ -163,13 +163,13 @@ class SynthesisStage(Stage):
         return pool_key(self.job)
 
     def is_made(self) -> bool:
-        """Say whether the pool is there."""
+        """Return True if the pool exists."""
         from fl_sim.stages.dafl.pool import is_made  # noqa: PLC0415 (the accountants load slowly)
 
         return is_made(self.job)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the clients' generators: a turn is one client's, and its pieces are steps, where there are any.
+        """Return the work of the clients' generators: a turn is one client's, and its pieces are steps, if it has any.
 
         As if all clients held records of one class: of more they take longer. Those of other splits, budgets and seeds
         take as long.
@@ -192,7 +192,7 @@ class SynthesisStage(Stage):
         return (made,)
 
     def _release(self, size: int, steps: int) -> Callable[[], object]:
-        """Make ready the release of a client that holds ``size`` records, by a generator that takes ``steps`` steps."""
+        """Return the release of a client with ``size`` records, by a generator that takes ``steps`` steps."""
         from clients.dafl.generator import Generator, PrivateRecords, ShortenedGenerator  # noqa: PLC0415 (as above)
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415 (as above)
 
@@ -210,7 +210,7 @@ class SynthesisStage(Stage):
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Clients send their records as float32, and each gets all as they are kept, with a label of 8 bytes each."""
+        """Return the bytes: clients send float32 records, and each receives the pool, with labels of 8 bytes."""
         del params
         numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
         sizes, how_often = np.unique(released, return_counts=True)
@@ -219,7 +219,7 @@ class SynthesisStage(Stage):
         return {"synthetic_records": Traffic(int(released.sum()) * (kept.nbytes + 8) * len(released), up)}
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the budget: the events depend on clients' numbers of records, and the budget does not."""
+        """Yield the budget: the events depend on clients' numbers of records, the budget does not."""
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 
         settings = self.settings
@@ -230,7 +230,7 @@ class SynthesisStage(Stage):
         )  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """Return how the pool came about."""
+        """Return the facts of the pool."""
         if self.pool is None:
             return {}
         from fl_sim.stages.dafl.pool import summary  # noqa: PLC0415 (the accountants load slowly)
@@ -238,7 +238,7 @@ class SynthesisStage(Stage):
         return {"preprocess": summary(self.pool, self.job.experiment)}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Add what the pool costs a record, and to what protects clients that it does not cover the pool."""
+        """Add the statement of the pool, and to statements of clients that they do not cover the pool."""
         if self.pool is None:
             return list(others)
         from fl_sim.stages.dafl.bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
@@ -251,25 +251,25 @@ class SynthesisStage(Stage):
 
 
 def settings_of(experiment: Experiment) -> DaFl:
-    """Return the settings of an experiment whose clients release synthetic records."""
+    """Return the settings of an experiment with a pool of synthetic records."""
     assert isinstance(experiment.preprocess, DaFl)
     return experiment.preprocess
 
 
 def content_of(share: "SyntheticShare") -> RecordDict:
-    """Return a share as it is sent: its records, and as JSON what is said of them."""
+    """Return the message of a share: its records, and their facts as JSON."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return wire.synthetic_content(share.inputs, json.dumps(said))
 
 
 def releasing_client(job: Job, client: Client) -> "ReleasingClient":
-    """Return a client that is to release synthetic records: what it holds, and where its key and its ledger lie."""
+    """Return a client that releases synthetic records: its records, and the places of its key and its ledger."""
     from clients.dafl.share import ReleasingClient  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 
     ledger, folder, policy = ledger_path(job, client.number), client.folder(), client.policy
-    if policy:  # what is private stays where the client wants it, not where the server says
+    if policy:  # private files go to the client's folder, not to one that the server names
         features = version_of(job.experiment.features)
         release = settings_of(job.experiment).release_of(client.number, job.experiment.seed, features)
         now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))

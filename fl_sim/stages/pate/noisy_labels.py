@@ -47,10 +47,10 @@ _VOTES_FORMAT, _MOST_FACTS = 1, 2**16
 
 @dataclass(frozen=True)
 class Votes:
-    """PRIVATE. ``counts``: votes per public record and class, (pool, classes), each teacher's being one.
+    """PRIVATE. ``counts``: votes per public record and class, (pool, classes), one of each teacher.
 
-    ``predictions``: (teachers, pool). ``rows``: which record of the public pool each is about. ``folder``: where they
-    are kept. ``seconds``: what they took when they were made.
+    ``predictions``: (teachers, pool). ``rows``: the records of the public pool. ``folder``: of the files. ``seconds``:
+    the time it took to make them.
     """
 
     predictions: NDArray[np.int64]
@@ -61,7 +61,7 @@ class Votes:
     reused: bool
 
     def about(self, rows: NDArray[np.int64]) -> "Votes":
-        """Return the votes on these records of the public pool, in this order."""
+        """Return the votes on the records ``rows`` of the public pool, in this order."""
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
@@ -109,7 +109,7 @@ def votes_key(job: Job) -> str:
 
 @contextmanager
 def alone_in_cache(folder: Path) -> Iterator[None]:
-    """Make a folder that its owner alone may read, and be the only process that works in it.
+    """Make a folder that its owner alone may read, and lock it for this process.
 
     Raises RunError, with the cure, where that or writing into it fails.
     """
@@ -125,13 +125,13 @@ def alone_in_cache(folder: Path) -> Iterator[None]:
 
 
 def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
-    """Write the raw counts of the queries into a run directory whose owner asked for them."""
+    """Write the raw counts of the queries into a run directory, as its settings say."""
     write_private(out / _VOTES, as_npy(votes.counts[:num_queries]))
 
 
 @dataclass(frozen=True)
 class _VoteShape:
-    """How many teachers vote on how many public records, for one of how many classes."""
+    """The numbers of teachers, of public records and of classes."""
 
     teachers: int
     records: int
@@ -144,7 +144,7 @@ class _VoteShape:
 
 
 class _VoteFacts(BaseModel):
-    """What is kept beside the votes; ``silent``: the teachers that gave none. PRIVATE."""
+    """The facts beside the votes; ``silent``: the teachers without votes. PRIVATE."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     seconds: float = Field(ge=0, allow_inf_nan=False)
@@ -158,7 +158,7 @@ def _vote_shape(job: Job, settings: Pate) -> _VoteShape:
 
 
 def _read_votes(folder: Path, shape: _VoteShape) -> tuple[NDArray[np.int64], _VoteFacts]:
-    """Return the votes, shape (teachers, records), and the facts. Raises UserError where they are not as written."""
+    """Return the votes, (teachers, records), and the facts. Raises UserError where they are damaged."""
     head, size = _head_of(shape), shape.teachers * shape.records * shape.dtype.itemsize
     try:
         facts = _VoteFacts.model_validate_json(read_whole(folder / _FACTS, _MOST_FACTS + 16 * shape.teachers))
@@ -180,7 +180,7 @@ def _digest(content: bytes) -> str:
 
 
 def _head_of(shape: _VoteShape) -> bytes:
-    """Return how ``numpy.save`` begins a file with these votes."""
+    """Return the header of a file of ``numpy.save`` with these votes."""
     buffer = io.BytesIO()
     header = {"descr": shape.dtype.str, "fortran_order": False, "shape": (shape.teachers, shape.records)}
     np.lib.format.write_array_header_1_0(buffer, header)
@@ -188,7 +188,7 @@ def _head_of(shape: _VoteShape) -> bytes:
 
 
 def as_npy(array: NDArray[np.generic]) -> bytes:
-    """Return an array as ``numpy.save`` writes it."""
+    """Return the content of a file of ``numpy.save``."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
     return buffer.getvalue()
@@ -201,7 +201,7 @@ _FORMAT, _MOST_BYTES, _BYTES_PER_LABEL = 1, 2**16, 32
 
 @dataclass(frozen=True)
 class Released:
-    """The noisy labels, the ledger that their queries were charged to, and that ledger's file as it is now."""
+    """The noisy labels, their ledger, and the content of its file."""
 
     labelled: Labelled
     ledger: Ledger
@@ -211,10 +211,10 @@ class Released:
 
 
 def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Released:
-    """Return the noisy labels of the first ``settings.queries`` records that ``votes`` are about, paid for once.
+    """Return the noisy labels of the first ``settings.queries`` records of ``votes``, charged once.
 
-    A run that was killed in the middle goes on with the same noise, at no further cost. Raises RunError where what was
-    paid before is missing: the ledger of labels that are kept here, or one that the run directory ``out`` has seen.
+    A run that was killed in the middle resumes with the same noise, at no further cost. Raises RunError where a ledger
+    is missing: that of stored labels, or one whose copy is in the run directory ``out``.
     """
     labelling, counts = settings.labelling, votes.counts[: settings.queries]
     asked = votes.rows[: settings.queries]
@@ -240,9 +240,9 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a noisy upper bound on the data-dependent epsilon, which may be published, and the terms of that.
+    """Return a publishable noisy upper bound on the data-dependent epsilon, and its terms.
 
-    It is the same every time: the key of its noise is kept for good.
+    It is the same every time: the key of its noise is never removed.
     """
     path = released.folder / _PUBLISHED
     counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
@@ -286,7 +286,7 @@ class _Published(BaseModel):
 
 
 class _Labels(BaseModel):
-    """What ``labels.json`` holds."""
+    """The content of ``labels.json``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     labels: list[int]
@@ -294,7 +294,7 @@ class _Labels(BaseModel):
     receipt: dict[str, Any]
 
     def fit(self, queries: int, classes: int) -> bool:
-        """Return whether these are labels of so many queries, of which the first ``num_asked`` were asked."""
+        """Return True if these are labels of ``queries`` queries, of which the first ``num_asked`` were asked."""
         inside = all(UNANSWERED <= one < classes for one in self.labels)
         later = set(self.labels[self.num_asked :])
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}
@@ -336,7 +336,7 @@ def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Le
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:
-    """Raise RunError where a run directory has seen charges that the ledger, which was lost or replaced, lacks."""
+    """Raise RunError where the ledger lacks charges that its copy in a run directory has."""
     if not copy.exists():
         return
     charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
@@ -348,14 +348,14 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
 
 
 def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.int64]) -> Noise:
-    """Return the noise of a release: the same again where a run was killed before its labels were out."""
+    """Return the noise of a release: the same after a run was killed before its labels were stored."""
     if labelling.noise == "seeded":
         return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
     return Noise(_key(folder / _KEY, counts), simulation_only=False)
 
 
 def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
-    """Return the secret key kept at ``path`` for the noise on these ``counts``; made where there is none.
+    """Return the secret key in ``path`` for the noise on these ``counts``; made where there is none.
 
     Raises RunError for other counts: two releases under one noise would show their difference.
     """

@@ -33,10 +33,10 @@ PUBLISHED_COVERS: Final = (
 )
 
 _BY_NUMBER: Final = (Iid, Quantity, FeatureNoise)
-"""Splits that look at how many records there are, and not at what is in them."""
+"""Partitions that depend on the number of records alone."""
 
 _BY_CLASS: Final = (LabelK, Dirichlet, Shards)
-"""Splits that look at how many records of each class there are, and at nothing else in them."""
+"""Partitions that depend on the numbers of records of each class alone."""
 
 _CLASSES_ARE_PUBLIC: Final = (
     " How many records of each class there are: the split over teachers follows it, so it is taken to be public, and "
@@ -80,7 +80,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
-    """Return which neighbours a split over teachers keeps apart by one shard, and what it takes for public."""
+    """Return the adjacency under which one record changes one teacher alone, and the public facts of the partition."""
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
     if type(partition) is Natural:
@@ -103,7 +103,7 @@ def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | 
 def _published(
     settings: Pate, votes: Votes, released: Released, labels: dict[str, Any], certain: Counter[dp_event.DpEvent]
 ) -> dict[str, Any]:
-    """Return what holds for the labels and the published figure together: a guarantee, and the figure as it is.
+    """Return the statement of the labels and the published figure together: a guarantee, and the figure itself.
 
     ``certain``: what all queries cost at most, whatever the votes are. What was charged depends on who was answered.
     """
@@ -151,7 +151,7 @@ def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -
 
 
 def cost_of_labels(job: Job, pate: Pate) -> Payment:
-    """Return the cost of labels, which runs that differ in the student alone share."""
+    """Return the privacy cost of the labels, which runs that differ in the student alone share."""
     labelling, seed = pate.labelling, job.experiment.seed
     queries = min(pate.queries, len(pate.public_split(job.dataset, job.experiment.seed_of_partition).pool))
     told = [votes_key(job), labelling.model_dump(mode="json"), pate.queries, pate.asking, seed]
