@@ -189,8 +189,7 @@ def _with_images(
         for part, table in zip(undecoded, tables, strict=True)
         for number in range(len(part))
     )
-    stack = stack_images(opened, len(rows.labels))
-    images = stack.images
+    images, form = stack_images(opened, len(rows.labels))
     records = Examples(images, rows.labels, rows.clients if plan.roles.client else None)
     train, test = (records.take(np.flatnonzero(mask)) for mask in (~rows.is_test, rows.is_test))
     half = (0.5,) * images.shape[1]
@@ -206,7 +205,7 @@ def _with_images(
         note="; ".join(filter(None, note)),
         classes=plan.classes,
         shown=tuple(shown),
-        inferred=stack.inferred(),
+        inferred=form,
         read_off=(*read_off_classes(plan.listed), *settings.read_off),
     )
 

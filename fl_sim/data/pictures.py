@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from unicodedata import normalize
 
 import numpy as np
@@ -41,6 +41,9 @@ _GREY, _COLOUR = frozenset({"1", "L"}), frozenset({"P", "RGB", "RGBA"})
 _ORIENTATION: Final = 0x0112  # the tag of EXIF
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
+Pixels: TypeAlias = tuple[NDArray[np.uint8], bool]
+"""One image, (height, width) or (height, width, 3), and True if it was turned upright by its EXIF orientation."""
+
 
 def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     """Read a folder of images; classes are train's subfolders, numbered in the order of their names.
@@ -55,8 +58,8 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     classes = _classes(path, trained, tested, listed)
     train, test = (_files(path / split, found, classes) for split, found in (("train", trained), ("test", tested)))
     files = [*train, *test]
-    stack = stack_images(((str(file), partial(_image, file, settings)) for file, _ in files), len(files))
-    images = stack.images
+    opened = ((str(file), partial(_image, file, settings)) for file, _ in files)
+    images, form = stack_images(opened, len(files))
     labels = np.array([label for _, label in files], dtype=np.int64)
     first, second = (Examples(images[rows], labels[rows]) for rows in (slice(len(train)), slice(len(train), None)))
     half = (0.5,) * images.shape[1]
@@ -71,7 +74,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
         counted=tuple(filter(None, (left, "" if listed else similar_spellings("classes", classes)))),
         classes=classes,
         read_off=(*read_off_classes(listed), *settings.read_off),
-        inferred=(*([] if listed else [order]), *stack.inferred()),
+        inferred=(*([] if listed else [order]), *form),
     )
 
 
@@ -111,28 +114,6 @@ def image_settings(own: OwnName) -> ImageSettings:
     )
 
 
-@dataclass(frozen=True)
-class Pixels:
-    """One image, (height, width) or (height, width, 3), turned upright by its EXIF orientation."""
-
-    values: NDArray[np.uint8]
-    is_turned: bool = False
-
-
-@dataclass(frozen=True)
-class ImageStack:
-    """Images of one size, (records, channels, height, width), and the count of those that were turned upright."""
-
-    images: NDArray[np.uint8]
-    turned: int
-
-    def inferred(self) -> tuple[str, ...]:
-        """Describe the assumptions about the images, a line each."""
-        kept = "grey" if self.images.shape[1] == 1 else "RGB (grey images have the same value three times)"
-        turned = f"turned as their EXIF orientation says: {self.turned:,} of {len(self.images):,} images"
-        return (f"images are {kept}", turned)
-
-
 def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
     """Decode an image file's ``content``. Raises UserError for images that are neither grey nor RGB.
 
@@ -165,20 +146,22 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
                 raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
             if settings.size is not None and image.size != settings.size:
                 image = image.resize(settings.size, resample=2)  # bilinear, over all pixels of a new one's area
-            return Pixels(np.asarray(image), is_turned)
+            return np.asarray(image), is_turned
 
 
-def stack_images(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int) -> ImageStack:
-    """Stack ``count`` images as (records, channels, height, width): one channel unless any image has colour.
+def stack_images(
+    opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int
+) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Stack ``count`` images as (records, channels, height, width), and describe the assumptions, a line each.
 
-    ``opened``: (place, function that reads the image) of each. Raises UserError if one has another size than the
-    first, or all of them take too much memory.
+    One channel unless any image has colour. ``opened``: (place, function that reads the image) of each. Raises
+    UserError if one has another size than the first, or all of them take too much memory.
     """
     images: list[NDArray[np.uint8]] = []
     first, turned = "", 0
     for where, read in opened:
-        found = read()
-        image, turned = found.values, turned + found.is_turned
+        image, is_turned = read()
+        turned += is_turned
         size = f"{image.shape[1]}x{image.shape[0]}"
         if not images:
             first = where
@@ -194,10 +177,12 @@ def stack_images(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int)
                 f"scaled to one, for example by data.size={usual}"
             )
         images.append(image)
+    form = f"turned as their EXIF orientation says: {turned:,} of {count:,} images"
     if all(image.ndim == 2 for image in images):
-        return ImageStack(np.stack(images)[:, np.newaxis], turned)
+        return np.stack(images)[:, np.newaxis], ("images are grey", form)
     coloured = [image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, axis=2) for image in images]
-    return ImageStack(np.stack(coloured).transpose(0, 3, 1, 2), turned)
+    kept = "images are RGB (grey images have the same value three times)"
+    return np.stack(coloured).transpose(0, 3, 1, 2), (kept, form)
 
 
 def _classes(

@@ -14,6 +14,7 @@ images.
 """
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,15 +88,10 @@ def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.f
     features = np.empty((len(images), size), dtype=np.float32)
 
     def fill(rows: slice) -> None:
-        torch.set_num_threads(1)  # of the calling thread: the bits do not depend on the number of threads
         found = described(torch.from_numpy(images[rows].astype(np.float32)) / 255).numpy()
         features[rows] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        step = max(1, _BATCH // shape[0])
-        batches = (slice(start, min(start + step, len(images))) for start in range(0, len(images), step))
-        for _ in pool.map(fill, batches):
-            pass
+    _in_threads(fill, len(images), max(1, _BATCH // shape[0]))
     return features
 
 
@@ -154,14 +150,10 @@ class Whitening:
         """Return the whitened ``features`` (n, d), of norm 1 at most, record by record."""
         whitened = np.empty_like(features)
 
-        def fill(start: int) -> None:
-            torch.set_num_threads(1)  # as above
-            rows = slice(start, start + _ROWS)
+        def fill(rows: slice) -> None:
             whitened[rows] = self.applied(torch.from_numpy(features[rows])).float().numpy()
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for _ in pool.map(fill, range(0, len(features), _ROWS)):
-                pass
+        _in_threads(fill, len(features), _ROWS)
         norms = np.linalg.norm(whitened.astype(np.float64), axis=1, keepdims=True)
         shortened: NDArray[np.float32] = np.where(norms > 1, whitened * np.float32(1 - 2.0**-20), whitened)
         return shortened  # rounding to float32 had left some longer than 1
@@ -224,6 +216,18 @@ def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Gener
         free &= ~inside
     images += free[:, None] * ground[:, :, None, None]
     return _bytes(images + coins.standard_normal(images.shape) * coins.uniform(0, _NOISE, (number, 1, 1, 1)))
+
+
+def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
+    """Call ``fill`` for batches of ``step`` rows in threads of their own, in each of which torch has one thread."""
+
+    def fill_alone(start: int) -> None:
+        torch.set_num_threads(1)  # of the calling thread: the bits do not depend on the number of threads
+        fill(slice(start, min(start + step, count)))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(fill_alone, range(0, count, step)):
+            pass
 
 
 def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.complex128]:

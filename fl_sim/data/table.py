@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_sim.data import table_columns as columns
 from fl_sim.data.dataset import (
     check_classes,
     enumerated,
@@ -25,20 +26,7 @@ from fl_sim.data.dataset import (
     unlisted,
 )
 from fl_sim.data.naming import OwnName
-from fl_sim.data.table_columns import (
-    ROWS_TO_COUNT,
-    Feature,
-    Roles,
-    Survey,
-    check_missing,
-    check_split,
-    check_types,
-    classes_of,
-    columns_to_survey,
-    features_of,
-    roles_of,
-    survey,
-)
+from fl_sim.data.table_columns import Feature, Roles, Survey, roles_of
 from fl_sim.data.table_file import (
     TableReader,
     as_number,
@@ -145,7 +133,7 @@ class TablePlan:
     @property
     def counting(self) -> tuple[str, ...]:
         """The features that number the rows, as the index that a program has written."""
-        if min(self.survey.rows) < ROWS_TO_COUNT:
+        if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
         return tuple(name for name, column in seen if column.counts and column.number is not None)
@@ -221,16 +209,16 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
                 f"{table.where} lacks the column {missing[0]!r} that {where} has; both need the same columns"
             )
         _check_alike(tables[0], table, roles)
-    seen = columns_to_survey(own, roles, tables[0])
-    check_types(roles, seen, where)
-    found = survey(tables, seen)
+    seen = columns.blank_contents(own, roles, tables[0])
+    columns.check_types(roles, seen, where)
+    found = columns.survey(tables, seen)
     drops = _choice(own, "missing", ("refuse", "drop")) == "drop"
     if not drops:
-        check_missing(found)
+        columns.check_missing(found)
     if roles.split:
-        check_split(seen[roles.split], where)
-    features, listed = features_of(own, roles.features, found), listed_classes(own)
-    classes = listed or classes_of(seen[roles.label], where)
+        columns.check_split(seen[roles.split], where)
+    features, listed = columns.features_of(own, roles.features, found), listed_classes(own)
+    classes = listed or columns.classes_of(seen[roles.label], where)
     if listed and not drops and set(seen[roles.label].texts or ("", "")) - set(listed):
         cure = ", or leave such records out, uncounted, by data.missing=drop"
         raise unlisted(f"{where}, column {roles.label!r}", cure)

@@ -223,7 +223,7 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) ->
     return Roles(label, client, split, _features(own, uses, table) if with_features else ())
 
 
-def columns_to_survey(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
+def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
     """Return the empty content of each column to survey."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
