@@ -307,9 +307,11 @@ def check_finite(groups: Payloads, server_round: int) -> None:
 
 def mean_loss(replies: Iterable[Reply]) -> float | None:
     """Return the mean training loss over clients' records, None where no client has any."""
-    losses = [(reply.loss, reply.num_examples) for reply in replies if reply.loss is not None]
-    total = sum(count for _, count in losses)
-    return sum(loss * count for loss, count in losses) / total if total else None
+    summed, count = 0.0, 0
+    for reply in replies:
+        if reply.loss is not None:
+            summed, count = summed + reply.loss * reply.num_examples, count + reply.num_examples
+    return summed / count if count else None
 
 
 @dataclass(frozen=True)
