@@ -2,11 +2,11 @@
 
     python benchmarks/digits_tuned.py OUT [--jobs 2]
 
-Every method gets the same 12 draws of learning rate and momentum, and each of its own parameter's values as often as the
+Every method gets the same 12 draws of learning rate and momentum, and each value of its own parameter as often as the
 others. Successive halving: 12 trials of 6 rounds, the best 6 of them 12, the best 3 of those 25. A trial's score is its
-accuracy on a tenth of every client's training records, held out, meaned over both splits of the job; the test records
-are never looked at. A trial that diverges counts as the worst. DA-FL's trials have seeded noise, so that nothing is paid
-for them; the preset's privacy statement names the choice.
+accuracy on a tenth of every client's training records, held out, meaned over both splits of the job; nobody looks at the
+test records. A trial that diverges counts as the worst. DA-FL's trials have seeded noise, so that nothing is paid for
+them; the preset's privacy statement names the choice.
 """
 
 import argparse
@@ -39,7 +39,8 @@ OWN: Final[Mapping[str, tuple[str, list[float]]]] = {
 
 METHODS: Final = ("fedavg", *OWN, "fednova", "da-fl")
 DAFL: Final = {
-    "kind": "da-fl", "gamma": 0.5, "generator": {"kind": "mean-embedding", "noise": "seeded"}, "labels": "exponential:0.5",
+    "kind": "da-fl", "gamma": 0.5, "labels": "exponential:0.5",
+    "generator": {"kind": "mean-embedding", "noise": "seeded"},
 }  # fmt: skip
 
 
