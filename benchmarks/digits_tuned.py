@@ -4,8 +4,8 @@
 
 Every method gets the same 12 draws of learning rate and momentum, and each value of its own parameter as often as the
 others. Successive halving: 12 trials of 6 rounds, the best 6 of them 12, the best 3 of those 25. A trial's score is its
-accuracy on a tenth of every client's training records, held out, meaned over both splits of the job; the test
-records are not looked at. A trial that diverges counts as the worst. DA-FL's trials have seeded noise, so that nothing is paid for
+accuracy on a tenth of every client's training records, held out, meaned over both splits of the job; no trial looks at
+the test records. A trial that diverges counts as the worst. DA-FL's trials have seeded noise, so that nothing is paid for
 them; the preset's privacy statement names the choice.
 """
 
@@ -25,9 +25,9 @@ SPLITS: Final = ("label-1", "label-2")
 RUNGS: Final = ((12, 6), (6, 12), (3, 25))
 """(trials, rounds) of each rung."""
 
-OWN: Final[Mapping[str, tuple[str, list[float]]]] = {
+OWN: Final[Mapping[str, tuple[str, list[Any]]]] = {
     "fedprox": ("mu", [0.001, 0.01, 0.1, 1.0]),
-    "scaffold": ("server_learning_rate", [0.3, 0.5, 0.7, 1.0]),
+    "scaffold": ("variant", ["paper", "momentum"]),
     "fedmix": ("mixing_weight", [0.05, 0.1, 0.2]),
     "naivemix": ("mixing_weight", [0.05, 0.1, 0.2]),
     "fedavgm": ("server_momentum", [0.5, 0.7, 0.9]),
@@ -40,7 +40,7 @@ OWN: Final[Mapping[str, tuple[str, list[float]]]] = {
 METHODS: Final = ("fedavg", *OWN, "fednova", "da-fl")
 DAFL: Final = {
     "kind": "da-fl", "gamma": 0.5, "labels": "exponential:0.5",
-    "generator": {"kind": "mean-embedding", "noise": "seeded"},
+    "generator": "mean-embedding", "noise": "seeded",
 }  # fmt: skip
 
 
