@@ -5,8 +5,8 @@
 Every method gets the same 12 draws of learning rate and momentum, and each value of its own parameter as often as the
 others. Successive halving: 12 trials of 6 rounds, the best 6 of them 12, the best 3 of those 25. A trial's score is its
 accuracy on a tenth of every client's training records, held out, meaned over both splits of the job; no trial looks at
-the test records. A trial that diverges counts as the worst. DA-FL's trials have seeded noise, so that nothing is paid for
-them; the preset's privacy statement names the choice.
+the test records. A trial that diverges counts as the worst. DA-FL's trials have seeded noise, so that nothing is paid
+for them; the preset's privacy statement names the choice.
 """
 
 import argparse
