@@ -1,7 +1,7 @@
-"""Synthetic samples by class (columns) and epsilon (rows), as figure 5 of DA-FL (Tang, Wang, Liu 2023) shows them.
+"""Synthetic samples by class (columns) and epsilon (rows), as in figure 5 of DA-FL (Tang, Wang, Liu 2023).
 
-For feature vectors images are found, kept in a file beside the pool, and told from real records. Which records they are
-for is decided here; how they are found is the caller's, as the transform belongs to the data.
+For feature vectors the figure shows images that were found for them and stored beside the pool, with a note that they
+are not real. This file selects the records; the caller finds the images, as the transform belongs to the data.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HEADING = "Synthetic records by class and epsilon"
 EPSILON = "the most that the whole pool of a run may cost a record of a client, labels and generator together"
-"""What an epsilon of the settings is."""
+"""The meaning of an epsilon in the settings."""
 _ACROSS = 2
 _MOST_CLASSES = 20
 _LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
@@ -37,32 +37,32 @@ _LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
 PICTURES: Final = "synthetic-pictures.safetensors"
 
 Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
-"""Images, (records, channels, height, width), and how far their features are from the vectors.
+"""Images, (records, channels, height, width), and the distances (records,) of their features from the vectors.
 
-The distances, (records,), are in units of the vectors' own lengths.
+The distances are in units of the vectors' own lengths.
 """
 
 Finder: TypeAlias = Callable[[SavedRun, NDArray[np.float32]], Images]
-"""Finds images for vectors of a run's pool. Raises ValueError where that is not possible."""
+"""Finds images for vectors of a run's pool. Raises ValueError if that is not possible."""
 
 _VERSION: Final = 1
-"""To be raised when other images are found than before."""
+"""To be raised with every change of the search for images."""
 
 _LARGEST: Final = 2**28  # bytes
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run's samples. ``releases``: its statements on the privacy of a record.
+    """One run's samples. ``statements``: its privacy statements about a record.
 
-    ``distance``: how far the features of images that were found are from their vectors, in the mean, in units of the
-    vectors' lengths; None for images that were released as such.
+    ``distance``: the mean distance of found images' features from their vectors, in units of the vectors' lengths; None
+    for a pool of images.
     """
 
     run: SavedRun
     settings: Mapping[str, Any]
     samples: Samples
-    releases: tuple[PrivacyStatement, ...]
+    statements: tuple[PrivacyStatement, ...]
     distance: float | None = None
 
     @property
@@ -72,11 +72,11 @@ class Row:
 
 
 def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
-    """Draw a figure for each data set, split and generator among the runs with a pool; name the pools that are damaged.
+    """Draw a figure for each data set, split and generator among the runs with a pool; return also the damaged pools.
 
-    Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed. For records that
-    are feature vectors it shows images that were found for them: those that are kept beside the pool or, with
-    ``finder``, new ones. What has none is told in one line.
+    Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed. For feature
+    vectors it shows the images stored beside the pool or, with ``finder``, new ones. One problem names all runs without
+    images.
     """
     kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
     problems: list[Problem] = []
@@ -91,7 +91,8 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
         features = f", features {run.config.features}" if is_in_features(run) else ""
         title = f"{one.data}, {one.partition}{features}: generator {row.settings['generator']['kind']}"
         rows = kinds.setdefault((title, one.note, delta), {})
-        rows[row.epsilon] = _better(rows.get(row.epsilon), row)
+        candidates = [row, *([rows[row.epsilon]] if row.epsilon in rows else [])]
+        rows[row.epsilon] = min(candidates, key=lambda one: (-len(one.samples.labels), one.run.config.seed))
     chosen = [(key, [rows[epsilon] for epsilon in sorted(rows)]) for key, rows in kinds.items()]
     with_images, more = _with_images([row for _, rows in chosen for row in rows], finder)
     problems += more
@@ -104,7 +105,7 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
 
 
 def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRun]]:
-    """Yield the runs that say that they have a pool of synthetic records, and the groups that they are in."""
+    """Yield the runs with a pool of synthetic records, each with its group."""
     for one in groups:
         for run in one.runs:
             if run.preprocess is not None and run.result is not None and run.result.preprocess.pool:
@@ -134,14 +135,14 @@ def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
 
 
 def is_in_features(run: SavedRun) -> bool:
-    """Say whether the synthetic records of ``run`` are feature vectors of images."""
+    """Return True if the synthetic records of ``run`` are feature vectors of images."""
     return run.config.features != "none"
 
 
 def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
-    """Return ``samples`` with the vectors alone that images are for: of so many ``classes`` so many records ``each``.
+    """Return ``samples`` with only the vectors that need images: the first ``each`` records of the first ``classes``.
 
-    Raises ValueError where they are no vectors.
+    Raises ValueError for records that are no vectors.
     """
     if samples.inputs.ndim != 2 or samples.inputs.dtype != np.float32:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no feature vectors")
@@ -151,7 +152,7 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
 
 
 def kept_images(run: SavedRun, samples: Samples) -> Images | None:
-    """Return the images that were found before for these vectors; None where there are none, or others, or damaged."""
+    """Return the stored images of these vectors; None if they are missing, damaged, or those of other vectors."""
     path = run.path / PICTURES
     if not path.is_file() or path.stat().st_size > _LARGEST:
         return None
@@ -168,24 +169,6 @@ def kept_images(run: SavedRun, samples: Samples) -> Images | None:
     return (images, distances) if is_whole else None
 
 
-def keep_images(run: SavedRun, samples: Samples, found: Images) -> None:
-    """Write the images beside the pool. Raises OSError."""
-    images, distances = found
-    said = {"pool": _identity(run, samples), "sha256": _digest(images, distances)}
-    write_whole(run.path / PICTURES, save({"images": images, "distances": distances}, said))
-
-
-def in_words(distances: list[float]) -> list[str]:
-    """Return what a reader must know of such images: how near they are, run by run, and that they are nobody's."""
-    least, most = f"{min(distances):.2f}", f"{max(distances):.2f}"
-    far = least if least == most else f"{least} to {most}"
-    found = "The images were found for synthetic feature vectors: pixels were changed until their features came close"
-    return [
-        f"{found} (mean distance {far} of the vectors' own length).",
-        "They are no records of anybody, and cost no privacy beyond the vectors' own: nothing else was looked at.",
-    ]
-
-
 def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
     assert run.result is not None
     made = run.result.preprocess
@@ -198,7 +181,7 @@ def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
 
 
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
-    """Return the rows that have images, by their runs' directories, with images in place of vectors."""
+    """Return the rows with images in place of vectors, by their runs' directories."""
     shown: dict[Path, Row] = {}
     problems: list[Problem] = []
     without: list[Path] = []
@@ -214,12 +197,19 @@ def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path,
             try:
                 images = finder(row.run, row.samples.inputs)
                 shown[path] = _with(row, images)
-                keep_images(row.run, row.samples, images)
+                digests = {"pool": _identity(row.run, row.samples), "sha256": _digest(*images)}
+                content = save({"images": images[0], "distances": images[1]}, digests)
+                write_whole(path / PICTURES, content)
             except ValueError as error:
                 problems.append(_problem(row.run, error))
             except OSError as error:
-                problems.append(Problem(path, f"the images that were found could not be kept: {explain(error)}"))
-    return shown, problems + ([_hint(without)] if without else [])
+                problems.append(Problem(path, f"the images that were found could not be stored: {explain(error)}"))
+    if without:
+        place = Path(os.path.commonpath(without))
+        of = "are" if len(without) == 1 else f"of {len(without)} runs are"
+        hint = f"'fl-sim report {place} --pictures' finds images for them"
+        problems.append(Problem(place, f"synthetic records {of} feature vectors, which are not shown: {hint}"))
+    return shown, problems
 
 
 def _with(row: Row, images: Images) -> Row:
@@ -228,25 +218,8 @@ def _with(row: Row, images: Images) -> Row:
     return replace(row, samples=replace(row.samples, inputs=found), distance=distance)
 
 
-def _hint(paths: Sequence[Path]) -> Problem:
-    """Say in one line of all runs together how one comes to see images in place of vectors."""
-    place = Path(os.path.commonpath(paths))
-    of = "are" if len(paths) == 1 else f"of {len(paths)} runs are"
-    return Problem(
-        place,
-        f"synthetic records {of} feature vectors, which are not shown: 'fl-sim report {place} --pictures' finds "
-        "images for them",
-    )
-
-
 def _problem(run: SavedRun, error: Exception) -> Problem:
     return Problem(run.path, f"its synthetic records cannot be shown: {error}")
-
-
-def _better(one: Row | None, other: Row) -> Row:
-    if one is None:
-        return other
-    return min(one, other, key=lambda row: (-len(row.samples.labels), row.run.config.seed))
 
 
 def _block(samples: Samples, label: int) -> Tile:
@@ -260,7 +233,7 @@ def _spent(row: Row) -> str:
         return "no noise,\nno guarantee"
     if not len(row.samples.labels):
         return "nothing released"
-    spent = next((one.epsilon for one in row.releases), None)
+    spent = next((one.epsilon for one in row.statements), None)
     return "no guarantee" if spent is None else f"spent {spent:.3g}"
 
 
@@ -272,13 +245,23 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
         "that with the most samples."
     )
     distances = [row.distance for row in rows if row.distance is not None]
-    images = in_words(distances) if distances else []
+    images = []
+    if distances:
+        least, most = f"{min(distances):.2f}", f"{max(distances):.2f}"
+        far = least if least == most else f"{least} to {most}"
+        found = (
+            "The images were found for synthetic feature vectors: pixels were changed until their features came close"
+        )
+        images = [
+            f"{found} (mean distance {far} of the vectors' own length).",
+            "They are no records of anybody, and cost no privacy beyond the vectors' own: nothing else was looked at.",
+        ]
     details = [
         f"epsilon {row.epsilon:g} (gamma {row.settings['gamma']:g}, seed {row.run.config.seed}, "
-        f"{len(row.samples.labels)} records, {row.run.path}): {' '.join(one.promise for one in row.releases)}"
+        f"{len(row.samples.labels)} records, {row.run.path}): {' '.join(one.promise for one in row.statements)}"
         for row in rows
     ]
-    details += dict.fromkeys(one.limits for row in rows for one in row.releases if one.protects)
+    details += dict.fromkeys(one.limits for row in rows for one in row.statements if one.protects)
     data = [f"Data: {note}"] if note else []
     picture = png(draw(rows, [what, meaning, *images, *data]))
     lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *data)
@@ -286,7 +269,7 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a digest that is another one when the pool has changed."""
+    """Return a digest of the pool's vectors."""
     digest = hashlib.sha256(f"{_VERSION} {run.config.features} {samples.inputs.shape}".encode())
     digest.update(np.ascontiguousarray(samples.places).data)
     digest.update(np.ascontiguousarray(samples.inputs).data)

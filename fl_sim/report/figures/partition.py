@@ -21,7 +21,7 @@ _INK = "#1f4e79"
 
 
 def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> None:
-    """Draw ``label_counts`` (clients, classes) to ``path``, a .png, .svg or .pdf file, whose folder is made if need be.
+    """Draw ``label_counts`` (clients, classes) to ``path``, a .png, .svg or .pdf file, and make its folder.
 
     Up to 30 clients and classes: bubbles whose area is the number of records, with the numbers in them. Beyond: a heat
     map on a square-root scale, so that small holdings stay visible, under the clients' sizes.

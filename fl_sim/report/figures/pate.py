@@ -1,7 +1,7 @@
 """PATE's figures (Papernot et al. 2017): agreement of teachers, noisy labels over 1/gamma, students over their price.
 
-An epsilon axis says whether it is that of one query or of all. The agreement is drawn from the votes, which a run keeps
-only where its owner asked for it: that figure is as private as they are, and says so.
+An epsilon axis names the epsilon of one query or of all queries. The agreement is drawn from the votes, which a run
+stores only at its owner's request: that figure is as private as the votes, and says so.
 """
 
 import re
@@ -30,7 +30,7 @@ _MOST_TICKS = 8
 
 
 @dataclass(frozen=True)
-class Shot:
+class PateRun:
     """One finished run with PATE."""
 
     run: SavedRun
@@ -45,13 +45,13 @@ class Shot:
         return self.facts.mechanism.gamma if self.facts.mechanism.kind == "lnmax" else None
 
 
-Axis: TypeAlias = Callable[[Shot], float | None]
+Axis: TypeAlias = Callable[[PateRun], float | None]
 Points: TypeAlias = Mapping[float, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Plot:
-    """What a figure shows: a number of a run on each axis, and the name of the line that it belongs to."""
+    """The content of a figure: a number of a run on each axis, and the name of the run's line."""
 
     stem: str
     heading: str
@@ -59,10 +59,10 @@ class Plot:
     x_value: Axis
     y_label: str
     y_value: Axis
-    line: Callable[[Shot], str]
+    line: Callable[[PateRun], str]
 
 
-def _noise(shot: Shot) -> str:
+def _noise(shot: PateRun) -> str:
     given = shot.facts.mechanism
     if given.kind == "lnmax":
         return f"lnmax 1/gamma {1 / given.gamma:g}" if given.gamma else "lnmax"
@@ -71,15 +71,15 @@ def _noise(shot: Shot) -> str:
     return f"{given.kind} sigma {given.sigma:g}" if given.sigma else given.kind
 
 
-def _label_accuracy(shot: Shot) -> float | None:
+def _label_accuracy(shot: PateRun) -> float | None:
     return None if shot.facts.label_accuracy is None else 100 * shot.facts.label_accuracy
 
 
-def _student(shot: Shot) -> str:
+def _student(shot: PateRun) -> str:
     return f"{shot.facts.student}, {_teachers(shot)}"
 
 
-def _teachers(shot: Shot) -> str:
+def _teachers(shot: PateRun) -> str:
     asked = ", asked about representatives" if shot.facts.asking == "representative" else ""
     return f"{shot.facts.teachers} teachers{asked}"
 
@@ -103,11 +103,8 @@ _PLOTS = (
 
 
 def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
-    """Draw what the finished runs with PATE give: each figure where at least two of its points can be compared.
-
-    Names the votes that cannot be read.
-    """
-    places: dict[tuple[str, str, str], list[Shot]] = {}
+    """Draw the figures of the finished runs with PATE, each with at least two points; return also the damaged votes."""
+    places: dict[tuple[str, str, str], list[PateRun]] = {}
     for one in groups:
         for run in one.finished:
             if (shot := _shot(run)) is not None:
@@ -143,16 +140,16 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
     return with_legend(figure)
 
 
-def _shot(run: SavedRun) -> Shot | None:
+def _shot(run: SavedRun) -> PateRun | None:
     result = run.result
     if result is None or result.pate is None or result.final_accuracy is None:
         return None
     first = next((one for one in result.privacy if one.unit == "record"), None)
     epsilon, delta = (first.epsilon, first.delta) if first else (None, None)
-    return Shot(run, result.pate, 100 * result.final_accuracy, epsilon, delta)
+    return PateRun(run, result.pate, 100 * result.final_accuracy, epsilon, delta)
 
 
-def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Picture | None:
+def _picture(plot: Plot, name: str, where: str, shots: Sequence[PateRun]) -> Picture | None:
     lines: dict[str, dict[float, list[float]]] = {}
     for shot in shots:
         x, y = plot.x_value(shot), plot.y_value(shot)
@@ -175,12 +172,12 @@ def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Pictur
 
 
 def _by_numbers(label: str) -> list[tuple[int, str]]:
-    """Return what sorts labels such that 50 comes before 100."""
+    """Return a sort key of labels in which 50 comes before 100."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", label)]
 
 
-def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Picture], list[Problem]]:
-    """Draw how many votes the first class is ahead of the second; PRIVATE."""
+def _agreement(name: str, where: str, shots: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
+    """Draw the lead of the first class over the second, in votes; PRIVATE."""
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []
     for shot in shots:

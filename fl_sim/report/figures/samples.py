@@ -1,8 +1,7 @@
 """Contact sheets of images, a row for each class: the synthetic records of a run, and real records.
 
 Every pixel of an image is a square of whole pixels on the sheet, so nothing is blurred. ``samples.png`` of a run takes
-synthetic records evenly from the clients' shares; a sheet of real images shows the first of each class in the training
-part.
+synthetic records evenly from the clients; a sheet of real images shows the first training records of each class.
 """
 
 import math
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 Tile: TypeAlias = NDArray[np.uint8]
 """An RGB image, (height, width, 3). All tiles of a sheet are of one size."""
 EMPTY = 238
-"""The grey of a place where an image would be."""
+"""The grey of a missing image."""
 BOTTOM = 16
 """Pixels below the tiles."""
 _PAPER = 255
@@ -98,9 +97,9 @@ def figure_of(
 
 @dataclass(frozen=True)
 class Samples:
-    """A pool and whose records they are: ``labels`` and ``clients`` are (records,).
+    """A pool and the owners of its records: ``labels`` and ``clients`` are (records,).
 
-    ``inputs``: images of the records at ``places``, which ascend: of all of them, unless images had to be found.
+    ``inputs``: images of the records at ``places``, ascending: of all records, unless images had to be found.
     """
 
     inputs: NDArray[Any]
@@ -111,7 +110,7 @@ class Samples:
 
     @property
     def nothing(self) -> Tile:
-        """Return what stands in the place of an image that is not there."""
+        """Return the tile of a missing image."""
         (black,) = images(np.zeros((1, *self.inputs.shape[1:]), dtype=np.uint8))
         return np.full_like(black, EMPTY)
 
@@ -129,7 +128,7 @@ class Samples:
 
 
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool of images as ``read_records`` does. Raises ValueError where it holds none, too."""
+    """Read a run's pool of images as ``read_records`` does. Raises ValueError also for other records."""
     samples = read_records(pool, counts)
     if samples.inputs.ndim != 4:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no images")
@@ -137,10 +136,9 @@ def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
 
 
 def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool, of images or of vectors. ``counts``: for each client how many records of each class it made.
+    """Read a run's pool, of images or of vectors. ``counts``: the number of records of each client and class.
 
-    Raises OSError or an error of safetensors where the file cannot be read, ValueError where it does not fit
-    ``counts``.
+    Raises OSError or an error of safetensors for an unreadable file, ValueError for one that does not fit ``counts``.
     """
     tensors = load_file(pool)
     inputs, labels = tensors["inputs"], np.asarray(tensors["labels"], dtype=np.int64)
@@ -156,16 +154,16 @@ def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
 def write_samples(
     out: Path, pool: Path, counts: Sequence[Sequence[int]], settings: Mapping[str, Any], note: str = ""
 ) -> list[str]:
-    """Write ``samples.png`` into the run directory ``out``; return warnings, for a picture must never cost a run.
+    """Write ``samples.png`` into the run directory ``out``. A failure is a warning: a picture must not stop a run.
 
-    ``settings``: the experiment's, as in ``config.toml``; ``note``: what the data stand in for. A pool without records
-    has no picture.
+    ``settings``: the experiment's, as in ``config.toml``; ``note``: on stand-in data. A pool without records has no
+    picture.
     """
     try:
         samples = read_samples(pool, counts)
         if len(samples.labels):
             (out / SAMPLES).write_bytes(png(draw(samples, settings, note)))
-    except Exception as error:  # noqa: BLE001 (whatever it is, the run goes on)
+    except Exception as error:  # noqa: BLE001 (no failure here stops the run)
         return [f"{SAMPLES} could not be drawn: {type(error).__name__}: {error}"]
     return []
 
@@ -193,7 +191,7 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
 
 
 def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[str]:
-    """Return what a reader must know of the picture: what it shows, and what the records were promised."""
+    """Return the title of the picture: its content, and the privacy of the records."""
     chosen = settings["preprocess"]
     givers = len(set(samples.clients.tolist()))
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]
@@ -207,7 +205,7 @@ def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[st
 
 
 def promise(preprocess: Mapping[str, Any]) -> str:
-    """Return the privacy that the settings ask for, in words; what was spent in fact is in the run's result."""
+    """Return the privacy budget of the settings, in words; the epsilon spent is in the run's result."""
     if math.isinf(preprocess["epsilon"]):
         return "epsilon inf: made without noise, so with no privacy guarantee"
     seeded = " (noise from the seed: a simulation only)" if preprocess["noise"] == "seeded" else ""

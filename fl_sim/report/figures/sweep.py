@@ -1,6 +1,6 @@
 """Final accuracy over epsilon or gamma on a logarithmic axis, with the best method without synthetic records.
 
-A line is runs that differ in epsilon alone, or in gamma alone.
+The runs of a line differ in epsilon alone, or in gamma alone.
 """
 
 import json
@@ -45,7 +45,7 @@ _GAMMA = "the synthetic records that a client releases, as a share of those it h
 class Point:
     """A value of the setting and the final accuracies there in percent, {seed: accuracy}.
 
-    ``released``: whether any of the runs had a synthetic record.
+    ``released``: True if any of the runs had a synthetic record.
     """
 
     value: float
@@ -59,7 +59,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class SweepLine:
     """Groups that differ in one setting alone; ``points`` ascend, inf is the last."""
 
     label: str
@@ -71,7 +71,7 @@ class Sweep:
     """Lines that share axes: one data set, one split, one protocol. ``where``: both in words.
 
     ``baseline``: (label, point) of the best method without preprocessing under the same protocol, by final accuracy;
-    its value means nothing. ``others``: how many it was picked from.
+    its value has no meaning. ``others``: the number of such methods.
     """
 
     setting: Setting
@@ -81,14 +81,14 @@ class Sweep:
     where: str
     deltas: tuple[float, ...]
     epsilons: tuple[float, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[SweepLine, ...]
     baseline: tuple[str, Point] | None
     others: int
     limits: tuple[str, ...]
 
 
 def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
-    """Find what varies in epsilon alone, or in gamma alone, among finished runs."""
+    """Find the finished runs that differ in epsilon alone, or in gamma alone."""
     found = []
     done = [one for one in groups if _accuracies(one) and not one.is_bound]
     for setting in SETTINGS:
@@ -96,7 +96,7 @@ def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
         for one in done:
             before = one.runs[0].preprocess
             if before is not None and not (setting == "gamma" and before.get("client_gammas")):
-                line = _key({**_settings(one), "preprocess": {**before, setting: None}})
+                line = _key({"note": one.note, **one.compared, "preprocess": {**before, setting: None}})
                 protocols.setdefault(_protocol(one), {}).setdefault(line, []).append(one)
         for protocol, lines in protocols.items():
             varied = [some for some in lines.values() if len(some) > 1]
@@ -154,8 +154,10 @@ def _sweep(setting: Setting, varied: Sequence[Sequence[SeedGroup]], plain_ones: 
     lines = []
     for name, some in zip(names, varied, strict=True):
         points = [Point(float(_before(one)[setting]), _accuracies(one), _released(one)) for one in some]
-        lines.append(Line(name, tuple(sorted(points, key=lambda point: point.value))))
+        lines.append(SweepLine(name, tuple(sorted(points, key=lambda point: point.value))))
     baselines = [(name, Point(0.0, _accuracies(one))) for name, one in zip(labels(plain_ones), plain_ones, strict=True)]
+    statements = [statement for one in every for run in one.finished if run.result for statement in run.result.privacy]
+    limits = [f"Epsilon per record. {one.limits}" for one in statements if one.protects and one.unit == "record"]
     return Sweep(
         setting, first.data, first.note, first.partition, where(every, first.data, first.partition),
         deltas=tuple(dict.fromkeys(_before(one)["delta"] for one in every)),
@@ -163,20 +165,8 @@ def _sweep(setting: Setting, varied: Sequence[Sequence[SeedGroup]], plain_ones: 
         lines=tuple(lines),
         baseline=max(baselines, key=lambda named: named[1].mean, default=None),
         others=len(baselines),
-        limits=_limits(every),
+        limits=tuple(dict.fromkeys(limits)),
     )  # fmt: skip
-
-
-def _limits(groups: Sequence[SeedGroup]) -> tuple[str, ...]:
-    """Return what the results' own statements say the pools' epsilon covers and does not."""
-    releases = [release for one in groups for run in one.finished if run.result for release in run.result.privacy]
-    return tuple(
-        dict.fromkeys(
-            f"Epsilon per {release.unit}. {release.limits}"
-            for release in releases
-            if release.protects and release.unit == "record"
-        )
-    )
 
 
 def _before(one: SeedGroup) -> Mapping[str, Any]:
@@ -195,20 +185,17 @@ def _released(one: SeedGroup) -> bool:
     return any(sum(client.counts) for run in one.finished if run.result for client in run.result.preprocess.clients)
 
 
-def _settings(one: SeedGroup) -> dict[str, Any]:
-    return {"note": one.note, **one.compared}
-
-
 def _protocol(one: SeedGroup) -> str:
-    """Return all that must be equal for two methods to be compared."""
-    return _key({name: value for name, value in _settings(one).items() if name not in {"algorithm", "preprocess"}})
+    """Return the settings that must be equal for two methods to be compared."""
+    settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
+    return _key({"note": one.note, **settings})
 
 
 def _key(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float, layout: Layout) -> None:
+def _draw_line(axes: "Axes", line: SweepLine, style: Style, infinity: float, layout: Layout) -> None:
     color, dashes, _ = style
     places = [_place(point.value) if math.isfinite(point.value) else infinity for point in line.points]
     means = [point.mean for point in line.points]
@@ -221,7 +208,7 @@ def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float, layout: 
 
 
 def _place(value: float) -> float:
-    """Return where a value stands on the axis: beyond these no scale of floats can be drawn."""
+    """Return the position of a value on the axis, within the range that can be drawn."""
     return min(max(value, 1e-100), 1e100)
 
 
@@ -250,16 +237,16 @@ def _caption(sweep: Sweep) -> tuple[str, ...]:
 
 
 def _seeds_of(sweep: Sweep) -> list[str]:
-    """Say which seeds are behind the points: means over different seeds are not quite comparable."""
+    """Return the seeds of the points: means over different seeds are not quite comparable."""
     seeds = {_seeds(point) for line in sweep.lines for point in line.points}
     if len(seeds) == 1:
         return [f"All points: {next(iter(seeds))}."]
-    told = (
+    points = (
         f"{line.label}, {sweep.setting} {point.value:g}: {_seeds(point)}"
         for line in sweep.lines
         for point in line.points
     )
-    return [f"The points do not have the same seeds: {'; '.join(told)}."]
+    return [f"The points do not have the same seeds: {'; '.join(points)}."]
 
 
 def _empty(sweep: Sweep) -> list[str]:

@@ -206,7 +206,7 @@ def test_images_that_cannot_be_kept_are_shown_and_told(write_experiment, finder,
     path = write(write_experiment)
     (path / PICTURES).mkdir()
     (_,), (problem,) = pictures_of(tmp_path, finder)
-    assert problem.error.startswith("the images that were found could not be kept: ")
+    assert problem.error.startswith("the images that were found could not be stored: ")
     assert PICTURES in problem.error
 
 
