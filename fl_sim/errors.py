@@ -6,15 +6,14 @@ import unicodedata
 from typing import Final
 
 MOST_LETTERS: Final = 3000
-"""Of a message; and what goes on for longer than ``MOST_OF_A_WORD`` without a space is no word that people read."""
+"""Limit of a message; a word is cut at ``MOST_OF_A_WORD``."""
 MOST_OF_A_WORD: Final = 600
 
 
 class UserError(ValueError):
-    """The user's mistake: the message names the value and the fix. The command line exits with 2.
+    """A mistake of the user: the message names the value and the cure. The command line exits with 2.
 
-    However long the values are that a message quotes, or the lists of valid names, it is never longer than
-    ``MOST_LETTERS``.
+    However long the quoted values are, a message has at most ``MOST_LETTERS``.
     """
 
     def __init__(self, message: str) -> None:
@@ -22,9 +21,9 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that could not go on: the message names client and round. The command line exits with 1.
+    """A failed run: the message names client and round. The command line exits with 1.
 
-    ``private``: what clients said, where it may hold their records; it belongs in no file that others may read.
+    ``private``: messages of clients that may contain their records; never written to a file that others may read.
     """
 
     def __init__(self, message: str, *, private: str = "") -> None:
@@ -33,11 +32,11 @@ class RunError(RuntimeError):
 
 
 class Diverged(RunError):  # noqa: N818 (what happened to the numbers, not a kind of error of ours)
-    """Numbers that stopped being finite; whoever knows the algorithm adds which of its settings bear on that."""
+    """Numbers that are no longer finite; the caller adds the settings of the algorithm that matter."""
 
 
 class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wrong with us)
-    """An answer that cannot be used. The message says why in our words; ``said``: the client's own, where it failed."""
+    """An answer that cannot be used. The message states the reason; ``said``: the message of a failed client."""
 
     def __init__(
         self, reason: str, *, cure: str = "see that it runs the same version of fl-sim", said: str = ""
@@ -61,11 +60,11 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
 
 
 _STEERING: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-"""Control characters but tab and line feed, marks that turn the direction of a text, and halves of characters."""
+"""Control characters but tab and line feed, marks that change the direction of a text, and surrogates."""
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with each character that steers a terminal as Python writes it, in ASCII."""
+    """Return ``text`` with control characters of a terminal as ASCII escapes."""
     return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -75,16 +74,16 @@ def in_a_line(text: str) -> str:
 
 
 def as_cell(text: str) -> str:
-    """Return ``text`` for a cell of a spreadsheet: what would be a formula there begins with an apostrophe.
+    """Return ``text`` for a cell of a spreadsheet, with an apostrophe in front of a formula.
 
-    Numbers stay as they are.
+    Numbers are unchanged.
     """
     first = unicodedata.normalize("NFKC", text.lstrip())[:1]
     return f"'{text}" if (first in {"=", "+", "-", "@"} and not _is_number(text)) or text[:1] in {"\t", "\r"} else text
 
 
 def _bounded(message: str) -> str:
-    """Return ``message`` without the middle of its longest words, and of itself."""
+    """Return ``message`` without the middle of too long words, and of a too long text."""
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

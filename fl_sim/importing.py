@@ -1,4 +1,4 @@
-"""Imports: modules at their first use, and no search for garbage among what stays until the process ends."""
+"""Imports: modules at their first use, and no garbage collection among imported modules."""
 
 import gc
 import importlib
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-_LEFT_OUT: Final = Event()  # gc.get_freeze_count would tell as much, and takes as long as a round: it counts objects
+_LEFT_OUT: Final = Event()  # gc.get_freeze_count counts all objects, which takes as long as a round
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import in this block without looking for garbage, now or when the process ends, among what stays until then.
+    """Import in this block without garbage collection, and exclude the imported objects from it until the process ends.
 
-    torch and Flower make a million objects: looking through them again and again is a fourth of the time that a short
-    run takes (see the notes on ``gc.freeze`` in Python's documentation).
+    torch and Flower make a million objects: scanning them again and again takes a fourth of a short run's time (see
+    the notes on ``gc.freeze`` in Python's documentation).
     """
     before = len(sys.modules)
     gc.disable()
@@ -49,16 +49,16 @@ else:
 
 
 def leave_out() -> None:
-    """Leave out what there is whenever Python looks for garbage, until the process ends."""
+    """Exclude all present objects from garbage collection until the process ends."""
     gc.freeze()
     _LEFT_OUT.set()
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Leave out what there is when Python looks for garbage in this block, which it does every few rounds.
+    """Exclude all present objects from garbage collection in this block.
 
-    Where ``leave_out`` has seen to that already it stays so afterwards: the search at the end takes most of a second.
+    After ``leave_out`` they stay excluded: the collection at the end takes most of a second.
     """
     if _LEFT_OUT.is_set():
         yield

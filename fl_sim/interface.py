@@ -1,4 +1,4 @@
-"""fl-sim from Python: ``fl_sim.run``, ``fl_sim.table`` and what they return."""
+"""The Python interface: ``fl_sim.run``, ``fl_sim.table`` and their results."""
 
 import hashlib
 import importlib
@@ -38,7 +38,7 @@ RESULTS = Path("results")
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     ``experiment``: with all defaults filled in. ``rounds``: one record each; accuracies are in [0, 1], and None in
     rounds without evaluation. ``final_accuracy``: on the test set, after the last round. ``best_accuracy``: that of the
@@ -69,11 +69,11 @@ class TableResult:
 
     @property
     def cells(self) -> "tuple[SeedResult, ...]":
-        """Return what each run came to: accuracies in [0, 1], or the error of one that failed."""
+        """The result of each run: accuracies in [0, 1], or the error of a failed one."""
         return self.table.results
 
     def to_markdown(self) -> str:
-        """Return what ``fl-sim table`` prints."""
+        """Return the table as ``fl-sim table`` prints it."""
         from fl_sim.report.table_files import markdown  # noqa: PLC0415 (of no use to a single run)
 
         return markdown(self.table)

@@ -246,15 +246,15 @@ MOVED: Final[Mapping[str, str]] = {
 
 
 class _Moved(Loader):
-    """Puts the module of a new path in the place of the old one."""
+    """Loads the module of the new path under the old one."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to Python to make a module, whose place another one takes."""
+        """Return None, so that Python makes a module, which ``exec_module`` replaces."""
         del spec
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the new one, and warn."""
+        """Import the new module, and warn."""
         old, new = module.__name__, MOVED[module.__name__]
         sys.modules[old] = importlib.import_module(new)
         told = f"{old} has moved to {new}: import it from there, as the old path goes with the next release"
@@ -262,11 +262,11 @@ class _Moved(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finds modules at their old paths. Asked first: a part of a folder that has moved would be found a second time."""
+    """Finds modules at their old paths. Comes first: else a part of a moved folder would be found a second time."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module that has moved comes from; None for all others."""
+        """Return the spec of a module that has moved; None for all others."""
         del path, target
         return spec_from_loader(fullname, _Moved(), is_package=True) if fullname in MOVED else None

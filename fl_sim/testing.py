@@ -25,8 +25,8 @@ from fl_sim.experiment.groups import InProcess, Local
 from fl_sim.kinds import title_of
 from fl_sim.local_plan import Sending, sent_by
 from fl_sim.native.kernel import load_kernel
-from fl_sim.packed import Coins, Compressor, Packed, Packing
-from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, num_parameters, scale
+from fl_sim.packed import Coins, Compressor, Packing
+from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, scale
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
@@ -42,11 +42,11 @@ from strategies.algorithm import Algorithm, Sharing, groups_of, payload_template
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
-"""How far engines may lie apart, relative to the length of what was learnt: float32 sums in another order."""
+"""Largest distance between engines, relative to the length of the update: float32 sums in another order."""
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 (what was found out, not what went wrong)
-    """A law that the algorithm breaks, in a sentence."""
+    """A law that the algorithm breaks, in one sentence."""
 
 
 def check(algorithm: Algorithm) -> None:
@@ -86,12 +86,15 @@ def _sends_the_same_shapes(algorithm: Algorithm) -> None:
         again = _update(algorithm, server, records, update.state)
         _expect_payloads(algorithm, again.payloads, wanted, f"a client with {records} records in its second round")
     updates = [_update(algorithm, server, records) for records in (3, 5)]
-    aggregate = _mean(algorithm, [(update.payloads, update.num_examples) for update in updates])
+    replies = tuple(Reply(client, one.payloads, one.num_examples, None) for client, one in enumerate(updates))
+    aggregate = WeightedMean().mean(Cohort(1, replies, 2, 2.0), weighting_of(algorithm))
+    assert aggregate is not None
     write_guard = WriteGuard.of(groups_of(server))
     merged = algorithm.merge(server, aggregate)
     write_guard.check(algorithm.merge)
     write_guard.check_bits(algorithm.merge)
-    before, after = (_layouts(one) for one in (server, merged))
+    states = [{"params": one.params, **one.broadcast, **one.memory} for one in (server, merged)]
+    before, after = ({name: dict(layout_of(params)) for name, params in state.items()} for state in states)
     if before != after:
         raise BrokenLaw(f"{title_of(algorithm)}: merge turned a server state of {before} into one of {after}")
     if not is_finite({"params": merged.params}):
@@ -141,7 +144,10 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     server, wanted = _started(algorithm)
     honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
     loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
-    released = [_release(aggregator, wanted, payloads) for payloads in (honest, [loud, honest[1]], honest[1:])]
+    released: list[Aggregate] = []
+    for payloads in (honest, [loud, honest[1]], honest[1:]):
+        cohort = Cohort(1, tuple(Reply(client, one, 1, None) for client, one in enumerate(payloads)), 4, 2.0)
+        released.append(aggregator.mean(cohort, noise=Noise.seeded(0), template=wanted))
     limit = 2 * 1.0 / len(honest)  # sums of two clients, each clipped to norm 1, divided by 2
     for one, other in ((released[0], released[1]), (released[1], released[2])):
         if (moved := _distance(one.payloads, other.payloads)) > limit * (1 + 1e-6):
@@ -149,13 +155,8 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     algorithm.merge(server, released[0])
 
 
-def _release(aggregator: GlobalDP, template: Payloads, sent: list[Payloads]) -> Aggregate:
-    replies = tuple(Reply(client, payloads, 1, None) for client, payloads in enumerate(sent))
-    return aggregator.mean(Cohort(1, replies, 4, 2.0), noise=Noise.seeded(0), template=template)
-
-
 def _architecture(algorithm: Algorithm) -> str:
-    """Return a model to try an algorithm on: of several layers where a part of it is to stay with clients."""
+    """Return the name of a model for an algorithm: one of several layers where a part of it is the clients' own."""
     return "mlp" if isinstance(algorithm, Sending) else "logistic"
 
 
@@ -233,24 +234,10 @@ def _pool(algorithm: Algorithm) -> Params:
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
     local = Local(epochs=1, batch_size=32, learning_rate=0.1, momentum=0.9)
-    experiment = Experiment(
-        algorithm=algorithm,
-        partition=Iid(),
-        clients=4,
-        model=_architecture(algorithm),
-        rounds=4,
-        local=local,
-        engine=engine,
-    )
-    run(experiment, out, observer=observer)
+    model = _architecture(algorithm)
+    settings: dict[str, Any] = {"partition": Iid(), "clients": 4, "model": model, "rounds": 4, "local": local}
+    run(Experiment(algorithm=algorithm, engine=engine, **settings), out, observer=observer)
     return load_file(out / "model.safetensors")
-
-
-def _mean(algorithm: Algorithm, sent: list[tuple[Payloads, int]]) -> Aggregate:
-    replies = tuple(Reply(client, payloads, count, None) for client, (payloads, count) in enumerate(sent))
-    aggregate = WeightedMean().mean(Cohort(1, replies, len(sent), float(len(sent))), weighting_of(algorithm))
-    assert aggregate is not None
-    return aggregate
 
 
 def _expect_payloads(algorithm: Algorithm, sent: Payloads, wanted: Payloads, who: str) -> None:
@@ -276,17 +263,12 @@ def _distance(one: Payloads, other: Payloads) -> float:
     return float(sum(float(gap.pow(2).sum()) for gap in gaps) ** 0.5)
 
 
-def _layouts(server: ServerState) -> dict[str, Any]:
-    groups = {"params": server.params, **server.broadcast, **server.memory}
-    return {name: (num_parameters(params), dict(layout_of(params))) for name, params in groups.items()}
-
-
 LAYOUTS: tuple[Layout, ...] = (
     (("conv", (4, 3, 3, 3)), ("bias", (4,)), ("head", (10, 40)), ("scale", ())),
     (("only", (1,)),),
 )
 MANY, OFF = 1000, 0.25
-"""So many rounds, after which what arrived in all may lie so far from what was sent, relative to its length."""
+"""Rounds, and the largest distance between the sums of arrived and sent updates after them, relative to length."""
 
 
 def check_compressor(way: Compressor) -> None:
@@ -315,7 +297,7 @@ def _packs_to_its_size(way: Compressor, layout: Layout) -> None:
         if (len(packed.numbers), len(packed.bits)) != size or packed.numbers.dtype != torch.float32:
             raise BrokenLaw(f"{title_of(way)} packs {len(packed.numbers)} numbers and {len(packed.bits)} bytes: {size}")
         again, _ = way.pack(update, held, _coins(number))
-        if not _same(packed, again):
+        if not (torch.equal(packed.numbers, again.numbers) and np.array_equal(packed.bits, again.bits)):
             raise BrokenLaw(f"{title_of(way)} packs the same update in two ways: draw random numbers from coins alone")
         if number and _shapes(kept) != _shapes(held):
             raise BrokenLaw(f"{title_of(way)} holds back {_shapes(kept)} after {_shapes(held)}")
@@ -357,10 +339,6 @@ def _random_update(layout: Layout, seed: int) -> FlatParams:
 
 def _coins(number: int) -> Coins:
     return partial(rng, 0, "check", number)
-
-
-def _same(one: Packed, other: Packed) -> bool:
-    return torch.equal(one.numbers, other.numbers) and np.array_equal(one.bits, other.bits)
 
 
 def _shapes(held: Payloads) -> dict[str, Layout]:

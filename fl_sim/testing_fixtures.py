@@ -15,14 +15,14 @@ import pytest
 
 
 class SetFineness(Protocol):
-    """Sets how finely the accountants work from now on."""
+    """Sets the resolution of the accountants."""
 
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
         """Make the grid of privacy losses ``losses`` times coarser, and sum a series at every ``orders``-th order."""
 
 
 class FewerImages(Protocol):
-    """Lets images of features be made from fewer images from now on; what was remembered of them is forgotten."""
+    """Sets from how many images the images of features are computed, and clears their cache."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class FewerImages(Protocol):
 
 
 class FakeClock:
-    """A clock that stands still, in place of the module ``time``: sleeping moves it and returns at once.
+    """A clock that moves only by sleeping, which returns at once, in place of the module ``time``.
 
     ``slept`` holds the seconds of every sleep; ``at_sleep``, if set, is called with them.
     """
@@ -64,7 +64,7 @@ class FakeClock:
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeClock]:
-    """Give a module that imports ``time`` a clock that stands still."""
+    """Replace the clock of a module that imports ``time`` by a FakeClock."""
 
     def replaced(module: ModuleType) -> FakeClock:
         clock = FakeClock()
@@ -76,13 +76,13 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk after every round and charge: it is most of a small run's time."""
+    """Disable fsync after every round and charge, which takes most of a small run's time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")
 def set_fineness() -> Iterator[SetFineness]:
-    """Let both accountants find larger upper bounds in less time; what they remember is forgotten with each change."""
+    """Make both accountants coarser and faster, with larger upper bounds; each change clears their caches."""
     from fl_sim.privacy import accounting, loss_distribution, renyi  # noqa: PLC0415
 
     interval, series, chosen = loss_distribution._INTERVAL, renyi._SERIES, [1, 1]  # noqa: SLF001
@@ -103,7 +103,7 @@ def set_fineness() -> Iterator[SetFineness]:
 
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
-    """Let images of features be made from fewer images, until the test ends."""
+    """Compute images of features from fewer images, until the test ends."""
     from fl_sim.data import images_of_features, reading, scattering  # noqa: PLC0415
 
     remembered = images_of_features._regression, scattering.whitening_of, reading._features_once  # noqa: SLF001

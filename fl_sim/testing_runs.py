@@ -40,12 +40,12 @@ from fl_sim.types import Params
 from partitions import Iid
 
 _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_loss", "epsilon"}
-"""What a round's line says of the model, or of what was paid."""
+"""Fields of a round's line that measure the model or its privacy cost."""
 
 
 @dataclass(frozen=True)
 class Without:
-    """Deals records as ``iid`` does, and then takes those of one client away; -1 for none."""
+    """The split of ``iid``, with an empty shard for one client; -1 for none."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -59,7 +59,7 @@ class Without:
 
 
 def check_run(*, ray: bool = False, **settings: Any) -> None:
-    """Hold a run with these ``settings`` to the laws. Raises BrokenLaw with the first one that it breaks.
+    """Test a run with these ``settings`` against the laws. Raises BrokenLaw with the first one that it breaks.
 
     1. The settings can be written down and read back. 2. A second run, and one with two workers, end in the same bits;
     with ``ray`` one on Ray does, too. 3. A run that is broken off after any round goes on to the same bits: model, log
@@ -104,7 +104,7 @@ def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a run has left: its model, the lines of its log, its result."""
+    """The output of a run: its model, the lines of its log, its result."""
 
     model: Params
     rounds: list[dict[str, Any]]
@@ -118,7 +118,7 @@ def _ran(experiment: Experiment, out: Path) -> _Ran:
 
 
 def _lasting(told: Any) -> Any:
-    """Return what was told without what another run of the same experiment says otherwise: times, ids, the engine."""
+    """Return JSON values without the fields in which runs of one experiment differ: times, ids, the engine."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
         return {name: _lasting(value) for name, value in told.items() if name not in passing}
@@ -182,7 +182,7 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
 
 
 def _charges(folder: Path) -> int:
-    """Return how many charges there are on the ledgers in a folder, whose first line says what they are of."""
+    """Return the number of charges on the ledgers in a folder, whose first line is a header."""
     lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
     return sum(max(0, number - 1) for number in lines)
 
@@ -218,24 +218,20 @@ def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
 
 
 Answer: TypeAlias = Callable[[int, Message], RecordDict | Message | None]
-"""How a client, told by its number, answers a message: a reply or its content, or ``None`` where none arrives.
+"""The answer of a client, by its number, to a message: a reply or its content, or ``None`` for a lost one.
 
-What it raises becomes the reply of a failed client; ``TimeoutError`` that of one that was too late.
+An exception becomes the reply of a failed client; ``TimeoutError`` that of a late one.
 """
 
 
 class FakeEngine(LocalGrid):
-    """A Grid whose clients answer by ``answering``; ``order`` puts the replies of an exchange in another order.
+    """A Grid whose clients answer by ``answering``; ``order`` permutes the replies of an exchange.
 
-    ``asked`` holds all messages so far, ``waits`` the seconds that each exchange was given.
+    ``asked``: all messages so far. ``waits``: the timeout of each exchange.
     """
 
     def __init__(
-        self,
-        num_clients: int,
-        answering: Answer,
-        *,
-        order: Callable[[list[Message]], list[Message]] = list,
+        self, num_clients: int, answering: Answer, *, order: Callable[[list[Message]], list[Message]] = list
     ) -> None:
         super().__init__(num_clients)
         self.asked: list[Message] = []

@@ -1,6 +1,6 @@
-"""Every setting with what it takes, its default and its meaning, read from the settings classes and their docstrings.
+"""The reference of all settings: valid values, default and meaning, from the settings classes and their docstrings.
 
-A class tells the meaning of its field in its docstring, in sentences that name it: "``mu``: the paper tries 0.001".
+A docstring gives the meaning of a field in sentences that name it: "``mu``: the paper tries 0.001".
 """
 
 import inspect
@@ -26,7 +26,7 @@ _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting: its dotted ``name``, what it ``takes``, its ``default`` and its ``meaning``, all in words."""
+    """A setting: its dotted ``name``, valid values (``takes``), ``default`` and ``meaning``, all in words."""
 
     name: str
     takes: str
@@ -36,11 +36,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that exist together: an experiment's own, those of a table in it, or those of one kind.
+    """The settings of an experiment itself, of a table in it, or of one kind.
 
-    ``name``: the setting that holds them, empty for the experiment. ``kind``: what has to be chosen there, such as
-    ``fedprox``; empty where nothing is. ``within``: the choice that ``name`` itself exists with, such as
-    ``algorithm=pate``; empty where it always does. ``about``: the first paragraph of the class's docstring.
+    ``name``: the setting that holds them, empty for the experiment. ``kind``: such as ``fedprox``, empty for a table.
+    ``within``: the choice that ``name`` itself belongs to, such as ``algorithm=pate``, empty if it always exists.
+    ``about``: the first paragraph of the class's docstring.
     """
 
     name: str
@@ -53,18 +53,15 @@ class Group:
 def groups() -> tuple[Group, ...]:
     """Return the experiment's own settings, and then every group in the order in which they come in it."""
     first, *others = _groups(Experiment, "", "", "", {})
-    return (first, *_groups_of_own_data(), *others)
-
-
-def _groups_of_own_data() -> Iterator[Group]:
-    """Yield what is set of the user's own records, which are a line of text in an experiment."""
+    own_data = []  # settings of the user's own records, which are one line of text in an experiment
     for kind, keys in OPTIONS.items():
         settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)
-        yield Group("data", kind, "", ABOUT[kind], settings)
+        own_data.append(Group("data", kind, "", ABOUT[kind], settings))
+    return (first, *own_data, *others)
 
 
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the group of a class, whose fields have these ``defaults`` where they differ from its own."""
+    """Yield the group of a class, with ``defaults`` in place of its own, and the groups in it."""
     prefix = f"{name}." if name else ""
     documentation, known = _documentation(settings), {field for field, *_ in _fields(settings)}
     here: list[Setting] = []
@@ -78,12 +75,19 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
             inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
-        elif tables := [part for part in (annotation, *get_args(annotation)) if _is_table(part)]:
+        elif tables := [
+            part
+            for part in (annotation, *get_args(annotation))
+            if isinstance(part, type) and issubclass(part, BaseModel)
+        ]:
             takes = " or ".join(["a table", *(_WORDS[part] for part in get_args(annotation) if part in _WORDS)])
             inside += [(table, f"{prefix}{field}", "", vars(default) if default else {}) for table in tables]
         else:
             takes = _takes(annotation, extras)
-        shown = _chosen(default) if choices else _as_written(default)
+        if choices and (is_numbered(kind_of(default), type(default)) or default != type(default)()):
+            shown = short_form(default)
+        else:
+            shown = kind_of(default) if choices else _as_written(default)
         here.append(Setting(f"{prefix}{field}", takes, shown, meaning(documentation, field, known)))
     about = documentation.partition("\n\n")[0]
     yield Group(name, kind, within, _in_line(about), tuple(here))
@@ -92,7 +96,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
 
 
 def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
-    """Yield (name, type, what narrows it, default) of each field but ``kind``."""
+    """Yield (name, type, metadata, default) of each field but ``kind``."""
     if issubclass(settings, BaseModel):
         found = {name: (field.annotation, tuple(field.metadata)) for name, field in settings.model_fields.items()}
     else:
@@ -107,26 +111,19 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
 
 def _documentation(settings: type) -> str:
-    """Return the docstring of a class, and below it those of the classes that it takes fields over from."""
-    own = [
-        base for base in settings.__mro__ if base is settings or (_has_fields(base) and "__annotations__" in vars(base))
-    ]
+    """Return the docstrings of a class and of the classes that it inherits fields from."""
+    own = [settings]
+    for base in settings.__mro__[1:]:
+        has_fields = is_dataclass(base) or (issubclass(base, BaseModel) and bool(base.model_fields))
+        own += [base] if has_fields and "__annotations__" in vars(base) else []
     return "\n\n".join(inspect.cleandoc(vars(base).get("__doc__") or "") for base in own)
-
-
-def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _has_fields(base: type) -> bool:
-    return (issubclass(base, BaseModel) and bool(base.model_fields)) or is_dataclass(base)
 
 
 def meaning(documentation: str, field: str, known: set[str]) -> str:
     """Return the sentences of a docstring on ``field``, empty if there are none.
 
-    It is the sentence that begins with the field and those after it, up to one that names another of the ``known``
-    fields, or to the end of the paragraph; where no sentence begins with it, those that name it.
+    They start with the sentence that begins with the field, and end before one that names another of the ``known``
+    fields, or with the paragraph; where no sentence begins with the field, they are those that name it.
     """
     defining: list[str] = []
     naming: list[str] = []
@@ -159,7 +156,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
 
 
 def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type and what narrows it of an ``Annotated`` inside of another type."""
+    """Return the type and the metadata of an ``Annotated`` inside of another type."""
     if not hasattr(annotation, "__metadata__"):
         return annotation, ()
     extras = [inner for extra in annotation.__metadata__ for inner in getattr(extra, "metadata", [extra])]
@@ -167,17 +164,12 @@ def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _bounds(extras: tuple[Any, ...]) -> str:
-    found = [(extra, name) for extra in extras for name in _BOUNDS if hasattr(extra, name)]
-    return "".join(f", {_BOUNDS[name]} {_number(getattr(extra, name))}" for extra, name in found)
-
-
-def _number(value: float) -> str:
-    return f"{int(value):,}" if value == int(value) else f"{value:g}"
-
-
-def _chosen(default: Any) -> str:
-    kind = kind_of(default)
-    return short_form(default) if is_numbered(kind, type(default)) or default != type(default)() else kind
+    bounds = [
+        (words, getattr(extra, name)) for extra in extras for name, words in _BOUNDS.items() if hasattr(extra, name)
+    ]
+    return "".join(
+        f", {words} {value:,.0f}" if value == int(value) else f", {words} {value:g}" for words, value in bounds
+    )
 
 
 def _as_written(default: Any) -> str:
