@@ -91,8 +91,8 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
         features = f", features {run.config.features}" if is_in_features(run) else ""
         title = f"{one.data}, {one.partition}{features}: generator {row.settings['generator']['kind']}"
         rows = kinds.setdefault((title, one.note, delta), {})
-        candidates = [row, *([rows[row.epsilon]] if row.epsilon in rows else [])]
-        rows[row.epsilon] = min(candidates, key=lambda one: (-len(one.samples.labels), one.run.config.seed))
+        other = rows.setdefault(row.epsilon, row)
+        rows[row.epsilon] = min(other, row, key=lambda one: (-len(one.samples.labels), one.run.config.seed))
     chosen = [(key, [rows[epsilon] for epsilon in sorted(rows)]) for key, rows in kinds.items()]
     with_images, more = _with_images([row for _, rows in chosen for row in rows], finder)
     problems += more
