@@ -60,8 +60,13 @@ def runtime_for(
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
 
-    records = partial(_records, experiment, own, pool)
-    model = job.model().to(job.device)
+    def records(client: int, synthetic: str) -> Records:
+        if synthetic and not _trains_on_own(experiment, synthetic):
+            return pool(synthetic)
+        mine = own(client)
+        return mine + pool(synthetic) if synthetic and (len(mine) or not hides) else mine
+
+    hides, model = hides_clients(experiment.aggregator), job.model().to(job.device)
 
     @lru_cache(maxsize=2**16)  # a GPU is asked once for each client, not in every round
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
@@ -208,17 +213,6 @@ def _room(device: torch.device) -> float:
     return KEEP_ON_GPU * torch.cuda.get_device_properties(device).total_memory
 
 
-def _records(
-    experiment: Experiment, own: Callable[[int], Records], pool: Callable[[str], Records], client: int, synthetic: str
-) -> Records:
-    if not synthetic:
-        return own(client)
-    if not _trains_on_own(experiment, synthetic):
-        return pool(synthetic)
-    mine = own(client)
-    return mine + pool(synthetic) if len(mine) or not hides_clients(experiment.aggregator) else mine
-
-
 def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:
     return not (synthetic and replaces_records(experiment.preprocess))
 
@@ -340,11 +334,17 @@ def stack_of(engine: Engine, job: Job) -> int:
     one client would change every update; and where rounds are not synchronous, as the stacks would then depend on
     where a run stopped. Raises UserError for a stack that the model does not allow.
     """
+    experiment = job.experiment
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):
         return 1
-    if not job.experiment.is_synchronous:
+    if not experiment.is_synchronous:
         return 1
-    asked = engine.stack or _stack_on_gpu(engine, job)
+    if isinstance(engine, InProcess):
+        by_default = STACK_ON_GPU if job.device.type == "cuda" else 1
+    else:
+        share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
+        by_default = min(STACK_ON_GPU, share) if engine.gpus else 1
+    asked = engine.stack or by_default
     stackable = asked == 1 or job.trainer.is_stackable()
     if not stackable and engine.stack:
         raise UserError(
@@ -352,14 +352,6 @@ def stack_of(engine: Engine, job: Job) -> int:
             "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
         )
     return min(asked, job.experiment.num_clients) if stackable else 1
-
-
-def _stack_on_gpu(engine: InProcess | Ray, job: Job) -> int:
-    experiment = job.experiment
-    if isinstance(engine, InProcess):
-        return STACK_ON_GPU if job.device.type == "cuda" else 1
-    share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
-    return min(STACK_ON_GPU, share) if engine.gpus else 1
 
 
 def clients_at_once(engine: Engine, job: Job) -> float:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 from flwr.clientapp import ClientApp
 
 from clients.app import answer_together, build_client_app, train_together
-from clients.client_task import Grouped, RuntimeFactory
+from clients.client_task import ClientRuntime, Grouped, RuntimeFactory
 from fl_sim.engines.batching import ClientBatching
 from fl_sim.engines.grid import Groups, InProcessGrid, LocalGrid, Progress
 from fl_sim.engines.own_ray import choose_token
@@ -104,9 +104,13 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         else:
             grid = RayGrid(client_app, num_clients, resources, on_reply, together)
     else:
-        here = _runtime_here(job)
+        runtime = procedure_of(job).runtime()
+
+        def here(*_: object) -> ClientRuntime:
+            return runtime
+
         together = together_of(job, here, stack)
-        tasks = here().tasks
+        tasks = runtime.tasks
         in_threads = frozenset(name for name, task in tasks.items() if task.runs_in_threads)
         grouped = frozenset(name for name, task in tasks.items() if isinstance(task, Grouped))
         groups = Groups(grouped, answer_together(here), generator_threads(engine)) if grouped else None
@@ -124,12 +128,6 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
 def client_app() -> ClientApp:
     """Return the ClientApp of other processes: Ray's actors and Flower's runtime call this."""
     return build_client_app(runtime_of)
-
-
-def _runtime_here(job: Job) -> RuntimeFactory:
-    """Return a factory of the client runtime in this process, from the job that the run has made already."""
-    made = cache(lambda: procedure_of(job).runtime())
-    return lambda *_: made()
 
 
 def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:

@@ -152,7 +152,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
-    """Return what is recorded of records and code: what is recorded already where it is that of ``now``."""
+    """Return the identity to record: the recorded one where ``now`` agrees with it, else that of ``now``."""
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
     return now.written() if now.untold(recorded) or now.changed(recorded) else recorded
 

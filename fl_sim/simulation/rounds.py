@@ -1,4 +1,4 @@
-"""How a run proceeds: in federated rounds, or as its algorithm or its server says by ``procedure = "module:Class"``."""
+"""The main loop: federated rounds, unless algorithm or server name another ``procedure = "module:Class"``."""
 
 import json
 import time

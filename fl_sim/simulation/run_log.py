@@ -1,4 +1,4 @@
-"""What a run has to show: its log while it goes, the observers that see it, and result.json."""
+"""The log of a run, its observers, and the content of ``result.json``."""
 
 import importlib.metadata
 import json

@@ -57,7 +57,7 @@ RESULT: Final = frozenset({
     "measures", "bytes", "error", "diverged", "privacy", "stopped", "warnings", "chain", "identity", "seconds",
     "versions",
 })  # fmt: skip
-"""What ``result.json`` says of every run, so that no stage may call a fact like that."""
+"""The fields of every ``result.json``, whose names no stage may use for its facts."""
 
 _SHARES: Final = "fl_sim.stages.shares:Shares"  # of every algorithm that shares, ours or not
 

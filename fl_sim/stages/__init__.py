@@ -1,1 +1,1 @@
-"""What is done before the first round or after the last: one file or folder for each feature."""
+"""Stages and procedures, one file or folder for each feature."""
