@@ -28,6 +28,8 @@ _TABLE: Final = (
     "label", "classes", "client", "split", *_TEST, "test_file", "drop", "text", "range", "category", "scale", "missing",
 )  # fmt: skip
 
+_HF: Final = ("image", "size", "values", "config", "train_part", "test_part")
+
 OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "csv": (*_TABLE, "delimiter", "decimal", "thousands"),
     "parquet": _TABLE,
@@ -35,15 +37,7 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "folder": ("classes", "size", "values"),
     "leaf": ("classes", "alphabet"),
     "medmnist": ("classes", "val"),
-    "hf": (
-        *(key for key in _TABLE if key != "test_file"),
-        "image",
-        "size",
-        "values",
-        "config",
-        "train_part",
-        "test_part",
-    ),
+    "hf": (*(key for key in _TABLE if key != "test_file"), *_HF),
 }
 """{kind: its settings}"""
 

@@ -56,6 +56,7 @@ _ADULT: dict[str, tuple[str, ...]] = {
     "native-country": ("United-States", "Mexico", "Philippines", "Germany", "Canada", "Puerto-Rico", "El-Salvador",
                        "India", "Cuba", "England", "Jamaica", "South", "China", "Italy"),
 }  # fmt: skip
+_ADULT_NUMBERS = {"age": 90, "education-num": 16, "hours-per-week": 99}  # and their largest values
 _DRUGS = (
     "metformin", "repaglinide", "nateglinide", "chlorpropamide", "glimepiride", "acetohexamide", "glipizide",
     "glyburide", "tolbutamide", "pioglitazone", "rosiglitazone", "acarbose", "miglitol", "troglitazone", "tolazamide",
@@ -241,21 +242,16 @@ def _adult_rows(path: Path) -> Iterator[Row]:
 
 def _adult_record(row: Row) -> list[float]:
     money = [math.log1p(float(row[name])) / math.log1p(99_999) for name in ("capital-gain", "capital-loss")]
-    numbers = [float(row["age"]) / 90, float(row["education-num"]) / 16, float(row["hours-per-week"]) / 99]
+    numbers = [float(row[name]) / most for name, most in _ADULT_NUMBERS.items()]
     return [*numbers, *money, *_one_hot(row, _ADULT)]
 
 
 def _adult_columns() -> tuple[Column, ...]:
     """Return the columns in the order of a record: years and hours by fives, money by steps of about a half."""
     money = (0.0, *(step / 25 for step in range(10, 26)))  # 100 to 100,000 dollars
-    return (
-        _number("age", range(20, 91, 5), 90),
-        _number("education-num", range(1, 17), 16),
-        _number("hours-per-week", range(5, 100, 5), 99),
-        Column("capital-gain", money),
-        Column("capital-loss", money),
-        *_categories(_ADULT),
-    )
+    values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
+    amounts = Column("capital-gain", money), Column("capital-loss", money)
+    return (*_numbers(values, _ADULT_NUMBERS), *amounts, *_categories(_ADULT))
 
 
 def _diabetes(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
@@ -279,17 +275,18 @@ def _diabetes_record(row: Row) -> list[float]:
 
 def _diabetes_columns() -> tuple[Column, ...]:
     """Return the columns in the order of a record: small numbers one by one, large ones by up to 20 steps."""
-    numbers = [_number(name, range(0, most + 1, -(-most // _FEW)), most) for name, most in _DIABETES_NUMBERS.items()]
+    values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
+    numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})
     diagnoses = dict.fromkeys(("diag_1", "diag_2", "diag_3"), (*(name for name, _ in _ICD9), "other"))
-    return (_number("age", range(0, 91, 10), 90), *numbers, *_categories(diagnoses), *_categories(_DIABETES))
+    return (*numbers, *_categories(diagnoses), *_categories(_DIABETES))
 
 
-def _number(name: str, values: Iterable[int], divisor: int) -> Column:
-    return Column(name, tuple(value / divisor for value in values))
+def _numbers(values: Mapping[str, Iterable[int]], divisors: Mapping[str, int]) -> list[Column]:
+    return [Column(name, tuple(value / divisors[name] for value in of)) for name, of in values.items()]
 
 
-def _categories(categories: Mapping[str, tuple[str, ...]]) -> tuple[Column, ...]:
-    return tuple(Column(name, categories=len(values)) for name, values in categories.items())
+def _categories(categories: Mapping[str, tuple[str, ...]]) -> list[Column]:
+    return [Column(name, categories=len(values)) for name, values in categories.items()]
 
 
 def _diagnosis(code: str) -> list[float]:

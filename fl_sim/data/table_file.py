@@ -34,12 +34,7 @@ ROWS: Final = 2**16
 
 DECIMALS: Final[Mapping[str, str]] = {"point": r"\.", "comma": ","}
 _SPACES: Final = " \u00a0\u202f\u2009"
-THOUSANDS: Final[Mapping[str, str]] = {
-    "comma": ",",
-    "point": r"\.",
-    "space": f"[{_SPACES}]",
-    "apostrophe": "['\u2019]",
-}
+THOUSANDS: Final[Mapping[str, str]] = {"comma": ",", "point": r"\.", "space": f"[{_SPACES}]", "apostrophe": "['\u2019]"}
 """{name of a sign in a setting: its pattern}"""
 
 _EXPONENT: Final = r"(?:[eE][+-]?\d+)?"
@@ -256,18 +251,13 @@ def one_spelling(text: str) -> str:
     return re.sub(_WHOLE, r"\1", normalize("NFC", text))
 
 
-def doubles(texts: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return groups of texts that differ in case, spaces and leading zeros alone."""
+def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
+    """Describe the texts that differ in case, spaces and leading zeros alone; empty if there are none."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         bare = "".join(normalize("NFKC", text).casefold().split())
         alike.setdefault(bare.lstrip("0") or "0" if bare.isdigit() else bare, []).append(text)
-    return [tuple(sorted(group)) for group in alike.values() if len(group) > 1]
-
-
-def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
-    """Describe the texts that look like spellings of one another; empty if there are none."""
-    found = doubles(texts)
+    found = [sorted(group) for group in alike.values() if len(group) > 1]
     if not found:
         return ""
     if not with_names:

@@ -60,7 +60,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with naming(path):
+    with path_in_errors(path):
         try:
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, flags, mode), "wb") as file:
@@ -80,7 +80,7 @@ def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
     Only the first line creates the file: without the file a later line has lost the lines before it.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if is_first else 0)
-    with naming(path):
+    with path_in_errors(path):
         descriptor = os.open(path, flags, 0o666)
         with FileIO(descriptor, "ab") as file:
             before = os.fstat(descriptor).st_size
@@ -101,7 +101,7 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
     Raises UserError for a longer file and for anything but a plain file (a device has no end, a pipe no beginning), and
     OSError, such as FileNotFoundError, that names it.
     """
-    with naming(path):
+    with path_in_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with FileIO(descriptor) as file:
             status = os.fstat(descriptor)
@@ -149,7 +149,7 @@ def is_partial(path: Path) -> bool:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def path_in_errors(path: Path) -> Iterator[None]:
     """Name ``path`` in every OSError: the system names no file when a write fails."""
     try:
         yield
@@ -158,12 +158,13 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def readable_os_errors() -> Iterator[None]:
-    """Turn an OSError into a RunError that names the file, what is wrong with it, and the cure."""
+def readable_os_errors(path: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a RunError with file, reason and cure. ``path``: the file, if the system does not name it."""
     try:
         yield
     except OSError as error:
-        raise RunError(explain(error)) from error
+        named = OSError(error.errno, error.strerror or str(error), str(path)) if path else error
+        raise RunError(explain(named)) from error
 
 
 def explain(error: OSError) -> str:

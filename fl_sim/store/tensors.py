@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
-from fl_sim.store.files import naming, read_whole, readable_os_errors, write_all, write_whole
+from fl_sim.store.files import read_whole, readable_os_errors, write_all, write_whole
 from fl_sim.types import Params, Payloads
 
 STATES, LAYOUT = "states.bin", "layout.json"
@@ -87,9 +87,9 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     vectors = [group.flat for group in groups.values()]
     numbers = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).numpy(force=True)
     path = Path(state_dir) / STATES
-    with readable_os_errors(), naming(path):
+    with readable_os_errors(path):
         slots = _create(path.parent, _slots_of(state))
-    with readable_os_errors(), naming(path), path.open("r+b", buffering=0) as file:
+    with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
         _write(file, place, bytes(_HEAD.size))  # until the numbers are whole, there are none
@@ -109,7 +109,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
         slots = _read_layout(read_whole(path.with_name(LAYOUT)))
     except FileNotFoundError:
         return {}
-    with readable_os_errors(), naming(path), path.open("rb", buffering=0) as file:
+    with readable_os_errors(path), path.open("rb", buffering=0) as file:
         heads = slots.heads(file, client)
         latest = _latest(heads, server_round)
         if latest is None:
