@@ -159,7 +159,7 @@ def path_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def readable_os_errors(path: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a RunError with file, reason and cure. ``path``: the file, if the system does not name it."""
+    """Turn an OSError into a RunError with file, reason and cure. ``path``: the file in place of the system's."""
     try:
         yield
     except OSError as error:
