@@ -45,8 +45,8 @@ _MEGABYTE: Final = 1e6
 
 def examine(data_root: Path | None, *, json_output: bool) -> None:
     """Print what is installed and found, and the result of the self-test. Raises RunError where something is wrong."""
-    with waiting() as tell:
-        tell("looks at data sets, caches and ledgers")
+    with waiting() as show:
+        show("looks at data sets, caches and ledgers")
         report: dict[str, Any] = {
             "fl_sim": _installation(),
             "python": f"{platform.python_version()} ({sys.executable})",
@@ -63,7 +63,7 @@ def examine(data_root: Path | None, *, json_output: bool) -> None:
             "data": {name: source.layout if (source := find(name, data_root)) else None for name in NAMES},
             "folders": {name: _folder(name, *where) for name, where in FOLDERS.items()},
         }
-        tell("trains a small model twice")
+        show("trains a small model twice")
         report["self_test"] = _self_test()
     problems = [*report["fl_sim"]["problems"], *report["self_test"]["problems"]]
     say(json.dumps({"ok": not problems, **report}) if json_output else "\n".join(_in_lines(report)))

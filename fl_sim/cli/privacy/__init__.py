@@ -300,26 +300,13 @@ def _label_costs(
     threshold = picker.threshold(gamma, largest)
     totals = picker.totals(classes)
     return {
-        "unit": "record",
-        "mechanism": mechanism,
-        "records": records,
-        "gamma": gamma,
-        "range": largest,
-        "classes": classes,
-        "epsilon": epsilon,
-        "delta": 0.0,
-        "epsilon_parallel": totals.parallel,
-        "epsilon_sequential": totals.sequential,
-        "epsilon_replace_one": totals.replace_one,
-        "target": gamma * records,
-        "mean": mean,
-        "standard_deviation": math.sqrt(float(pmf @ (counts - mean) ** 2)),
-        "threshold": threshold,
-        "false_positive": false_positive,
-        "dropped": float(pmf[:threshold].sum()),
-        "mean_of_absent_class": float(picker.pmf(0, gamma, largest) @ counts),
-        "pmf": pmf.tolist(),
-    }
+        "unit": "record", "mechanism": mechanism, "records": records, "gamma": gamma, "range": largest,
+        "classes": classes, "epsilon": epsilon, "delta": 0.0, "epsilon_parallel": totals.parallel,
+        "epsilon_sequential": totals.sequential, "epsilon_replace_one": totals.replace_one,
+        "target": gamma * records, "mean": mean, "standard_deviation": math.sqrt(float(pmf @ (counts - mean) ** 2)),
+        "threshold": threshold, "false_positive": false_positive, "dropped": float(pmf[:threshold].sum()),
+        "mean_of_absent_class": float(picker.pmf(0, gamma, largest) @ counts), "pmf": pmf.tolist(),
+    }  # fmt: skip
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:

@@ -90,34 +90,22 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
     confident = request.mechanism == "confident"
     advice = delta_advice(request.delta, float(counts[0].sum()))  # there are at least as many records as teachers
     bill = {
-        "unit": "record",
-        "mechanism": request.mechanism,
-        **asdict(cost),
-        "queries": len(counts),
-        "teachers": int(counts[0].sum()),
-        "classes": counts.shape[1],
-        "delta": request.delta,
-        "epsilon": found.worst_case.least,
-        "epsilon_rdp": found.worst_case.rdp,
-        "epsilon_pld": found.worst_case.pld,
+        "unit": "record", "mechanism": request.mechanism, **asdict(cost),
+        "queries": len(counts), "teachers": int(counts[0].sum()), "classes": counts.shape[1], "delta": request.delta,
+        "epsilon": found.worst_case.least, "epsilon_rdp": found.worst_case.rdp, "epsilon_pld": found.worst_case.pld,
         "epsilon_is": found.worst_case.in_words(),
-        "epsilon_data_dependent": found.dependent.total,
-        "epsilon_data_independent": found.independent.total,
-        "answers": found.answers,
-        "answers_are": "expected" if confident else "all",
-        "epsilon_data_dependent_is": PRIVATE,
-        "as_published": _as_published(request, counts, found),
-        "accountant": found.worst_case.accountant,
-        "orders": len(ORDERS),
+        "epsilon_data_dependent": found.dependent.total, "epsilon_data_independent": found.independent.total,
+        "answers": found.answers, "answers_are": "expected" if confident else "all",
+        "epsilon_data_dependent_is": PRIVATE, "as_published": _as_published(request, counts, found),
+        "accountant": found.worst_case.accountant, "orders": len(ORDERS),
         "per_query": {
             "epsilon_data_dependent": found.dependent.per_query.tolist(),
             "epsilon_data_independent": found.independent.per_query.tolist(),
             "total_so_far_data_dependent": found.dependent.cumulative.tolist(),
             "total_so_far_data_independent": found.independent.cumulative.tolist(),
         },
-        "release": None,
-        "warnings": [advice] if advice else [],
-    }
+        "release": None, "warnings": [advice] if advice else [],
+    }  # fmt: skip
     if request.target is not None:
         bill["target_epsilon"] = request.target
         bill["queries_that_fit"] = labelling_cost.queries_within(cost, len(counts), request.delta, request.target)

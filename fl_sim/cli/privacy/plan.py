@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from fl_sim.errors import UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import bounds, epsilon_of_counts, noise_multiplier, steps_that_fit
-from fl_sim.privacy.events import adjacency, amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
 from fl_sim.privacy.terms import Accountant, Adjacency, delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
 
@@ -83,26 +83,17 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
     epsilons: dict[Accountant, float] = {"rdp": found.rdp, "pld": found.least}
     advice = delta_advice(delta, sampling.population) if sampling.population else None
     return {
-        "unit": sampling.unit,
-        "asked": asked,
-        "epsilon": _json(epsilons[accountant]),
-        "delta": delta,
-        "noise_multiplier": noise,
-        "sampling_rate": events.sampling_rate(event),
-        "steps": steps,
-        "accountant": accountant,
-        "epsilon_rdp": _json(epsilons["rdp"]),
-        "epsilon_pld": None if found.pld is None else _json(found.pld),
-        "no_pld": found.reason,
-        "epsilon_least": _json(found.least),
-        "accountant_least": found.accountant,
-        "target_epsilon": request.target,
-        "steps_that_fit": fits,
-        "adjacency": str(adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
+        "unit": sampling.unit, "asked": asked, "epsilon": _json(epsilons[accountant]), "delta": delta,
+        "noise_multiplier": noise, "sampling_rate": events.sampling_rate(event), "steps": steps,
+        "accountant": accountant, "epsilon_rdp": _json(epsilons["rdp"]),
+        "epsilon_pld": None if found.pld is None else _json(found.pld), "no_pld": found.reason,
+        "epsilon_least": _json(found.least), "accountant_least": found.accountant,
+        "target_epsilon": request.target, "steps_that_fit": fits,
+        "adjacency": str(events.adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
         "not_in_runs": NOT_IN_RUNS if sampling.unit == "record" else "",
         "warnings": [advice] if advice else [],
-    }
+    }  # fmt: skip
 
 
 def in_words(plan: dict[str, Any]) -> str:
