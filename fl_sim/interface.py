@@ -112,7 +112,7 @@ def run(
     root = _data_root(data_root)
     tracking = tracking_of(track)
     given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
-    chosen, directory = directory_of(given, _path(out), root)
+    chosen, directory = directory_of(given, None if out is None else Path(out), root)
     title = f"{kind_of(chosen.algorithm)} on {without_settings(chosen.data)} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
@@ -176,7 +176,7 @@ def table(
         if which and progress:
             print(which, file=sys.stderr)
         settings, name = read_settings(path, []), path.stem
-    root, directory = _data_root(data_root), _path(out) or RESULTS / name
+    root, directory = _data_root(data_root), RESULTS / name if out is None else Path(out)
     board = TableState(settings, plan_table(settings, root))
     with suppress(TimeIsUp):  # the table says what it has
         fill(board, directory, jobs, root, deadline=deadline, progress=progress, tracking=tracking, again=again)
@@ -209,12 +209,8 @@ class _Shown:
                 self._progress.say(warning)
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
-
-
 def _data_root(given: str | Path | None) -> Path | None:
-    root = _path(given)
+    root = None if given is None else Path(given)
     if root is not None and not root.is_dir():
         raise UserError(f"data_root={str(root)!r} is no directory: name the one that data sets lie in, or leave it out")
     return root

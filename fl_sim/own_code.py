@@ -48,7 +48,9 @@ def load_object(path: str, what: str) -> Any:
     if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         said = in_one_line(repr(path))
         raise UserError(f"{what} {said} is no import path: write package.module:name, for example mine:{what}")
-    folder = make_current_folder_importable()
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -72,14 +74,6 @@ def load_object(path: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def make_current_folder_importable() -> str:
-    """Append the current folder to the import path, unless it is there, and return it."""
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
-    return folder
-
-
 def in_one_line(said: BaseException | str) -> str:
     """Return an error's type and text, or a text, without line breaks, and cut to a reasonable length."""
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
@@ -95,8 +89,12 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 def place_of(error: BaseException) -> str:
     """Return the last file and line of the user's own code in the traceback of ``error``, empty if there is none."""
-    own = [frame for frame in extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    for frame in reversed(extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES
+        if not (is_ours or frame.filename.startswith("<frozen") or _is_installed(path)):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return ""
 
 
 def with_place(error: BaseException) -> str:
@@ -124,14 +122,6 @@ def error_context(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise RunError(f"{what} failed with {with_place(error)}: mend it, and start the same command again") from error
-
-
-def _is_users(file: str) -> bool:
-    """Return True if a file belongs neither to a library nor to this project."""
-    path = Path(file)
-    if path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES:
-        return False
-    return not file.startswith("<frozen") and not _is_installed(path)
 
 
 def digests(modules: Iterable[str]) -> dict[str, str]:
@@ -206,24 +196,15 @@ def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
             case ast.Import(names=names):
                 found += [name.name for name in names]
             case ast.ImportFrom(module=module, names=names, level=level):
-                base = _base(module or "", package, level)
+                above = package.split(".")[: package.count(".") + 2 - level] if level else []
+                base = ".".join([*above, *([module] if module else [])])
                 found += [base, *(f"{base}.{name.name}" for name in names)]
-            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if _is_import(node.func):
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module" | "__import__"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
                 found.append(name)
     return tuple(dict.fromkeys(name for name in found if all(part.isidentifier() for part in name.split("."))))
-
-
-def _base(module: str, package: str, level: int) -> str:
-    """Return the absolute name of a relative import with ``level`` dots in a module of ``package``."""
-    if not level:
-        return module
-    above = package.split(".")[: package.count(".") + 2 - level]
-    return ".".join([*above, *([module] if module else [])])
-
-
-def _is_import(called: ast.expr) -> bool:
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return name in {"import_module", "__import__"}
 
 
 def _file_of(name: str) -> Path | None:
@@ -232,17 +213,12 @@ def _file_of(name: str) -> Path | None:
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None
     origin = getattr(sys.modules.get(name), "__file__", None)
-    found = [Path(origin)] if origin else _candidates(name)
+    found = [Path(origin)] if origin else []
+    for folder in [] if origin else dict.fromkeys(sys.path):
+        base = Path(folder or ".", *name.split("."))
+        found += [base / "__init__.py", *(base.with_name(base.name + suffix) for suffix in _SUFFIXES)]
     path = next((one for one in found if one.is_file()), None)
     return None if path is None or _is_installed(path) else path
-
-
-def _candidates(name: str) -> Iterator[Path]:
-    parts = name.split(".")
-    for folder in dict.fromkeys(sys.path):
-        base = Path(folder or ".", *parts)
-        yield base / "__init__.py"
-        yield from (base.parent / f"{parts[-1]}{suffix}" for suffix in _SUFFIXES)
 
 
 def _is_installed(path: Path) -> bool:

@@ -73,7 +73,8 @@ class Packing:
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
             if not is_finite({name: update}):  # so that divergence is reported as for whole updates
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
-            packed[name], kept[name] = self.compressor.pack(_on_cpu(update), held.get(name, {}), coins)
+            on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)
+            packed[name], kept[name] = self.compressor.pack(on_cpu, held.get(name, {}), coins)
         return {name: params for name, params in payloads.items() if name not in packed}, packed, kept
 
     def unpack(self, name: str, packed: Packed, layout: Layout, client: int, server_round: int) -> Params:
@@ -87,7 +88,3 @@ class Packing:
 
     def _coins(self, name: str, client: int, server_round: int) -> Coins:
         return partial(rng, self.seed, f"compress {name}", client, server_round)
-
-
-def _on_cpu(update: FlatParams) -> FlatParams:
-    return FlatParams(update.flat.detach().to("cpu"), update.layout)

@@ -1,6 +1,6 @@
 """The identity of a run beside its settings: the content of the user's own records, and of the user's own code."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,17 @@ class Identity:
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
         """Return the known differences from ``recorded``, in words."""
-        return " and ".join(self._changes(recorded))
+        changes = []
+        if self._same_records(recorded) is False:
+            changes.append("other records (what its data name has changed since)")
+        if (then := recorded.get("code")) is not None:
+            known = {name: digest for name, digest in self.code.items() if digest and then.get(name, digest)}
+            names = [name for name, digest in known.items() if then.get(name) != digest]
+            names += [name for name in then if name not in self.code]
+            if names:
+                more = " and more" if len(names) > 3 else ""
+                changes.append(f"other code ({', '.join(names[:3])}{more} changed since)")
+        return " and ".join(changes)
 
     def untold(self, recorded: Mapping[str, Any]) -> str:
         """Return the parts that ``recorded`` lacks, in words."""
@@ -59,18 +69,6 @@ class Identity:
         if self.code and (not then or "" in {*then.values(), *self.code.values()}):
             untold.append("code")
         return " and ".join(untold)
-
-    def _changes(self, recorded: Mapping[str, Any]) -> Iterator[str]:
-        if self._same_records(recorded) is False:
-            yield "other records (what its data name has changed since)"
-        then = recorded.get("code")
-        if then is None:
-            return
-        known = {name: digest for name, digest in self.code.items() if digest and then.get(name, digest)}
-        names = [name for name, digest in known.items() if then.get(name) != digest]
-        names += [name for name in then if name not in self.code]
-        if names:
-            yield f"other code ({', '.join(names[:3])}{' and more' if len(names) > 3 else ''} changed since)"
 
     def _same_records(self, recorded: Mapping[str, Any]) -> bool | None:
         then = str(recorded.get("records", ""))

@@ -309,21 +309,19 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
     return parts
 
 
-def _laid_out(parts: object, giver: str) -> Parts:
-    """Return parts as one array. Raises UserError for anything but a list of arrays, such as a dict."""
-    wanted = "wanted is a list of arrays of record indices, one for each client"
-    if isinstance(parts, Mapping | str) or not isinstance(parts, Sequence | np.ndarray):
-        way = ": return list(parts.values())" if isinstance(parts, Mapping) else ""
-        raise UserError(f"{giver} gave {type(parts).__name__}; {wanted}{way}")
-    try:
-        return Parts.of([np.asarray(part) for part in parts])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{giver} gave parts that are no arrays ({in_one_line(error)}); {wanted}") from error
-
-
-def _checked(parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: int, giver: str) -> Parts:
+def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
     """Return the parts of ``giver``, which may be the user's own. Raises UserError unless they are valid shards."""
-    laid_out = parts if isinstance(parts, Parts) else _laid_out(parts, giver)
+    if isinstance(parts, Parts):
+        laid_out = parts
+    else:
+        wanted = "wanted is a list of arrays of record indices, one for each client"
+        if isinstance(parts, Mapping | str) or not isinstance(parts, Sequence | np.ndarray):
+            way = ": return list(parts.values())" if isinstance(parts, Mapping) else ""
+            raise UserError(f"{giver} gave {type(parts).__name__}; {wanted}{way}")
+        try:
+            laid_out = Parts.of([np.asarray(part) for part in parts])
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{giver} gave parts that are no arrays ({in_one_line(error)}); {wanted}") from error
     if len(laid_out) != num_clients:
         raise UserError(f"{giver} gave {len(laid_out)} parts for {num_clients} clients: it must give one for each")
     indices = laid_out.records
