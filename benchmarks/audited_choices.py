@@ -21,8 +21,7 @@ from fl_sim.privacy.audit import World
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import Counts, Floats, GNMaxCost
-from strategies.pate.labelling import UNANSWERED, Labelling, label
-from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism
+from strategies.pate.labelling import UNANSWERED, ConfidentGNMax, GNMax, Labelling, LNMax, Mechanism, label
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,13 @@ MOVED: Final[Mapping[str, str]] = {
     "strategies.compression.settings": "strategies.compression.layer",
     "strategies.compression.sign_sgd": "strategies.compression.error_feedback",
     "strategies.compression.top_k": "strategies.compression.error_feedback",
+    "strategies.pate.augmentation": "strategies.pate.student",
+    "strategies.pate.mechanisms": "strategies.pate.labelling",
+    "strategies.pate.neighbours": "strategies.pate.semi_supervised",
+    "strategies.pate.public_split": "strategies.pate.settings",
+    "strategies.pate.student_forest": "strategies.pate.student",
+    "strategies.pate.student_gan": "strategies.pate.semi_supervised",
+    "strategies.pate.student_resnet": "strategies.pate.student",
 }
 """{where a module was: where what was in it is now}."""
 

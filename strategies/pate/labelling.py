@@ -1,24 +1,30 @@
-"""Labelling a public pool by PATE: each query is charged before its noise is drawn, and the budget stops in time."""
+"""Labelling of a public pool by PATE: noisy majorities, each charged before its noise is drawn, within a budget.
 
+LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise goes on
+the counts, the largest noisy count is the label. One record is in one teacher's shard, so one vote of a query may move:
+two counts change by 1, the largest count by 1.
+"""
+
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import Noise, add_noise
 from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 from fl_sim.settings import OneOf, Settings
-from strategies.pate.mechanisms import LNMax, Mechanism, NoNoise
 
 if TYPE_CHECKING:
     from dp_accounting import dp_event
 
     from fl_sim.privacy.ledger import Ledger, Receipt
+    from fl_sim.privacy.pate.labelling_cost import Cost
 
 UNANSWERED: Final = -1
 
@@ -34,15 +40,149 @@ DOES_NOT_COVER: Final = (
 )
 
 
-class Labelling(Settings):
-    """How a public pool is labelled, and for how much.
+class VotingMechanism(Protocol):
+    """A noisy majority. ``votes`` are one query's counts, shape (classes,); ``query`` keys the noise."""
 
-    ``mechanism``: how noise makes one label of the teachers' votes. ``accountant``: whose epsilon is told and held
-    against the budget.
-    ``epsilon``: the budget of all queries together at ``delta``; labelling stops before the query that would exceed it;
-    None sets no limit. ``budget`` "data-dependent" holds the data-dependent epsilon against it: more labels, but then
-    that epsilon, and where labelling stopped, are as private as the votes. ``noise`` "secret": a fresh key from the
-    operating system, so no two runs agree; "seeded": repeatable, and a guarantee about the method only.
+    def cost(self) -> "Cost":
+        """Return the cost of a query, for analysis."""
+        ...
+
+    def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
+        """Return the charges of the test whether to answer (None: every query is answered) and of an answer."""
+        ...
+
+    def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
+        """Return True if the query is answered."""
+        ...
+
+    def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
+        """Return the label."""
+        ...
+
+
+class _AnswersEveryQuery(Settings):
+    def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
+        """Return True: every query is answered."""
+        del votes, noise, query
+        return True
+
+
+class LNMax(_AnswersEveryQuery):
+    """Laplace noise of scale 1 / ``gamma`` on every count: (2 gamma, 0)-private per query."""
+
+    kind: Literal["lnmax"] = "lnmax"
+    gamma: float = Field(0.05, ge=1e-5)
+
+    def cost(self) -> "Cost":
+        """Return the cost of a query, for analysis."""
+        from fl_sim.privacy.pate.labelling_cost import LNMaxCost  # noqa: PLC0415 (the accountants load slowly)
+
+        return LNMaxCost(self.gamma)
+
+    def charges(self) -> tuple[None, "dp_event.DpEvent"]:
+        """Return the charge of a query: two counts with Laplace noise move by 1, so two Laplace mechanisms."""
+        from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
+
+        return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
+
+    def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
+        """Return the class with the largest noisy count."""
+        steps = noise.laplace(len(votes), 1 / self.gamma, purpose="pate votes", server_round=query)
+        return _largest(votes, 1 / self.gamma, steps)
+
+
+class GNMax(_AnswersEveryQuery):
+    """Gaussian noise of standard deviation ``sigma``, in votes, on every count."""
+
+    kind: Literal["gnmax"] = "gnmax"
+    sigma: float = Field(40.0, gt=0, le=1e5)
+
+    def cost(self) -> "Cost":
+        """Return the cost of a query, for analysis."""
+        from fl_sim.privacy.pate.labelling_cost import GNMaxCost  # noqa: PLC0415 (the accountants load slowly)
+
+        return GNMaxCost(self.sigma)
+
+    def charges(self) -> tuple[None, "dp_event.DpEvent"]:
+        """Return the charge of a query: the counts, as one vector, move by sqrt(2)."""
+        from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
+
+        return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
+
+    def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
+        """Return the class with the largest noisy count."""
+        steps = noise.gaussian(len(votes), self.sigma, purpose="pate votes", server_round=query)
+        return _largest(votes, self.sigma, steps)
+
+
+class ConfidentGNMax(Settings):
+    """GNMax for the queries on which teachers agree: whose largest count, with noise, reaches ``threshold`` votes.
+
+    ``sigma_threshold``: the noise of that test, in votes, paid on every query; it is drawn apart from the answer's.
+    ``sigma``: the noise on the counts of an answer, in votes.
+    """
+
+    kind: Literal["confident"] = "confident"
+    threshold: float = Field(200.0, ge=0)
+    sigma_threshold: float = Field(150.0, gt=0, le=1e5)
+    sigma: float = Field(40.0, gt=0, le=1e5)
+
+    def cost(self) -> "Cost":
+        """Return the cost of a query, for analysis."""
+        from fl_sim.privacy.pate.labelling_cost import ConfidentCost  # noqa: PLC0415 (the accountants load slowly)
+
+        return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
+
+    def charges(self) -> tuple["dp_event.DpEvent", "dp_event.DpEvent"]:
+        """Return the charge of the test, whose one number moves by 1, and of an answer."""
+        from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
+
+        return dp_event.GaussianDpEvent(self.sigma_threshold), GNMax(sigma=self.sigma).charges()[1]
+
+    def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
+        """Return True if the noisy largest count reaches the threshold."""
+        steps = noise.gaussian(1, self.sigma_threshold, purpose="pate threshold", server_round=query)
+        largest = np.array([votes.max()], dtype=np.float64)
+        return bool(add_noise(largest, self.sigma_threshold, steps)[0] >= self.threshold)
+
+    def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
+        """Return the class with the largest noisy count."""
+        return GNMax(sigma=self.sigma).winner(votes, noise=noise, query=query)
+
+
+class NoNoise(_AnswersEveryQuery):
+    """The plain majority: no guarantee, for comparisons only."""
+
+    kind: Literal["none"] = "none"
+
+    def cost(self) -> "Cost":
+        """Refuse: there is nothing to add up. Raises UserError."""
+        raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
+
+    def charges(self) -> tuple[None, "dp_event.DpEvent"]:
+        """Return the charge that ends every guarantee."""
+        from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
+
+        return None, dp_event.NonPrivateDpEvent()
+
+    def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
+        """Return the class with the most votes, the first of several."""
+        del noise, query
+        return int(np.argmax(votes))
+
+
+Mechanism: TypeAlias = LNMax | GNMax | ConfidentGNMax | NoNoise
+
+
+class Labelling(Settings):
+    """The labelling of a public pool, and its budget.
+
+    ``mechanism``: turns the teachers' votes into one noisy label. ``accountant``: the accountant whose epsilon is
+    reported and compared with the budget. ``epsilon``: the budget of all queries together at ``delta``; labelling stops
+    before the query that would exceed it; None sets no limit. ``budget`` "data-dependent" compares the data-dependent
+    epsilon with it: more labels, but then that epsilon, and the end of the labelling, are as private as the votes.
+    ``noise`` "secret": a fresh key from the operating system, so no two runs agree; "seeded": repeatable, and a
+    guarantee about the method only.
     """
 
     mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()
@@ -63,7 +203,7 @@ class Labelling(Settings):
     def open_ledger(
         self, path: Path | None, receipt: "Receipt | None" = None, *, holder: str = "this labelling"
     ) -> "Ledger":
-        """Return the ledger of the private records; ``path`` is its charge log, None keeps it in memory.
+        """Return the ledger of the private records; ``path`` is its charge log, None for a ledger in memory.
 
         ``receipt``: the charges that it must begin with, which ``holder`` was paid for with.
         """
@@ -76,8 +216,7 @@ class Labelling(Settings):
     def check_budget(self, num_teachers: int, num_classes: int) -> None:
         """Raise UserError where ``epsilon`` does not afford one query whatever the votes are.
 
-        A data-dependent budget is refused where it affords none for any votes: what it affords is known when votes are
-        there.
+        A data-dependent budget is refused where it affords none for any votes.
         """
         if self.epsilon is None:
             return
@@ -100,15 +239,15 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return how many of ``num_queries`` are counted on whatever the votes are: see ``planned``."""
+        """Return the number of ``num_queries`` that is certain whatever the votes are: see ``planned``."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
-        """Return all releases of a labelling of ``num_queries``, as they are certain before any vote is looked at.
+        """Return all releases of a labelling of ``num_queries`` that are certain before any vote is looked at.
 
-        Where every query is answered, the budget alone decides how many are asked: ``num_asked``. Where some are not,
-        how many answers there will be depends on the votes, and so does how far a budget goes: all are counted. A
-        data-dependent budget stops by looking at the votes without noise, which no epsilon holds for.
+        Where every query is answered, the budget alone decides the number of queries: ``num_asked``. Where some are
+        not, the number of answers depends on the votes, and so does the reach of a budget: all are counted. A
+        data-dependent budget stops by looking at the votes without noise, for which no epsilon holds.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -128,7 +267,7 @@ class Labelled:
 
     @property
     def num_answered(self) -> int:
-        """Return how many queries have a label."""
+        """Return the number of queries with a label."""
         return int((self.labels != UNANSWERED).sum())
 
 
@@ -142,8 +281,8 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     of Renyi divergences of releases that are chosen one after the other, at any one order (Feldman and Zrnic 2021,
     theorem 4.3). It does so here at all orders at once: the releases are Gaussian, their curves are multiples of each
     other, so the order at which the budget ends is always the same. What is spent in the end depends on how many
-    queries were answered, and so on the votes. It can be told, since the labels show who was answered, but it is no
-    guarantee: that is the budget, or ``Labelling.planned``, whichever is smaller.
+    queries were answered, and so on the votes. It may be reported, since the labels show the answered queries, but it
+    is no guarantee: that is the budget, or ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
@@ -170,14 +309,14 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
 
 def answer_to(query: int) -> str:
-    """Return what the ledger calls the answer to a query, from 0."""
+    """Return the ledger's name for the answer to a query, from 0."""
     return f"answer to query {query}"
 
 
 def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
     """Return the counts, shape (queries, classes), of ``predictions`` of shape (teachers, queries).
 
-    Raises UserError, which does not say whose it is, where a vote is no class.
+    Raises UserError, which does not name the teacher, where a vote is no class.
     """
     if ((predictions < 0) | (predictions >= num_classes)).any():
         raise UserError(f"a vote is for a class that does not exist: classes are 0 to {num_classes - 1}")
@@ -185,7 +324,7 @@ def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.
 
 
 def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "dp_event.DpEvent":
-    """Return one event that costs as much as a test and an answer: Gaussians add as 1 / z^2."""
+    """Return one event with the cost of a test and an answer: Gaussians add as 1 / z^2."""
     from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
     if test is None:
@@ -196,13 +335,13 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
 
 @dataclass
 class _DataDependentBudget:
-    """Holds the data-dependent epsilon of the queries so far against the budget, where that is asked for."""
+    """A data-dependent budget: compares the data-dependent epsilon of the queries so far with it, where it is set."""
 
     labelling: Labelling
     curve: NDArray[np.float64] | float = field(default=0.0)
 
     def affords(self, votes: NDArray[np.int64]) -> bool:
-        """Return whether a query with these votes could be asked and answered."""
+        """Return True if a query with these votes could be asked and answered."""
         if self.labelling.budget == "data-independent":
             return True
         from fl_sim.privacy.pate.labelling_cost import epsilon_of_curves  # noqa: PLC0415 (the accountants load slowly)
@@ -222,3 +361,7 @@ class _DataDependentBudget:
         cost, weight = self.labelling.mechanism.cost(), np.array([float(answered)])
         curve: NDArray[np.float64] = cost.curves(votes[None], weight, np.array(ORDERS))[0][0]
         return curve
+
+
+def _largest(votes: NDArray[np.int64], scale: float, steps: NDArray[np.float64]) -> int:
+    return int(np.argmax(add_noise(votes.astype(np.float64), scale, steps)))

@@ -120,13 +120,13 @@ def residual_network(
     for stage in range(3):
         for number in range(blocks):
             stride = 2 if stage and not number else 1
-            block = ResidualBlock(inputs, width * 2**stage, stride, norm, deep=deep)
+            block = StudentBlock(inputs, width * 2**stage, stride, norm, deep=deep)
             layers.append(block)
             inputs = block.outputs
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
 
 
-class ResidualBlock(nn.Module):
+class StudentBlock(nn.Module):
     """A residual block: basic, or bottleneck where ``deep``."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: str, *, deep: bool) -> None:

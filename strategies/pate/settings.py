@@ -3,7 +3,9 @@
 Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -13,16 +15,13 @@ from pydantic import Field, model_validator
 from clients.teacher import AnyTeacher, NetworkTeacher
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, is_own_kind, kind_of
+from fl_sim.seeding import rng
 from fl_sim.settings import OneOf, Settings, kinds_of
-from fl_sim.types import Dataset
+from fl_sim.types import Dataset, Examples
 from strategies.algorithm import Split
-from strategies.pate.labelling import Labelling
-from strategies.pate.mechanisms import LNMax, NoNoise
-from strategies.pate.public_split import PublicSplit, overlap, split_off
-from strategies.pate.student import FixMatch, Student, Supervised
-from strategies.pate.student_forest import ForestStudent
-from strategies.pate.student_gan import FeatureMatchingGan
-from strategies.pate.student_resnet import ResidualStudent
+from strategies.pate.labelling import Labelling, LNMax, NoNoise
+from strategies.pate.semi_supervised import FeatureMatchingGan, FixMatch
+from strategies.pate.student import ForestStudent, ResidualStudent, Student, Supervised
 
 AnyStudent: TypeAlias = FixMatch | FeatureMatchingGan | Supervised | ResidualStudent | ForestStudent
 
@@ -33,6 +32,17 @@ _TEACHERS_START: Mapping[str, Any] = {
 """Small IID shards, gone through many times."""
 
 _VOTES_PER_NOISE = 3
+_SHARE = {"test": 0.9, "train": 0.2}
+"""The share of its source that the public pool takes where no size is given."""
+
+
+@dataclass(frozen=True)
+class PublicSplit:
+    """``private``: indices into the training records. ``pool``'s labels are for measurements, no student sees them."""
+
+    private: NDArray[np.int64]
+    pool: Examples
+    evaluation: Examples
 
 
 class Pate(Settings):
@@ -81,7 +91,7 @@ class Pate(Settings):
         return self
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for what has no place in a vote, and for a split of which no epsilon is known."""
+        """Raise ValueError for settings without a place in a vote, and for a split without a known epsilon."""
         for name, wanted in (
             ("aggregator", "mean"),
             ("sampler", "full"),
@@ -112,7 +122,7 @@ class Pate(Settings):
         self.labelling.check_budget(len(records), num_classes)
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return how many epochs the student has: no more than steps. Raises UserError where it takes no such data."""
+        """Return the number of the student's epochs, at most its steps. Raises UserError for data it cannot take."""
         if dataset.vocabulary:
             raise UserError(
                 f"algorithm pate has students that compute with the numbers of records, and those of {dataset.name} "
@@ -151,16 +161,16 @@ class Pate(Settings):
 
     @property
     def pools_test_records(self) -> bool:
-        """Say whether test records are in the pool."""
+        """Return True if test records are in the pool."""
         return self.public == "test"
 
     @property
     def pool_in_words(self) -> str:
-        """Say which records the public pool is."""
+        """Describe the records of the public pool."""
         return "the first test records" if self.pools_test_records else "a part of the training records"
 
     def note(self) -> str:
-        """Return what a reader of a table must know of it."""
+        """Return the note below tables."""
         pool = self.pool_in_words
         return (
             "PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, "
@@ -169,7 +179,7 @@ class Pate(Settings):
         )
 
     def warning_of_noise(self, num_teachers: int) -> str:
-        """Return a warning where the noise is about as large as all votes together, else nothing."""
+        """Return a warning where the noise is about as large as all votes together, else ""."""
         mechanism = self.labelling.mechanism
         if isinstance(mechanism, NoNoise):
             return ""
@@ -180,3 +190,39 @@ class Pate(Settings):
             f"noise of {scale:g} votes on the votes of {num_teachers} teachers: labels will be little better than "
             f"chance; take {_VOTES_PER_NOISE * scale:.0f} clients or more, or less noise for a larger epsilon"
         )
+
+
+def split_off(dataset: Dataset, source: Literal["test", "train"], num_public: int | None, seed: int) -> PublicSplit:
+    """Return the three parts.
+
+    ``source`` "test": the pool is the first ``num_public`` test records (default: nine tenths) and the others are for
+    evaluation, as in Papernot et al. (2017). "train": the pool is drawn from the training records (default: a fifth),
+    which are then nobody's private records, and the test records are for evaluation. Raises UserError where one of the
+    parts would be empty.
+    """
+    part = dataset.test if source == "test" else dataset.train
+    size = int(_SHARE[source] * len(part)) if num_public is None else num_public
+    if not 0 < size < len(part):
+        raise UserError(
+            f"a public pool of {size} out of {len(part)} {source} records leaves "
+            f"{'no pool' if size <= 0 else 'nothing'} "
+            f"{'to label' if size <= 0 else 'to evaluate on' if source == 'test' else 'for teachers'}: choose "
+            f"algorithm.public_records from 1 to {len(part) - 1}"
+        )
+    everything = np.arange(len(dataset.train), dtype=np.int64)
+    if source == "test":
+        rows = np.arange(len(part), dtype=np.int64)
+        return PublicSplit(everything, part.take(rows[:size]), part.take(rows[size:]))
+    order = rng(seed, "public pool").permutation(len(part)).astype(np.int64)
+    return PublicSplit(np.sort(order[size:]), part.take(order[:size]), dataset.test)
+
+
+def overlap(private: Examples, pool: Examples) -> NDArray[np.bool_]:
+    """Return the mask of private records that the pool holds, too, by the content of inputs, shape (private,)."""
+    public = set(_digests(pool))
+    return np.fromiter((digest in public for digest in _digests(private)), dtype=np.bool_, count=len(private))
+
+
+def _digests(examples: Examples) -> list[bytes]:
+    rows = np.ascontiguousarray(examples.inputs)
+    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

@@ -1,9 +1,10 @@
-"""PATE's students: a model trained on a public pool, a few records of which have noisy labels, and nothing else.
+"""PATE's students: models trained on a public pool, a few records of which have noisy labels, and nothing else.
 
-``Supervised`` uses the labelled records alone. ``FixMatch`` (Sohn et al. 2020, algorithm 1) also learns, from strongly
-moved views of all records, what it is sure of on weakly moved ones; here it also doubts its labels once (a network that
-has not learnt them by heart yet disagrees with the wrong ones), and believes neighbours that agree more than itself.
-All is post-processing of the labels: no epsilon.
+Here: the parts of training, and the students that use the labelled records alone: ``Supervised``; ``ResidualStudent``,
+Diff-RN's (residual networks: He et al. 2016, section 4.2, three stages on small images; bottleneck blocks: their figure
+5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest held as tensors, so that no pickle is
+needed. All is post-processing of the labels: no epsilon. All records and their statistics are public, so BatchNorm is
+sound here.
 """
 
 from __future__ import annotations
@@ -12,53 +13,53 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
+from clients.teacher import RandomForest, as_table
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.settings import Settings
-from strategies.pate.augmentation import Augmentation
-from strategies.pate.neighbours import spread
 
 _EVALUATION_BATCH = 500
+_BOTTLENECK_FROM = 6
 _Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
 
 
-class Part(Protocol):
-    """Something that training changes: a network, an optimiser, what batches or coins come next."""
+class TrainingPart(Protocol):
+    """A part of the state of training: a network, an optimiser, the batches or random numbers to come."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it by name: tensors."""
+        """Return its tensors by name."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Become what ``state_dict`` said."""
+        """Restore ``state_dict``."""
         ...
 
 
 class Watch(Protocol):
-    """Whoever follows a student's training, and may keep where it stands."""
+    """A callback that follows a student's training, and may checkpoint it."""
 
-    def begin(self, parts: Mapping[str, Part]) -> int:
-        """Return how many steps were taken before this process; ``parts`` are then as they were after these.
+    def begin(self, parts: Mapping[str, TrainingPart]) -> int:
+        """Return the number of steps before this process, with ``parts`` restored to their state after these.
 
-        ``parts``: all that training changes, by name, as it is before the first step. Who has never heard of them is
-        no worse off: a student that does not call this begins anew after a stop.
+        ``parts``: the whole state of training, by name, as it is before the first step. A student that does not call
+        this begins anew after a stop.
         """
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Hear of a step: how many there were, its learning rate, the model as it would be returned now."""
+        """Receive a step: the number of steps so far, its learning rate, the model as it would be returned now."""
         ...
 
 
 class Nobody:
-    """Watches nothing."""
+    """The callback that does nothing."""
 
-    def begin(self, parts: Mapping[str, Part]) -> int:
+    def begin(self, parts: Mapping[str, TrainingPart]) -> int:
         """Return 0."""
         del parts
         return 0
@@ -72,7 +73,7 @@ nobody = Nobody()
 
 @dataclass(frozen=True)
 class StudentData:
-    """What a student may see: all of it is public but for the noise in ``labels``.
+    """The data of a student: all of it is public but for the noise in ``labels``.
 
     ``labelled``: (n, *input shape), normalised, with ``labels`` (n,) in 0..num_classes-1; ``unlabelled``: (m, *input
     shape), which may hold the labelled records again.
@@ -102,7 +103,7 @@ class Student(Protocol):
 
     @property
     def steps(self) -> int:
-        """Return how many steps training takes; a run's rounds are equal parts of them."""
+        """Return the number of steps of training; a run's rounds are equal parts of them."""
         ...
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
@@ -112,6 +113,50 @@ class Student(Protocol):
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode; it may keep running statistics of the public pool."""
         ...
+
+
+class Augmentation(Settings):
+    """Random views of images: strong ones, and weak ones within a quarter of the moves and with every part.
+
+    ``rotation`` in degrees, ``scale`` and ``shear`` as shares, ``shift`` as a share of half the image's width, as is
+    ``elastic``, the standard deviation of a smooth random displacement (Simard et al. 2003); ``erase`` is the longest
+    side of the erased square as a share of the width. ``flip`` mirrors every other image: not for digits. The defaults
+    suit digits and other small images whose upright position means something.
+    """
+
+    rotation: float = Field(25.0, ge=0, le=180)
+    scale: float = Field(0.25, ge=0, lt=1)
+    shear: float = Field(0.3, ge=0, lt=1)
+    shift: float = Field(0.2, ge=0, le=1)
+    elastic: float = Field(0.07, ge=0, le=1)
+    erase: float = Field(0.4, ge=0, le=1)
+    flip: bool = False
+
+    def weak(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return a slightly moved view of each of ``images``, shape (n, channels, height, width)."""
+        return self._moved(images, generator, 0.25)
+
+    def strong(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return a view that is moved further and has a square erased."""
+        return _erased(self._moved(images, generator, 1.0), generator, self.erase)
+
+    def _moved(self, images: torch.Tensor, generator: torch.Generator, reach: float) -> torch.Tensor:
+        def draw(most: float) -> torch.Tensor:
+            return (2 * torch.rand(len(images), generator=generator) - 1) * most * reach
+
+        angle, shear = draw(math.radians(self.rotation)), draw(self.shear)
+        size, width = torch.exp(draw(self.scale)), torch.exp(draw(self.scale / 2))
+        cos, sin = angle.cos(), angle.sin()
+        across = torch.stack([cos * size * width, (cos * shear - sin) * size, draw(self.shift)], dim=1)
+        down = torch.stack([sin * size * width, (sin * shear + cos) * size, draw(self.shift)], dim=1)
+        if self.flip:
+            across = across * torch.where(torch.rand(len(images), 1, generator=generator) < 0.5, -1.0, 1.0)
+        where = torch.stack([across, down], dim=1).to(images.device)
+        grid = torch.nn.functional.affine_grid(where, list(images.shape), align_corners=False)
+        bends = torch.randn(len(images), 2, 5, 5, generator=generator).to(images.device) * self.elastic * reach
+        smooth = torch.nn.functional.interpolate(bends, list(images.shape[2:]), mode="bicubic", align_corners=True)
+        grid = grid + smooth.permute(0, 2, 3, 1)
+        return torch.nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 class Supervised(Settings):
@@ -138,150 +183,113 @@ class Supervised(Settings):
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
-        with torch_kept():
-            seed_torch(seed, "supervised student")
-            generator = generator_for(seed, "supervised student")
-            model = copy.deepcopy(model)
-            optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-            labelled = Batches(len(data.labels), self.batch_size, generator)
-            parts: dict[str, Part] = {
-                "model": model,
-                "optimizer": optimizer,
-                "labelled": labelled,
-                "coins": Coins(generator),
-            }
-            for step in range(watch.begin(parts), self.steps):
-                rate = set_rate(optimizer, self.learning_rate * _rise_and_cosine(step, self.steps))
-                batch = next(labelled)
-                views = view(self.augmentation.strong, data.labelled[batch], generator)
-                descend(optimizer, torch.nn.functional.cross_entropy(model.train()(views), data.labels[batch]))
-                watch(step + 1, rate, model)
-        return model.eval()
+        return _trained_on_labels(self, data, model, seed, watch, purpose="supervised student")
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return the optimiser of ``model``."""
+        return torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        return self.learning_rate * rise_and_cosine(step, self.steps)
 
 
-class FixMatch(Settings):
-    """Pseudo-labels of weak views, where one has at least ``threshold`` probability, teach the strong views.
+class ResidualStudent(Settings):
+    """``blocks`` residual blocks in each of three stages of ``width``, 2 ``width`` and 4 ``width`` channels.
 
-    ``unlabelled_ratio``: unlabelled records per labelled one in a batch. ``neighbours``: labels spread over a graph of
-    records that are alike first, and where they are sure of a record, that is its pseudo-label throughout.
-    ``doubt_after``: the share of the steps after which labels that the network disagrees with are left out, once; 1
-    trusts all. ``averaging``: of the weights, for the model that is returned. ``steps``: of the optimiser, with
-    ``batch_size`` labelled records each. ``learning_rate`` and ``weight_decay``: AdamW's. ``augmentation``: how the
-    strong views are moved.
+    ``block`` "auto": basic blocks (two 3x3 convolutions) up to 5 a stage, bottleneck blocks (1x1, 3x3, 1x1) from 6 on.
+    ``decay_at``: after these shares of ``steps`` the learning rate falls to a tenth. ``augmentation``: moves of the
+    labelled images; the default shifts by up to 4 of 32 pixels and mirrors. ``norm``: batch or group normalisation.
+    ``batch_size``: labelled records in a step. ``learning_rate``, ``momentum`` and ``weight_decay``: SGD's.
     """
 
-    kind: Literal["fixmatch"] = "fixmatch"
-    steps: int = Field(900, ge=1)
-    batch_size: int = Field(50, ge=1)
-    unlabelled_ratio: int = Field(4, ge=1)
-    threshold: float = Field(0.9, gt=0, lt=1)
-    learning_rate: float = Field(4e-3, gt=0)
-    weight_decay: float = Field(0.02, ge=0)
-    averaging: float = Field(0.99, ge=0, lt=1)
-    neighbours: bool = True
-    doubt_after: float = Field(0.06, ge=0, le=1)
-    augmentation: Augmentation = Augmentation(rotation=15, scale=0.12, shear=0.2, shift=0.1, elastic=0.05, erase=0.2)
+    kind: Literal["resnet"] = "resnet"
+    blocks: int = Field(2, ge=1, le=50)
+    width: int = Field(32, ge=8, multiple_of=8)
+    block: Literal["auto", "basic", "bottleneck"] = "auto"
+    norm: Literal["batch", "group"] = "batch"
+    steps: int = Field(2000, ge=1)
+    batch_size: int = Field(64, ge=1)
+    learning_rate: float = Field(0.1, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(5e-4, ge=0)
+    decay_at: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.75)
+    augmentation: Augmentation = Augmentation(rotation=0, scale=0, shear=0, shift=0.25, elastic=0, erase=0, flip=True)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return ``student_cnn``. Raises UserError for records that are no images."""
+        """Return the residual network. Raises UserError for records that are no images of at least 4x4."""
+        if len(input_shape) != 3 or min(input_shape[1:]) < 4:
+            raise UserError(f"student resnet needs images of at least 4x4, these records have shape {input_shape}")
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
-        if len(input_shape) != 3:
-            raise UserError(
-                f"student fixmatch learns from moved views of images, and these records have shape {input_shape}: take "
-                "student supervised or random-forest"
-            )
-        return networks.student_cnn(input_shape, num_classes)
+        deep = self.block == "bottleneck" or (self.block == "auto" and self.blocks >= _BOTTLENECK_FROM)
+        return networks.residual_network(input_shape, num_classes, self.blocks, self.width, self.norm, deep=deep)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
-        if len(data.unlabelled) == 0 or data.unlabelled.ndim != 4:
-            raise UserError(
-                f"student fixmatch learns from unlabelled images, (n, channels, height, width), and the pool has shape "
-                f"{tuple(data.unlabelled.shape)}: take supervised"
-            )
-        with torch_kept():
-            seed_torch(seed, "fixmatch student")
-            generator = generator_for(seed, "fixmatch student")
-            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # a third less time on a CPU
-            return _FixMatchRun(self, data, fast, generator).result(watch).to(memory_format=torch.contiguous_format)
+        return _trained_on_labels(self, data, model, seed, watch, purpose="resnet student")
 
-
-class _FixMatchRun:
-    """One training: the network, the average of its weights, how often it predicts each class, what neighbours say."""
-
-    def __init__(
-        self, settings: FixMatch, data: StudentData, model: torch.nn.Module, generator: torch.Generator
-    ) -> None:
-        self.settings, self.data, self.model, self.generator = settings, data, model, generator
-        self.average = copy.deepcopy(model).eval()
-        self.trusted = torch.ones(len(data.labels))
-        self.predicted = torch.full((data.num_classes,), 1 / data.num_classes)
-        self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
-        if settings.neighbours:
-            shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # the shares themselves are too modest
-            self.spread = shares / shares.sum(dim=1, keepdim=True)
-
-    def result(self, watch: Watch) -> torch.nn.Module:
-        settings, data = self.settings, self.data
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            settings.learning_rate,
-            betas=(0.9, 0.99),
-            weight_decay=settings.weight_decay,
-            fused=True,
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return the optimiser of ``model``."""
+        return torch.optim.SGD(
+            model.parameters(), self.learning_rate, self.momentum, weight_decay=self.weight_decay, nesterov=True
         )
-        labelled = Batches(len(data.labels), settings.batch_size, self.generator)
-        unlabelled = Batches(len(data.unlabelled), settings.batch_size * settings.unlabelled_ratio, self.generator)
-        doubt = round(settings.doubt_after * settings.steps)
-        parts: dict[str, Part] = {
-            "model": self.model, "average": self.average, "optimizer": optimizer, "labelled": labelled,
-            "unlabelled": unlabelled, "coins": Coins(self.generator), "beliefs": self,
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        passed = sum(step >= share * self.steps for share in self.decay_at)
+        return float(self.learning_rate * 0.1**passed)
+
+
+class ForestStudent(RandomForest):
+    """A forest that is grown on the labelled records alone."""
+
+    @property
+    def steps(self) -> int:
+        """Return 1: a forest is grown at once."""
+        return 1
+
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        """Return a forest without trees."""
+        del input_shape
+        from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
+
+        return networks.Forest(0, 1, num_classes)
+
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
+        """Return a forest of the labelled records."""
+        from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
+
+        del model
+        inputs, labels = as_table(data.labelled.numpy(force=True)), data.labels.numpy(force=True)
+        forest = networks.forest_of(self.fit(inputs, labels, rng(seed, "forest student")), data.num_classes)
+        watch(1, 0.0, forest)
+        return forest
+
+
+def _trained_on_labels(
+    student: Supervised | ResidualStudent,
+    data: StudentData,
+    model: torch.nn.Module,
+    seed: int,
+    watch: Watch,
+    *,
+    purpose: str,
+) -> torch.nn.Module:
+    """Return a copy of ``model``, trained on strong views of the labelled records."""
+    with torch_kept():
+        seed_torch(seed, purpose)
+        generator, model = generator_for(seed, purpose), copy.deepcopy(model)
+        optimizer, labelled = student.optimizer(model), Batches(len(data.labels), student.batch_size, generator)
+        parts: dict[str, TrainingPart] = {
+            "model": model, "optimizer": optimizer, "labelled": labelled, "coins": Coins(generator)
         }  # fmt: skip
-        for step in range(watch.begin(parts), settings.steps):
-            if step == doubt:
-                self.trusted = self._agreement()
-            rate = set_rate(optimizer, settings.learning_rate * _rise_and_cosine(step, settings.steps))
-            descend(optimizer, self._loss(next(labelled), next(unlabelled)))
-            move_average(self.average, self.model, min(settings.averaging, (step + 1) / (step + 10)))
-            watch(step + 1, rate, self.average)
-        return self.average
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what it believes of its labels and of the classes."""
-        return {"trusted": self.trusted, "predicted": self.predicted}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Believe what it did."""
-        self.trusted, self.predicted = state_dict["trusted"], state_dict["predicted"]
-
-    def _loss(self, labelled: torch.Tensor, unlabelled: torch.Tensor) -> torch.Tensor:
-        settings, data, moves = self.settings, self.data, self.settings.augmentation
-        public, labels = data.unlabelled[unlabelled], data.labels[labelled]
-        self.model.train()
-        with torch.no_grad():
-            guess = self._aligned(self.model(view(moves.weak, public, self.generator)).softmax(dim=1))
-            given = self.spread[unlabelled]
-            guess = torch.where(given.amax(dim=1, keepdim=True) >= settings.threshold, given, guess)
-        sure, pseudo = guess.max(dim=1)
-        views = [view(moves.strong, records, self.generator) for records in (data.labelled[labelled], public)]
-        logits = self.model(torch.cat(views))
-        ours, theirs = logits[: len(labelled)], logits[len(labelled) :]
-        supervised = torch.nn.functional.cross_entropy(ours, labels, reduction="none") * self.trusted[labelled]
-        consistent = torch.nn.functional.cross_entropy(theirs, pseudo, reduction="none") * (sure >= settings.threshold)
-        return supervised.mean() + consistent.mean()
-
-    def _aligned(self, guess: torch.Tensor) -> torch.Tensor:
-        """Return guesses whose classes are about equally frequent (distribution alignment, Berthelot et al. 2020)."""
-        self.predicted = 0.99 * self.predicted + 0.01 * guess.mean(dim=0)
-        aligned = guess / self.predicted
-        return aligned / aligned.sum(dim=1, keepdim=True)
-
-    def _agreement(self) -> torch.Tensor:
-        """Return 1 for labels that the averaged network predicts itself, 0 for others; all 1 where it knows little."""
-        agrees = (predict(self.average, self.data.labelled) == self.data.labels).float()
-        return agrees if agrees.mean() >= 0.5 else torch.ones_like(agrees)
+        for step in range(watch.begin(parts), student.steps):
+            rate, batch = set_rate(optimizer, student.rate(step)), next(labelled)
+            views = view(student.augmentation.strong, data.labelled[batch], generator)
+            descend(optimizer, torch.nn.functional.cross_entropy(model.train()(views), data.labels[batch]))
+            watch(step + 1, rate, model)
+    return model.eval()
 
 
 def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -312,35 +320,35 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of those that come next."""
+        """Return the order of the records to come."""
         return {"order": self._order}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Go on in that order."""
+        """Restore the order of the records to come."""
         self._order = state_dict["order"]
 
 
 @dataclass(frozen=True)
 class Coins:
-    """All that chance decides: ``generator``, and torch's own generators, of the processor and of the GPU in use."""
+    """The state of all random numbers: ``generator``, and torch's own generators, of the CPU and of the GPU in use."""
 
     generator: torch.Generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what comes next."""
+        """Return the states of the generators."""
         own = {"own": self.generator.get_state(), "global": torch.get_rng_state()}
         return {**own, "gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else own
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Draw that next."""
+        """Restore the states of the generators."""
         self.generator.set_state(state_dict["own"])
         torch.set_rng_state(state_dict["global"])
         if "gpu" in state_dict:
             torch.cuda.set_rng_state(state_dict["gpu"])
 
 
-def _rise_and_cosine(step: int, steps: int) -> float:
-    """Return what this step's learning rate is multiplied with: a short rise, then half a cosine."""
+def rise_and_cosine(step: int, steps: int) -> float:
+    """Return the factor of this step's learning rate: a short rise, then half a cosine."""
     return min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -371,3 +379,14 @@ def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
     """Return torch's generator for ``purpose``, as ``seeding.rng`` is numpy's."""
     return torch.Generator().manual_seed(int(rng(seed, purpose).integers(2**63)))
+
+
+def _erased(images: torch.Tensor, generator: torch.Generator, longest: float) -> torch.Tensor:
+    """Return ``images`` with a square of random side and place set to the darkest value."""
+    num_images, _, height, width = images.shape
+    row, column, half = torch.rand(3, num_images, 1, 1, 1, generator=generator).to(images.device)
+    rows = torch.arange(height, device=images.device).view(1, 1, -1, 1) + 0.5
+    columns = torch.arange(width, device=images.device).view(1, 1, 1, -1) + 0.5
+    half = half * longest * width / 2
+    inside = ((rows - row * height).abs() < half) & ((columns - column * width).abs() < half)
+    return torch.where(inside, images.amin(), images)

@@ -37,8 +37,7 @@ from fl_sim.simulation.stage import pools_root
 from fl_sim.stages.pate.procedure import ask_teachers
 from fl_sim.store.files import explain, folder_lock, read_whole
 from fl_sim.store.tensors import write_private
-from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, answer_to, count_votes, label
-from strategies.pate.mechanisms import NoNoise
+from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, NoNoise, answer_to, count_votes, label
 from strategies.pate.settings import Pate
 
 _VOTES, _FACTS = "votes.npy", "votes.json"

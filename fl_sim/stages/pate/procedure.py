@@ -28,8 +28,7 @@ from fl_sim.training.loop import resident, to_tensors
 from fl_sim.types import Traffic
 from strategies.answers import UNQUOTED, Asking, answers_to, find_population, in_words, refusal
 from strategies.fedavg import FedAvg
-from strategies.pate.public_split import PublicSplit
-from strategies.pate.settings import Pate
+from strategies.pate.settings import Pate, PublicSplit
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment

@@ -45,9 +45,9 @@ from fl_sim.training.evaluation import Scores, score
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Dataset, Examples, Params, ServerState
 from strategies.pate.labelling import UNANSWERED, Labelled
-from strategies.pate.neighbours import representatives
+from strategies.pate.semi_supervised import representatives
 from strategies.pate.settings import Pate
-from strategies.pate.student import Part, StudentData
+from strategies.pate.student import StudentData, TrainingPart
 
 LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
 
@@ -119,7 +119,7 @@ class _Training:
         experiment = job.experiment
         self.experiment, self.dataset, self.device, self.epsilon = experiment, job.dataset, job.device, epsilon
         self.log, self.out, self.finished, self.say = log, out, finished, say
-        self.parts: Mapping[str, Part] = {}
+        self.parts: Mapping[str, TrainingPart] = {}
         self.tests = experiment.evaluate.tests(is_last=True)
         self.start = ""
         self.settings, own = settings.student, settings.student_seed

@@ -19,8 +19,7 @@ from fl_sim.privacy.statement import Coverage, promised_releases, statement
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 from fl_sim.stages.pate.noisy_labels import Released, Votes, publish_cost, votes_key
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
-from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling
-from strategies.pate.mechanisms import NoNoise
+from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling, NoNoise
 from strategies.pate.settings import Pate
 
 OTHER_RELEASES: Final = (

@@ -37,7 +37,7 @@ from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Cost, GNMaxCost, LNMaxCost
 from fl_sim.types import Cohort, Reply
 from strategies.global_dp import GlobalDP
-from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax
+from strategies.pate.labelling import ConfidentGNMax, GNMax, LNMax
 from strategies.private_start import PrivateStart
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -55,8 +55,8 @@ HELD = {
     ("clients/dafl/labels.py", "label selection"): "labels",
     ("clients/dafl/dpcgan/training.py", "discriminator gradient"): "dp_cgan",
     ("clients/dafl/dpcgan/with_opacus.py", "discriminator gradient"): "dp_cgan",
-    ("strategies/pate/mechanisms.py", "pate votes"): "votes",
-    ("strategies/pate/mechanisms.py", "pate threshold"): "votes",
+    ("strategies/pate/labelling.py", "pate votes"): "votes",
+    ("strategies/pate/labelling.py", "pate threshold"): "votes",
     ("fl_sim/privacy/pate/smooth_sensitivity.py", "pate cost"): "published_cost",
 }
 """{(file, purpose of the noise): which tests below hold its law}."""

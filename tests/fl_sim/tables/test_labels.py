@@ -10,8 +10,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
 from fl_sim.tables.labels import caption, label, run_name, took
 from strategies.global_dp import AdaptiveClipping, GlobalDP
-from strategies.pate.labelling import Labelling
-from strategies.pate.mechanisms import ConfidentGNMax, GNMax
+from strategies.pate.labelling import ConfidentGNMax, GNMax, Labelling
 from strategies.pate.settings import Pate
 from strategies.pate.student import Supervised
 

@@ -23,10 +23,9 @@ from fl_sim.tables.plan import (
     table_settings,
 )
 from strategies.fedavg import FedAvg
-from strategies.pate.mechanisms import GNMax, LNMax
+from strategies.pate.labelling import GNMax, LNMax
 from strategies.pate.settings import Pate
-from strategies.pate.student import Supervised
-from strategies.pate.student_resnet import ResidualStudent
+from strategies.pate.student import ResidualStudent, Supervised
 
 BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}
 

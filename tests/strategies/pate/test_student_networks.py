@@ -9,11 +9,9 @@ from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng
 from fl_sim.training.loop import to_tensors
-from strategies.pate.networks import Forest, ResidualBlock, conv_classifier, forest_of, gan_classifier, start_from
-from strategies.pate.student import Nobody, StudentData, predict
-from strategies.pate.student_forest import ForestStudent
-from strategies.pate.student_gan import FeatureMatchingGan
-from strategies.pate.student_resnet import ResidualStudent
+from strategies.pate.networks import Forest, StudentBlock, conv_classifier, forest_of, gan_classifier, start_from
+from strategies.pate.semi_supervised import FeatureMatchingGan
+from strategies.pate.student import ForestStudent, Nobody, ResidualStudent, StudentData, predict
 
 
 def _digits(num_labels: int) -> tuple[StudentData, torch.Tensor, torch.Tensor]:
@@ -60,7 +58,7 @@ def test_a_forest_student_learns_and_repeats() -> None:
 def test_shallow_residual_students_have_basic_blocks_and_deep_ones_bottlenecks() -> None:
     def convolutions(student: ResidualStudent) -> list[tuple[int, ...]]:
         model = student.network((3, 32, 32), 100)
-        first = next(module for module in model.modules() if isinstance(module, ResidualBlock))
+        first = next(module for module in model.modules() if isinstance(module, StudentBlock))
         return [layer.kernel_size for layer in first.body if isinstance(layer, torch.nn.Conv2d)]
 
     assert convolutions(ResidualStudent(blocks=5, width=8)) == [(3, 3), (3, 3)]

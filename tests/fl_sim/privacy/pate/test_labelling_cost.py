@@ -15,7 +15,7 @@ from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.renyi import ORDERS, rdp_curve
-from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax
+from strategies.pate.labelling import ConfidentGNMax, GNMax, LNMax
 
 ALL = np.array(ORDERS)
 COSTS = [

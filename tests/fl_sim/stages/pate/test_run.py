@@ -25,8 +25,8 @@ from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.labels import caption, label
 from fl_sim.training.loop import to_tensors
 from strategies.pate.labelling import UNANSWERED, Labelled
-from strategies.pate.neighbours import representatives
-from strategies.pate.public_split import PublicSplit
+from strategies.pate.semi_supervised import representatives
+from strategies.pate.settings import PublicSplit
 from strategies.pate.student import StudentData, Supervised
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")

@@ -18,8 +18,7 @@ from fl_sim.settings import kinds_of
 from fl_sim.stages.pate.noisy_labels import Released, Votes, release_labels
 from fl_sim.stages.pate.statements import neighbours, statements_of
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
-from strategies.pate.labelling import UNANSWERED
-from strategies.pate.mechanisms import LNMax
+from strategies.pate.labelling import UNANSWERED, LNMax
 
 CONFIDENT = (
     "algorithm.labelling.mechanism=confident", "algorithm.labelling.mechanism.threshold=35",

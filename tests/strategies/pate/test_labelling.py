@@ -16,9 +16,20 @@ from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, n
 from fl_sim.privacy.mechanisms import Noise, grid_spacing
 from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.renyi import ORDERS
-from strategies.pate import mechanisms
-from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, count_votes, label
-from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism, NoNoise, Voting
+from strategies.pate import labelling
+from strategies.pate.labelling import (
+    UNANSWERED,
+    ConfidentGNMax,
+    GNMax,
+    Labelled,
+    Labelling,
+    LNMax,
+    Mechanism,
+    NoNoise,
+    VotingMechanism,
+    count_votes,
+    label,
+)
 
 NOISE = Noise.seeded(0)
 CLEAR = np.array([[0, 100, 0]] * 50)
@@ -232,11 +243,11 @@ def audited(release: Callable[[World, int], float], claim: list[dp_event.DpEvent
     return audit_profile(*outputs, delta_profile(claim, EPSILONS))
 
 
-def answers(mechanism: Voting) -> Callable[[World, int], float]:
+def answers(mechanism: VotingMechanism) -> Callable[[World, int], float]:
     return lambda world, run: float(mechanism.winner(ANSWER_WORLDS[world], noise=NOISE, query=run))
 
 
-def passing(mechanism: Voting) -> Callable[[World, int], float]:
+def passing(mechanism: VotingMechanism) -> Callable[[World, int], float]:
     return lambda world, run: float(mechanism.passes(TEST_WORLDS[world], noise=NOISE, query=run))
 
 
@@ -309,7 +320,7 @@ def test_the_noise_on_the_counts_is_what_it_claims_to_be() -> None:
 
 
 def test_a_count_that_just_reaches_the_threshold_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mechanisms, "add_noise", lambda total, *_: total)
+    monkeypatch.setattr(labelling, "add_noise", lambda total, *_: total)
     noise = Noise.seeded(0)
     for threshold, answered in ((6.0, True), (6.0 + 1e-9, False), (5.0, True)):
         mechanism = ConfidentGNMax(threshold=threshold, sigma_threshold=1.0, sigma=1.0)

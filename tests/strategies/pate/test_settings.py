@@ -6,7 +6,7 @@ import pytest
 from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.types import Examples
-from strategies.pate.public_split import overlap, split_off
+from strategies.pate.settings import overlap, split_off
 
 
 def test_the_pool_is_the_first_test_records_and_the_rest_is_for_evaluation() -> None:

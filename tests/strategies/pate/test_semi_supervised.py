@@ -6,8 +6,8 @@ import torch
 
 from fl_sim.data import load
 from fl_sim.training.loop import to_tensors
-from strategies.pate import neighbours
-from strategies.pate.neighbours import descriptors, representatives, spread
+from strategies.pate import semi_supervised
+from strategies.pate.semi_supervised import descriptors, representatives, spread
 
 
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,11 +47,11 @@ def test_every_record_is_asked_about_once_however_many_are_chosen(monkeypatch: p
     whole = representatives(inputs, 120)
     assert sorted(whole) == list(range(120))
     assert np.array_equal(representatives(inputs, 30), whole[:30])
-    monkeypatch.setattr(neighbours, "_MOST_CHOSEN", 10)
+    monkeypatch.setattr(semi_supervised, "_MOST_CHOSEN", 10)
     few = representatives(inputs, 120)
     assert np.array_equal(few[:10], whole[:10])
     assert np.array_equal(few[10:], np.setdiff1d(np.arange(120), whole[:10]))
-    monkeypatch.setattr(neighbours, "_MOST_COMPARED", 50)
+    monkeypatch.setattr(semi_supervised, "_MOST_COMPARED", 50)
     assert sorted(representatives(inputs, 120)) == list(range(120))
     assert set(representatives(inputs, 10)) <= set(range(50))
 
