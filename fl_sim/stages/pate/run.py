@@ -137,7 +137,7 @@ class _Training:
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
 
-    def begin(self, parts: Mapping[str, Part]) -> int:
+    def begin(self, parts: Mapping[str, TrainingPart]) -> int:
         """Restore ``parts`` from an earlier process; return the number of its steps."""
         self.parts, path = parts, self.out / run_directory.STUDENT
         if not path.exists():
@@ -281,7 +281,7 @@ class StudentCheckpoint:
 _CHECKPOINT = TypeAdapter(StudentCheckpoint)
 
 
-def write_student(path: Path, standing: StudentCheckpoint, parts: Mapping[str, Part]) -> None:
+def write_student(path: Path, standing: StudentCheckpoint, parts: Mapping[str, TrainingPart]) -> None:
     """Write a checkpoint, whole or not at all; ``parts``: all that training changes, by name."""
     tensors = dict(_named(parts))
     facts = _CHECKPOINT.dump_json(standing).decode()
@@ -302,7 +302,7 @@ def read_student(path: Path) -> tuple[StudentCheckpoint, Params]:
     return standing, tensors
 
 
-def restore(path: Path, tensors: Params, parts: Mapping[str, Part]) -> None:
+def restore(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> None:
     """Restore ``parts``. Raises UserError where they have changed."""
     fresh = {name for name, part in parts.items() if not isinstance(part, torch.optim.Optimizer)}
     wanted = {name: value.shape for name, value in _named({name: parts[name] for name in fresh})}
@@ -317,7 +317,7 @@ def restore(path: Path, tensors: Params, parts: Mapping[str, Part]) -> None:
             raise UserError(f"{path} does not fit: {name}: {error}; delete it, and the student begins anew") from error
 
 
-def _named(parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor with a name: its part, and its place in it."""
     for name, part in parts.items():
         state = part.state_dict()
