@@ -51,11 +51,6 @@ class Node:
         """Return the name and address by which a user finds it."""
         return f"node {self.name[:12]} at {self.host}"
 
-    @property
-    def is_gone(self) -> bool:
-        """Return True if nobody answers there any more: sooner than Ray itself notices."""
-        return not is_there(f"{self.host}:{self.port}")
-
 
 @dataclass(eq=False)
 class Worker:
@@ -207,7 +202,8 @@ class ActorPool:
         """Drop a dead worker; return the calls of others that went with its node, None where that is still there."""
         worker.kill()
         self.ready = [one for one in self.ready if one is not worker]
-        if not self.is_remote or not worker.node.is_gone:
+        # A node that accepts no connection is gone: Ray itself notices later.
+        if not self.is_remote or is_there(f"{worker.node.host}:{worker.node.port}"):
             return None
         return self._forget(worker.node)
 

@@ -120,7 +120,9 @@ def _call(command: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{command[0]} failed: {error}") from error
     if done.returncode:
-        raise NoCompiler(f"{command[0]} failed: {_error_in(done.stderr)}")
+        lines = done.stderr.splitlines()
+        reason = [line for line in lines if "error" in line] or lines or ["it said nothing"]
+        raise NoCompiler(f"{command[0]} failed: {reason[0][:300]}")
 
 
 def find_library() -> Path:
@@ -175,11 +177,6 @@ def _compiler() -> list[str]:
         if path := shutil.which(name):
             return [path]
     raise NoCompiler("no C++ compiler (g++, c++ or clang++) was found")
-
-
-def _error_in(text: str) -> str:
-    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["it said nothing"]
-    return lines[0][:300]
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ class _Generator(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [("curved", _Perceptron), ("straight", _Perceptron)]
 
 
-class _Shown(ctypes.Structure):
+class _NetworkRows(ctypes.Structure):
     """``Shown`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("values", _POINTER), ("classes", _POINTER), ("count", _LONG)]
@@ -70,7 +70,7 @@ class Shown:
         self.values = np.ascontiguousarray(values)
         self.classes = None if classes is None else np.ascontiguousarray(classes)
         where = None if self.classes is None else address(self.classes)
-        self.described = _Shown(address(self.values), where, len(values))
+        self.described = _NetworkRows(address(self.values), where, len(values))
 
     def __len__(self) -> int:
         return len(self.values)
@@ -79,9 +79,18 @@ class Shown:
 def is_perceptron(net: nn.Module) -> bool:
     """Return True if the compiled code takes a network: linear layers, ReLU or LeakyReLU between them, float32."""
     layers = list(net) if isinstance(net, nn.Sequential) else []
-    linear, between = layers[::2], layers[1::2]
-    if len(layers) % 2 == 0 or not all(map(_is_plain, linear)) or not all(map(_is_relu, between)):
+    if len(layers) % 2 == 0:
         return False
+    for layer in layers[1::2]:  # of a slope below 0 nobody could tell from its output what its input was
+        if not isinstance(layer, nn.ReLU) and not (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0):
+            return False
+    linear = layers[::2]
+    for layer in linear:
+        if type(layer) is not nn.Linear or not all(
+            weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+            for weight in layer.parameters()
+        ):
+            return False
     return all(before.out_features == after.in_features for before, after in pairwise(linear))
 
 
@@ -102,8 +111,10 @@ class Perceptron:
         self.width = num_inputs // num_classes - 1 if num_classes else num_inputs
         self.num_parameters = sum(weight.numel() for weight in self.weights)
         self._addresses = [weight.data_ptr() for weight in self.weights]
-        described = [_described(*of_layer) for of_layer in zip(layers, [*slopes, 1.0], strict=True)]
-        self._layers = (_Linear * len(layers))(*described)
+        self._layers = (_Linear * len(layers))()
+        for place, (layer, slope) in enumerate(zip(layers, [*slopes, 1.0], strict=True)):
+            bias, inputs = None if layer.bias is None else layer.bias.data_ptr(), layer.in_features
+            self._layers[place] = _Linear(layer.weight.data_ptr(), bias, inputs, layer.out_features, inputs, slope)
 
     def described(self) -> _Perceptron:
         """Return the addresses of the weights, valid while this object lives."""
@@ -204,7 +215,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Release:
+class GradientNoise:
     """The noise and the divisor that make a gradient of a sum: see ``add_noise`` of fl_sim/privacy/mechanisms.py.
 
     ``noise`` is in steps of the grid, which are ``spacing``; None: the sum as it is. The noised sum is divided by
@@ -243,7 +254,7 @@ class Adversaries:
         if made != (self.discriminator.width, self.discriminator.num_classes):
             raise ValueError(f"the discriminator does not take what the generator makes: {made} numbers and classes")
 
-    def discriminator_step(self, pairs: Pairs, release: Release) -> None:
+    def discriminator_step(self, pairs: Pairs, release: GradientNoise) -> None:
         """Take Adam's step on the discriminator by the noised sum of its pairs' clipped gradients, ``total``.
 
         Raises ValueError for rows or noise of another kind or number, and IndexError for rows and classes that are not
@@ -288,23 +299,6 @@ def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
         raise ValueError(f"compiled steps want float32 numbers in a row, not {numbers.dtype} {tuple(numbers.shape)}")
     vector: NDArray[np.float32] = numbers.detach().numpy()
     return vector
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear and all(
-        weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
-        for weight in layer.parameters()
-    )
-
-
-def _is_relu(layer: nn.Module) -> bool:
-    # Of a slope below 0 nobody could tell from what left it what entered it.
-    return isinstance(layer, nn.ReLU) or (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0)
-
-
-def _described(layer: nn.Linear, slope: float) -> _Linear:
-    bias = None if layer.bias is None else layer.bias.data_ptr()
-    return _Linear(layer.weight.data_ptr(), bias, layer.in_features, layer.out_features, layer.in_features, slope)
 
 
 def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> bool:

@@ -118,7 +118,7 @@ class Pulled(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [("prototypes", _POINTER), ("present", _POINTER), ("weight", _FLOAT)]
 
 
-class Terms(ctypes.Structure):
+class LossTerms(ctypes.Structure):
     """``Terms`` of terms.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
@@ -154,7 +154,7 @@ class Request(ctypes.Structure):
         ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
         ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT), ("clip_norm", _FLOAT),
         ("weight_kept", _FLOAT),
-        ("terms", Terms), ("ascent", Climbed), ("moves", Moved),
+        ("terms", LossTerms), ("ascent", Climbed), ("moves", Moved),
     ]  # fmt: skip
 
 
@@ -201,8 +201,8 @@ class RequestBuffers:
             request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
         return request
 
-    def _terms(self, plan: LocalPlan) -> Terms:
-        terms = Terms(scale=self._pointer(plan.logit_scale), shift=self._pointer(plan.logit_shift))
+    def _terms(self, plan: LocalPlan) -> LossTerms:
+        terms = LossTerms(scale=self._pointer(plan.logit_scale), shift=self._pointer(plan.logit_shift))
         if (distillation := plan.distillation) is not None:
             terms.distillation = Distilled(
                 classes=self._pointer(distillation.classes), weight=distillation.weight,

@@ -183,13 +183,11 @@ class StackedTrainer:
         by_steps = sorted(range(len(jobs)), key=lambda place: -jobs[place].num_steps)
         ordered = [jobs[place] for place in by_steps]
         if not ordered[0].num_steps:
-            return [
-                Trained(
-                    job.task.params, job.plan.momentum_buffers or {}, 0, None,
-                    self._feature_sums(job, job.task.params),
-                )
-                for job in jobs
-            ]  # fmt: skip
+            untrained = []
+            for job in jobs:
+                params, sums = job.task.params, self._feature_sums(job, job.task.params)
+                untrained.append(Trained(params, job.plan.momentum_buffers or {}, 0, None, sums))
+            return untrained
         with arithmetic(ordered[0].records.device, self._precision):
             results = self._train(kind, ordered)
         return [trained for _, trained in sorted(zip(by_steps, results, strict=True), key=lambda pair: pair[0])]
