@@ -33,7 +33,7 @@ from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.training import Adam, Weights, adversaries_of
 from fl_sim.native.kernel import CompiledNormals, Kernel, load_kernel
-from fl_sim.native.perceptrons import Pairs, Release, Shown
+from fl_sim.native.perceptrons import GradientNoise, Pairs, Shown
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid, grid_spacing
 
 Step = Callable[[int], None]
@@ -152,7 +152,7 @@ def compiled(batch: Batch, kernel: Kernel) -> Step:
 
     def step(number: int) -> None:
         noise = source.drawn(len(adversaries.total), number)
-        adversaries.discriminator_step(pairs, Release(noise, grid_spacing(NOISE_MULTIPLIER), len(latents)))
+        adversaries.discriminator_step(pairs, GradientNoise(noise, grid_spacing(NOISE_MULTIPLIER), len(latents)))
 
     return step
 

@@ -23,7 +23,7 @@ from clients.dafl.dpcgan.nets import Networks, SmallGenerator, generated, kernel
 from clients.dafl.generator import GeneratorRequest
 from fl_sim.errors import RunError
 from fl_sim.native.kernel import CompiledNormals, Kernel
-from fl_sim.native.perceptrons import Adversaries, CompiledAdam, Pairs, Perceptron, Release, Shown, TwoWays
+from fl_sim.native.perceptrons import Adversaries, CompiledAdam, GradientNoise, Pairs, Perceptron, Shown, TwoWays
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, grid_spacing
 from fl_sim.seeding import torch_alone
 
@@ -240,7 +240,7 @@ class CompiledTraining:
             self.ahead = {number: self._drawn(number) for number in steps}
         chosen, latents, noise = self.ahead.pop(step)
         pairs = Pairs(self.records, chosen, latents, client.bound * (1 - MARGIN))
-        self.adversaries.discriminator_step(pairs, Release(noise, self.spacing, client.batch))
+        self.adversaries.discriminator_step(pairs, GradientNoise(noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
         """Return the records of a D step, the latent vectors of their fakes, and the noise. SENSITIVE."""

@@ -19,9 +19,9 @@ from fl_sim.native.kernel import Kernel
 from fl_sim.native.perceptrons import (
     Adversaries,
     CompiledAdam,
+    GradientNoise,
     Pairs,
     Perceptron,
-    Release,
     Shown,
     TwoWays,
     is_perceptron,
@@ -179,7 +179,7 @@ def test_adams_steps_are_their_definition_and_the_mean_follows_the_generators_we
     ]
     mean = adversaries.mean.copy()
     for _ in range(5):
-        adversaries.discriminator_step(pairs_of(torch.rand(9, 3), torch.randn(9, 2)), Release(None, 1.0, 4.0))
+        adversaries.discriminator_step(pairs_of(torch.rand(9, 3), torch.randn(9, 2)), GradientNoise(None, 1.0, 4.0))
         adversaries.generator_step(shown(torch.randn(6, 2)), 0.75)
         for net, adam, taken in zip(
             nets, adams, (adversaries.discriminator_adam, adversaries.generator_adam), strict=True
@@ -215,7 +215,7 @@ def test_the_noised_gradient_is_that_of_the_definition_bit_for_bit(kernel: Kerne
     pairs = pairs_of(torch.rand(70, 300), torch.randn(70, 2))
     fakes = shown(torch.from_numpy(adversaries.generator.generate(pairs.latents)))
     summed = adversaries.discriminator.clipped_sum(pairs.real, fakes, pairs.bound, pairs.chosen)
-    adversaries.discriminator_step(pairs, Release(noise, grid_spacing(std) if std else 1.0, divisor))
+    adversaries.discriminator_step(pairs, GradientNoise(noise, grid_spacing(std) if std else 1.0, divisor))
     assert adversaries.total.tobytes() == summed.tobytes()
     expected = np.empty(size, np.float32)
     released = summed if noise is None else add_noise(summed, std, noise)
@@ -235,7 +235,7 @@ def test_every_width_of_vectors_gives_the_same_bits(kernels: list[Kernel], class
         adversaries = learning(kernel, *nets, (1e-2, 1e-2))
         rows = shown(real, places[0]), shown(fake, places[1])
         sums = [adversaries.discriminator.clipped_sum(*rows, norm) for norm in (0.1, math.inf)]
-        adversaries.discriminator_step(pairs_of(real, latents, places[0]), Release(None, 1.0, 3.0))
+        adversaries.discriminator_step(pairs_of(real, latents, places[0]), GradientNoise(None, 1.0, 3.0))
         adversaries.generator_step(shown(latents, places[0]), 0.5)
         adams = adversaries.discriminator_adam, adversaries.generator_adam
         taken = [vector for adam in adams for vector in (adam.gradient, adam.means, adam.squares, adam.weights)]
@@ -288,7 +288,7 @@ def test_records_and_classes_that_are_not_there_are_refused(kernel: Kernel) -> N
     generator, discriminator = Generator(2, 4, 3, 2), perceptron(8, 5, 1)
     adversaries = learning(kernel, discriminator, generator)
     rows, latents, places = torch.zeros(5, 3), torch.zeros(5, 2), torch.zeros(5, dtype=torch.int64)
-    nothing = Release(None, 1.0, 1.0)
+    nothing = GradientNoise(None, 1.0, 1.0)
     for wrong in (-1, 2, 2**62):
         strange = places.clone()
         strange[3] = wrong
@@ -316,7 +316,7 @@ def test_records_and_classes_that_are_not_there_are_refused(kernel: Kernel) -> N
 def test_sums_and_weights_of_another_length_or_type_are_refused(kernel: Kernel) -> None:
     discriminator, generator = perceptron(3, 4, 1), Generator(2, 4, 3)
     adversaries = learning(kernel, discriminator, generator)
-    pairs, plain = pairs_of(torch.zeros(5, 3), torch.zeros(5, 2)), Release(None, 1.0, 1.0)
+    pairs, plain = pairs_of(torch.zeros(5, 3), torch.zeros(5, 2)), GradientNoise(None, 1.0, 1.0)
     for noise in (np.zeros(20), np.zeros(21, np.float32), np.zeros(42)[::2]):
         with pytest.raises(ValueError, match="and 21 weights with noise"):
             adversaries.discriminator_step(pairs, replace(plain, noise=noise))

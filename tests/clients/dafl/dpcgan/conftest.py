@@ -69,7 +69,7 @@ def _watch_pytorch(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
 def _watch_compiled(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     original = Adversaries.discriminator_step
 
-    def step(adversaries: Adversaries, pairs: adversarial.Pairs, release: adversarial.Release) -> None:
+    def step(adversaries: Adversaries, pairs: adversarial.Pairs, release: adversarial.GradientNoise) -> None:
         net = adversaries.discriminator
         fakes = Shown(adversaries.generator.generate(pairs.latents), pairs.latents.classes)
         records = inputs(net, pairs.real)[pairs.chosen]
