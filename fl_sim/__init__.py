@@ -35,7 +35,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: all of it at once would make ``fl-sim --help`` wait for torch."""
+    """Import a public name lazily: ``fl-sim --help`` does not wait for torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'fl_sim' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
 
 
 def _refuse_shadows() -> None:
-    """Raise ImportError where something of the user's is found in place of a package that belongs to fl-sim."""
+    """Raise ImportError where the user's own module hides a package of fl-sim."""
     here = Path(__file__).resolve().parents[1]
     for name in ("strategies", "clients", "partitions"):
         spec = importlib.util.find_spec(name)

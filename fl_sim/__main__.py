@@ -10,7 +10,7 @@ from fl_sim.cli.verbs import app
 from fl_sim.errors import RunError, UserError, in_a_line
 
 INTERRUPTED = 130
-"""What a shell reports for Ctrl-C, and what typer returns for it."""
+"""The exit code of a shell and of typer after Ctrl-C."""
 
 
 def main() -> None:
@@ -32,9 +32,9 @@ def main() -> None:
 
 
 def command() -> None:
-    """Run the command line as a process of its own, which ends at once: taking torch apart takes a fifth of a second.
+    """Run the command line as a process, and exit without a cleanup of torch, which takes a fifth of a second.
 
-    All files are closed then, and a Ray or workers that the command started have been stopped.
+    All files are closed then, and the command has stopped its Ray and its workers.
     """
     code: object = 0
     _open_standard_files()
@@ -51,7 +51,7 @@ def command() -> None:
 
 
 def _open_standard_files() -> None:
-    """Open what the shell closed (``>&-``): otherwise the next file that is opened takes its place, and its output."""
+    """Open standard files that the shell closed (``>&-``): else the next file that is opened receives the output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

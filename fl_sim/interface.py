@@ -62,7 +62,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TableResult:
-    """A table as far as it is filled (``table``), and the ``directory`` that holds it and its runs."""
+    """The table, as far as it is filled, and the ``directory`` of the table and its runs."""
 
     directory: Path
     table: "Table" = field(repr=False)
@@ -100,14 +100,14 @@ def run(
     track: str | Iterable[str] = (),
     observer: object = None,
 ) -> RunResult:
-    """Run an experiment, or take up or read back the run of it that ``out`` holds, and return what came of it.
+    """Run an experiment, or resume or read its run in ``out``, and return the result.
 
-    ``experiment``: an Experiment, or settings as a TOML file has them; None is the default experiment. ``out``: by
-    default ``results/NAME``, named after the settings. ``data_root``: where data sets are looked for first. ``again``:
-    run from the beginning, after what ``out`` holds of the run was moved to a folder beside it.
-    ``progress``: whether it is shown on standard error. ``track``: who else is told, such as "tensorboard,mlflow".
-    ``observer``: an object with methods such as ``finished_round``, which are called (docs/tracking.md). Raises
-    UserError for settings that cannot be run, RunError where the run cannot go on; what is finished stays.
+    ``experiment``: an Experiment, or settings as in a TOML file; None is the default experiment. ``out``: by default
+    ``results/NAME``, named after the settings. ``data_root``: the first place to look for data sets. ``again``: run
+    from the beginning, after moving the run in ``out`` to a folder beside it. ``progress``: show it on standard error.
+    ``track``: trackers, such as "tensorboard,mlflow". ``observer``: an object with methods such as ``finished_round``
+    (docs/tracking.md). Raises UserError for settings that cannot be run, RunError for a failed run; finished rounds
+    are kept.
     """
     root = _data_root(data_root)
     tracking = tracking_of(track)
@@ -116,14 +116,14 @@ def run(
     title = f"{kind_of(chosen.algorithm)} on {without_settings(chosen.data)} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
-        told = tracking.of(directory, _Shown(shown), shown.say, observer)
+        observers = tracking.of(directory, _ProgressObserver(shown), shown.say, observer)
         if again and (aside := set_aside(chosen, directory)):
             shown.say(f"what {directory} held is in {aside} now")
         if out is None and (shorter := begin_with_shorter(chosen, directory, root)):
             shown.say(f"the rounds of {shorter} are the first of this run")
         shown.say(f"results go to {directory}")
-        facts = simulation.run(chosen, directory, root, told)
-        if not told.has_started:
+        facts = simulation.run(chosen, directory, root, observers)
+        if not observers.has_started:
             shown.say("this run is finished already, and nothing was done: --again (again=True) runs it once more")
             if doubt := on_trust(directory, identity_of(chosen, root)):
                 shown.say(doubt)
@@ -136,7 +136,7 @@ def run(
 
 
 def directory_of(experiment: Experiment, out: Path | None, data_root: Path | None) -> tuple[Experiment, Path]:
-    """Return the experiment with all defaults filled in, and where it is run: in ``out``, or named after itself."""
+    """Return the experiment with all defaults, and its run directory: ``out``, or one named after its settings."""
     chosen = resolved(experiment, data_root)
     return chosen, out or RESULTS / run_name(chosen, load(chosen.data, data_root, chosen.features))
 
@@ -183,29 +183,29 @@ def table(
     return TableResult(directory, conclude(board, directory)[0])
 
 
-class _Shown:
-    """Passes what a run says on to its progress display."""
+class _ProgressObserver:
+    """Sends the events of a run to its progress display."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
-        self._told = ""
+        self._shown = ""
         self.replied = progress.replied
         self.finished_round = progress.finished_round
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         del experiment
-        self._told = engine
+        self._shown = engine
         self._progress.say(engine)
         self._progress.started(first_round)
 
     def preparing(self, what: str) -> None:
-        self._told += f"\n{what}"
+        self._shown += f"\n{what}"
         self._progress.preparing(what)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Show what the run has warned of since it began; whoever asked for it shows what came of it."""
+        """Show the warnings that are new since the start; the caller shows the result."""
         for warning in facts["warnings"]:
-            if warning not in self._told:
+            if warning not in self._shown:
                 self._progress.say(warning)
 
 

@@ -86,7 +86,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return ResNet-8 (16, 32, 64 channels) with GroupNorm: no running statistics that clients had to average."""
+    """Return ResNet-8 (16, 32, 64 channels) with GroupNorm, which has no running statistics."""
     channels, _, _ = _image(input_shape, "resnet", 4)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(),
@@ -124,7 +124,7 @@ MODELS: dict[str, Factory] = {
 
 
 def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
-    """Return the model a run uses when none is named: the papers' CNN where it fits, else the CNN that always does."""
+    """Return the default model: NIID-Bench's or (small images) DA-FL's CNN, mlp for features, gru for tokens."""
     if vocabulary:
         return GRU
     if len(input_shape) != 3:
@@ -144,11 +144,10 @@ def build(
 ) -> nn.Module:
     """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
 
-    ``vocabulary``: above 0, records are sequences of tokens below it, which take "gru" or a model of the user's own.
-    ``trial``: two records that the latter is tried on.
-    Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, for a model of the user's own
-    that cannot be trained here (``_build_own``), and for one without BatchNorm layers where ``batch_norm`` says what
-    becomes of them.
+    ``vocabulary``: above 0, records are sequences of tokens below it, for "gru" or a model of the user's own.
+    ``trial``: two records to try the latter on. Initial weights depend on ``seed`` alone. Raises UserError for an
+    unknown name, for a model of the user's own that cannot be trained here (``_build_own``), and for one without
+    BatchNorm layers where ``batch_norm`` is set.
     """
     own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
@@ -327,7 +326,7 @@ def _check_logits(path: str, logits: Any, num_classes: int) -> None:
 
 
 def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], batch_norm: BatchNorm) -> None:
-    """Raise UserError for buffers that a forward pass has changed since ``before`` and that are not averaged."""
+    """Raise UserError for buffers that a forward pass has changed since ``before``, unless they are averaged."""
     running = running_in(model)
     for name, buffer in model.named_buffers():
         if (name in before and torch.equal(buffer, before[name])) or (name in running and batch_norm != "none"):
@@ -345,7 +344,7 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError for buffers that are not as ``before`` in a model of another seed."""
+    """Raise UserError for buffers that differ from ``before`` in a model of another seed."""
     for name, buffer in other.named_buffers():
         if name not in before or not torch.equal(buffer, before[name]):
             raise UserError(
