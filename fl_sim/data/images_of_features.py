@@ -143,7 +143,9 @@ def _descended(
         found = described(images)
         found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
         distances = ((found if whitening is None else whitening.applied(found)) - targets).square().sum()
-        (noise.grad,) = torch.autograd.grad(distances + _VARIATION * _variations(images).sum(), noise)
+        neighbours = (images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3))  # down and across
+        variations = sum(neighbours, torch.zeros(len(images)))
+        (noise.grad,) = torch.autograd.grad(distances + _VARIATION * variations.sum(), noise)
         adam.step()
         tell((step + 1) / STEPS)
     with torch.no_grad():
@@ -166,8 +168,3 @@ def _mixture(channels: int) -> torch.Tensor:
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)
     return (common * shared + _OWN * (torch.eye(channels) - shared)) / math.sqrt(1 + _OWN**2)
-
-
-def _variations(images: torch.Tensor) -> torch.Tensor:
-    """Return the mean difference of neighbouring pixels, down and across, for each image."""
-    return sum((images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3)), torch.zeros(len(images)))

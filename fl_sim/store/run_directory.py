@@ -46,16 +46,15 @@ class RoundRecord:
     """One line of ``rounds.jsonl``.
 
     ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
-    mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. ``train_loss``, ``cohort`` and
-    ``seconds`` are None where they may not leave the round (under privacy). ``validation_accuracy`` and
-    ``validation_loss`` are measured whenever the test accuracy is, where records are held out for it; so are, on the
-    test records, ``balanced_accuracy``, ``macro_f1``, ``auc`` (of two classes) and, over clients, the mean, deviation
-    and worst tenth of the accuracy on their shares of the classes (None under privacy). ``bytes_down`` and
-    ``bytes_up``: of the arrays that went to and came from all clients of the round (None where who they were is
-    secret). By the virtual clock, where there is one: ``virtual_seconds`` that the round lasted, how many clients were
-    too ``late`` for it, and the mean ``staleness`` of its updates, in steps of the server.
+    mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. Under privacy ``train_loss``, ``cohort``
+    and ``seconds`` may be secret, and then are None. With the test accuracy are measured: ``validation_accuracy`` and
+    ``validation_loss`` on validation records, if there are any; ``balanced_accuracy``, ``macro_f1`` and ``auc`` (of two
+    classes) on the test records; and the mean, deviation and worst tenth of client accuracies (None under privacy).
+    ``bytes_down`` and ``bytes_up``: of the arrays to and from all clients of the round (None if the cohort is secret).
+    With a virtual clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness``
+    of updates, in server steps.
 
-    What has a default is left out of the line where it is None, so older logs are read, too.
+    A field with a default is left out of the line if it is None, so older logs can be read.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
