@@ -3,6 +3,7 @@
 Nothing in it depends on what is trained, so all of it is known beforehand, and after a stop it is found again.
 """
 
+import bisect
 import heapq
 import math
 from collections import deque
@@ -42,21 +43,21 @@ class Clock:
         """Return the seconds of its turn in a round with ``steps`` steps: download, steps, upload."""
         fleet = self.fleet
         sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
-        by_records = self._records(client, steps) * fleet.record_seconds[client]
-        return float(sending + steps * fleet.step_seconds[client] + by_records) * self._factor(client, server_round)
+        records = 0
+        if size := int(self.sizes[client]):
+            passes, rest = divmod(steps, self.settings.num_batches(size))
+            records = passes * size + min(rest * self.settings.batch_size, size)
+        by_records = records * fleet.record_seconds[client]
+        taken = float(sending + steps * fleet.step_seconds[client] + by_records)
+        if not fleet.jitter:
+            return taken
+        return taken * math.exp(fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
         """Return the number of steps that fit into ``seconds``, None where not even one step and the sending fit."""
-        fewest, most = min(1, self.steps(client)), self.steps(client)
-        if self.seconds(client, server_round, fewest) > seconds:
-            return None
-        while fewest < most:
-            middle = (fewest + most + 1) // 2
-            if self.seconds(client, server_round, middle) <= seconds:
-                fewest = middle
-            else:
-                most = middle - 1
-        return fewest
+        steps = range(min(1, self.steps(client)), self.steps(client) + 1)
+        fitting = bisect.bisect_right(steps, seconds, key=lambda some: self.seconds(client, server_round, some))
+        return steps[fitting - 1] if fitting else None
 
     def there(self, look: int) -> NDArray[np.bool_]:
         """Return a mask of the available clients when the server looks for the ``look``-th time, (clients,)."""
@@ -64,18 +65,6 @@ class Clock:
         if (availability == 1).all():
             return np.ones(len(availability), bool)
         return rng(self.seed, "availability", look).random(len(availability)) < availability
-
-    def _records(self, client: int, steps: int) -> int:
-        size = int(self.sizes[client])
-        if not size:
-            return 0
-        passes, rest = divmod(steps, self.settings.num_batches(size))
-        return passes * size + min(rest * self.settings.batch_size, size)
-
-    def _factor(self, client: int, server_round: int) -> float:
-        if not self.fleet.jitter:
-            return 1.0
-        return math.exp(self.fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,6 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return ``_own_records`` from one array with the records of all clients, client by client."""
     bounds = job.shards.bounds
 
-    def rows(client: int) -> range:
-        return range(int(bounds[client]), int(bounds[client + 1]))
-
     everybody = job.dataset.train.take(job.shards.records)
     if changed := _relabels(job):
         trained_on = everybody.labels.copy()
@@ -190,7 +187,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
         source = Source(inputs.to(job.device), labels.to(job.device))
     else:
         source = resident(everybody, job.dataset, job.device)
-    return lambda client: Records(((source, rows(client)),))
+    return lambda client: Records(((source, range(int(bounds[client]), int(bounds[client + 1]))),))
 
 
 def _relabels(job: Job) -> dict[int, Relabel]:

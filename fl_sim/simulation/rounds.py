@@ -110,7 +110,7 @@ class Rounds(Procedure):
         if record.round % experiment.evaluate_every and not is_last:
             return record
         server = run.strategy.server
-        model, when = self._model(server, reported_by(self.algorithm, server)), _after(record.round)
+        model, when = self._model(server, reported_by(self.algorithm, server)), f"after round {record.round}: {_CURE}"
         log.measured = run.measuring.measured(model, when, is_last=is_last)
         if log.measured.test is None and layer.ended([*log.rounds, log.measured.noted_in(record)]):
             log.measured = run.measuring.measured(model, when, is_last=True)
@@ -133,7 +133,7 @@ class Rounds(Procedure):
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
             model = self._model(log.server, log.server.params)
-            log.measured = run.measuring.measured(model, _after(len(log.rounds)), is_last=True)
+            log.measured = run.measuring.measured(model, f"after round {len(log.rounds)}: {_CURE}", is_last=True)
         for stage in log.stages:
             assert isinstance(stage, Stage)
             done(stage, run, "after")
@@ -267,10 +267,6 @@ def _named_settings(algorithm: object) -> Iterator[None]:
         raise Diverged(f"{error}; {algorithm.knobs}", private=error.private) from error
 
 
-def _after(server_round: int) -> str:
-    return f"after round {server_round}: training diverges, try smaller learning rates"
-
-
 def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
     """Write a finished round to the disk. The checkpoint comes last: all that it refers to is there before it."""
     if log.seal is not None:
@@ -286,6 +282,7 @@ def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: Ro
     write_state(out / CHECKPOINT, progress, log.server)
 
 
+_CURE: Final = "training diverges, try smaller learning rates"
 _ROUNDS: Final = "fl_sim.simulation.rounds:Rounds"
 
 

@@ -108,7 +108,10 @@ class TstrProcedure(Procedure):
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
         """Return the parameters of a classifier after training on its ``own`` synthetic records, and its trainer."""
         experiment, dataset = self.job.experiment, self.job.dataset
-        found = self._analysed(name, own)  # first, as it refuses what would be too large a model
+        found = None
+        if name in {DISCRIMINANT, QUADRATIC}:  # in closed form; first, as it refuses too large a model
+            analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
+            found = analyse(*to_tensors(own, dataset), dataset.num_classes)
         model = self._model(name).to(self.job.device)
         trainer = Trainer(model, load_kernel()[0], self.job.precision)
         if found is not None:
@@ -130,13 +133,6 @@ class TstrProcedure(Procedure):
             return QuadraticDiscriminant(math.prod(dataset.input_shape), dataset.num_classes)
         architecture = "logistic" if name == DISCRIMINANT else name
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
-
-    def _analysed(self, name: str, own: Examples) -> Params | None:
-        """Return the parameters of a classifier in closed form; None for one that is trained."""
-        if name not in {DISCRIMINANT, QUADRATIC}:
-            return None
-        analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
-        return analyse(*to_tensors(own, self.job.dataset), self.job.dataset.num_classes)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
         """Return the Frechet distance of synthetic records from real ones; None where it is not measured."""

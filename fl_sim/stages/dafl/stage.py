@@ -58,12 +58,19 @@ class Synthesize:
 
     def run(self, client: Client) -> RecordDict:
         """Return the client's synthetic records, and their facts as JSON."""
-        if client.ticket:
-            return self._made_elsewhere(client, client.ticket)
-        [made] = self.run_together([client])
-        if isinstance(made, Exception):
-            raise made
-        return made
+        if not client.ticket:
+            [made] = self.run_together([client])
+            if isinstance(made, Exception):
+                raise made
+            return made
+        from clients.dafl.share import generate_elsewhere  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+        job, ticket = self.job, client.ticket
+        counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
+        records = _private_records(job, client.runtime.own_records, client.number)
+        settings, seed = settings_of(job.experiment), job.experiment.seed
+        return wire.made_content(generate_elsewhere(settings, client.number, records, counts, noise, seed=seed))
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
         """Return every client's answer or exception; the generators are trained together."""
@@ -94,15 +101,6 @@ class Synthesize:
 
         releasing, paid = begun.paid
         return content_of(finish_share(settings_of(self.job.experiment), releasing, paid, wire.read_made(answer)))
-
-    def _made_elsewhere(self, client: Client, ticket: remote.Ticket) -> RecordDict:
-        from clients.dafl.share import generate_elsewhere  # noqa: PLC0415 (the accountants load slowly)
-        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
-
-        counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
-        records, seed = _private_records(self.job, client.runtime.own_records, client.number), self.job.experiment.seed
-        made = generate_elsewhere(settings_of(self.job.experiment), client.number, records, counts, noise, seed=seed)
-        return wire.made_content(made)
 
 
 class SynthesisStage(Stage):

@@ -70,7 +70,9 @@ def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Vo
     A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises
     RunError where labels are not, UserError where what is kept is damaged.
     """
-    folder, shape = pools_root() / votes_key(job), _vote_shape(job, settings)
+    folder = pools_root() / votes_key(job)
+    public = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
+    shape = _VoteShape(job.experiment.clients, len(public), job.dataset.num_classes)
     private = not isinstance(settings.labelling.mechanism, NoNoise)
     with alone_in_cache(folder):
         reused = (folder / _FACTS).exists()
@@ -149,11 +151,6 @@ class _VoteFacts(BaseModel):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     silent: list[int] = []
     sha256: str
-
-
-def _vote_shape(job: Job, settings: Pate) -> _VoteShape:
-    pool = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
-    return _VoteShape(job.experiment.clients, len(pool), job.dataset.num_classes)
 
 
 def _read_votes(folder: Path, shape: _VoteShape) -> tuple[NDArray[np.int64], _VoteFacts]:

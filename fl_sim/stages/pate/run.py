@@ -165,11 +165,8 @@ class _Training:
             record = self.log.measured.noted_in(record)
         self._write(record)
         if self.parts:
-            write_student(
-                self.out / run_directory.STUDENT,
-                StudentCheckpoint(self.start, step, tuple(self.log.rounds)),
-                self.parts,
-            )
+            checkpoint = StudentCheckpoint(self.start, step, tuple(self.log.rounds))
+            write_student(self.out / run_directory.STUDENT, checkpoint, self.parts)
         self.finished(record)
 
     def _measured(self, model: nn.Module, epoch: int) -> Measured:
@@ -212,19 +209,14 @@ def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, p
     write_whole(out / QUERIES, as_npy(votes.rows[: settings.queries]))
     if settings.keep_private:
         write_private_votes(out, votes, settings.queries)
-        private = json.dumps(_private(settings, votes, released, pool), indent=2)
-        write_private(out / PRIVATE, f"{private}\n".encode())
-
-
-def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -> dict[str, Any]:
-    correct = votes.predictions == pool.labels
-    asked = votes.counts[: settings.queries]
-    return {
-        "private": "computed from the votes, and as private as they are: do not publish",
-        "epsilon_data_dependent": data_dependent(settings, votes, released),
-        "teacher_accuracy": correct.mean(axis=1).tolist(),
-        "ensemble_accuracy": float((asked.argmax(axis=1) == pool.labels[: len(asked)]).mean()),
-    }
+        asked = votes.counts[: settings.queries]
+        private = {
+            "private": "computed from the votes, and as private as they are: do not publish",
+            "epsilon_data_dependent": data_dependent(settings, votes, released),
+            "teacher_accuracy": (votes.predictions == pool.labels).mean(axis=1).tolist(),
+            "ensemble_accuracy": float((asked.argmax(axis=1) == pool.labels[: len(asked)]).mean()),
+        }
+        write_private(out / PRIVATE, f"{json.dumps(private, indent=2)}\n".encode())
 
 
 def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
