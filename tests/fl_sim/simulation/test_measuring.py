@@ -20,7 +20,7 @@ from fl_sim.simulation.client_runtime import evaluation_records, validation_reco
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
-from fl_sim.simulation.run_log import RunLog, Silent, measures_of
+from fl_sim.simulation.run_log import RunLog, Silent, result_of
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.testing_runs import FakeEngine, played_by
@@ -304,7 +304,7 @@ def test_rounds_of_an_earlier_version_leave_the_bytes_unknown(tmp_path: Path) ->
         run(quick(), out, observer=Killed())
     log = RunLog(ServerState({}))
     log.rounds = [replace(one, bytes_down=None, bytes_up=None) for one in read_rounds(out)]
-    told = measures_of(job_of(quick()), log)
+    told = result_of(job_of(quick()), log, "finished", 1.0)
     assert told["bytes"]["total"] is None
     assert "earlier version" in told["bytes"]["left_out"]["rounds"]
 
