@@ -322,34 +322,27 @@ def _laplace_quantile(probabilities: NDArray[np.float64]) -> None:
     np.log(probabilities, out=probabilities)
 
 
-def _gaussian_beyond(boundary: float, ratio: float, digits: int) -> int:
+def _gaussian_tail(boundary: Any, precision: int) -> Any:
     """Return erfc(x / sqrt 2)."""
     from mpmath import libmp  # noqa: PLC0415 (as above)
 
-    precision = digits + 64
     root = libmp.mpf_sqrt(libmp.from_int(2), precision)
-    point = libmp.mpf_div(_quotient(boundary, ratio, precision), root, precision)
-    return _scaled(libmp.mpf_erfc(point, precision), digits)
+    return libmp.mpf_erfc(libmp.mpf_div(boundary, root, precision), precision)
 
 
-def _laplace_beyond(boundary: float, ratio: float, digits: int) -> int:
+def _laplace_tail(boundary: Any, precision: int) -> Any:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
+    return libmp.mpf_exp(libmp.mpf_neg(boundary), precision)
+
+
+def _beyond(tail: Callable[[Any, int], Any], boundary: float, ratio: float, digits: int) -> int:
     from mpmath import libmp  # noqa: PLC0415 (as above)
 
     precision = digits + 64
-    return _scaled(libmp.mpf_exp(libmp.mpf_neg(_quotient(boundary, ratio, precision)), precision), digits)
+    quotient = libmp.mpf_div(libmp.from_float(boundary), libmp.from_float(ratio), precision)
+    return int(libmp.to_int(libmp.mpf_shift(tail(quotient, precision), digits)))
 
 
-def _quotient(boundary: float, ratio: float, precision: int) -> Any:
-    from mpmath import libmp  # noqa: PLC0415 (as above)
-
-    return libmp.mpf_div(libmp.from_float(boundary), libmp.from_float(ratio), precision)
-
-
-def _scaled(number: Any, digits: int) -> int:
-    from mpmath import libmp  # noqa: PLC0415 (as above)
-
-    return int(libmp.to_int(libmp.mpf_shift(number, digits)))
-
-
-GAUSSIAN: Final = Law(_gaussian_quantile, _gaussian_beyond)
-LAPLACE: Final = Law(_laplace_quantile, _laplace_beyond)
+GAUSSIAN: Final = Law(_gaussian_quantile, partial(_beyond, _gaussian_tail))
+LAPLACE: Final = Law(_laplace_quantile, partial(_beyond, _laplace_tail))
