@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +35,6 @@ from fl_sim.seeding import rng
 from fl_sim.store.files import explain
 from fl_sim.store.tensors import write_private
 
-Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 _SHARE = "share.safetensors"
@@ -90,10 +90,10 @@ def make_shares(
     A share is made once: a second call with the same folder returns the first share. ``public_records`` bounds the
     records of any client in a class, without looking at them. An error of ``check`` ends all that is not done.
     """
-    begun = [_caught(begin_share, settings, client, seed, public_records) for client in clients]
+    begun = [_caught(partial(begin_share, settings, client, seed, public_records)) for client in clients]
     made = iter(_generated(settings, [one.request for one in begun if isinstance(one, PaidRequest)], check))
     return [
-        _caught(finish_share, settings, client, one, next(made)) if isinstance(one, PaidRequest) else one
+        _caught(partial(finish_share, settings, client, one, next(made))) if isinstance(one, PaidRequest) else one
         for client, one in zip(clients, begun, strict=True)
     ]
 
@@ -167,11 +167,9 @@ def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
-def _caught(
-    function: Callable[Arguments, Returned], *arguments: Arguments.args, **named: Arguments.kwargs
-) -> Returned | Exception:
+def _caught(function: Callable[[], Returned]) -> Returned | Exception:
     try:
-        return function(*arguments, **named)
+        return function()
     except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
         return _without_its_words(error)
 
