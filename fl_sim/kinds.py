@@ -112,7 +112,7 @@ class Proceeding(Protocol):
     """A kind of server with a procedure in place of the rounds."""
 
     procedure: ClassVar[str]
-    """Import path of the procedure (fl_sim.simulation.procedure.Procedure), as "module:Class"."""
+    """Import path of the procedure (fl_sim.simulation.stage.Procedure), as "module:Class"."""
 
 
 @runtime_checkable

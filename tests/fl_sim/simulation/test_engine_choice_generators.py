@@ -36,7 +36,7 @@ def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkey
     for steps in (5, 20, 1000):
         made = {"kind": "dp-cgan", "discriminator_steps": steps}
         job = job_of(experiment_from({"clients": 7, "preprocess": {"kind": "da-fl", "generator": made}}))
-        [work] = stage.Synthesis(job).work()
+        [work] = stage.SynthesisStage(job).work()
         watch = Stopwatch(1000.0, clock=clock.thread_time)
         watch.time_all([replace(work, clock=clock.thread_time)])
         assert watch.seconds(replace(work, at_once=1.0)) == pytest.approx(7 * (3.0 + 0.01 * steps))
