@@ -135,7 +135,12 @@ class HtmlCell:
     def html(self) -> str:
         """Return the cell; a long note is folded."""
         text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
-        return f"<td{_class(self.kind)}>{text}{_note(self.note)}</td>"
+        note = ""
+        if self.note:
+            note = f'<br><span class="small">{escape(self.note)}</span>'
+        if len(self.note) > _LONGEST_NOTE:
+            note = f'<details class="small"><summary>settings</summary>{escape(self.note)}</details>'
+        return f"<td{_class(self.kind)}>{text}{note}</td>"
 
 
 @dataclass(frozen=True)
@@ -166,20 +171,24 @@ def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
             common.append(f"{column.common} {cells[0].text}{but}")
         else:
             shown.append(column)
-    rows = [
-        f"{_start(is_bound=is_bound)}{''.join(cell.html for cell in cells)}</tr>"
-        for is_bound, *cells in zip(bounds, *(column.cells for column in shown), strict=True)
-    ]
+    cells_by_row = zip(*(column.cells for column in shown), strict=True)
+    rows = [_row(cells, is_bound=is_bound) for is_bound, cells in zip(bounds, cells_by_row, strict=True)]
     heads = "".join(_head(column.head, column.cells[0].kind) for column in shown)
     below = f'<p class="small common">In all rows: {escape("; ".join(common))}.</p>' if common else ""
-    return f"{_table(f'<tr>{heads}</tr>', ''.join(rows))}{below}"
+    return f"{_table(f'<tr>{heads}</tr>', rows)}{below}"
 
 
 def table_section(place: Path, table: Table) -> str:
     """Return the table at ``place``, its further tables and its caption."""
     heads = "".join(f'<th scope="colgroup" colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
     measures = "".join(_head(measure, "n") for _ in table.columns for measure in MEASURES)
-    rows = "".join(_row(row, cells, is_bound=row in table.upper_bounds) for row, cells in texts(table))
+    rows = [
+        _row(
+            [HtmlCell(row), *(HtmlCell(text, "", "n", best) for text, best in cells)],
+            is_bound=row in table.upper_bounds,
+        )
+        for row, cells in texts(table)
+    ]
     below = "<br>".join(escape(line) for line in table.caption)
     more = "".join(_grid(grid) for grid in (differences(table), targets(table), *further(table)) if grid)
     head = f"<tr><td></td>{heads}</tr><tr>{_head('Method')}{measures}</tr>"
@@ -365,41 +374,28 @@ def _column(
     return HtmlColumn(head, [HtmlCell(str(cell), kind=kind) for cell in cells], common, is_split)
 
 
-def _row(row: str, cells: Sequence[tuple[str, bool]], *, is_bound: bool) -> str:
-    shown = "".join(HtmlCell(text, kind="n", best=best).html for text, best in cells)
-    return f"{_start(is_bound=is_bound)}{HtmlCell(row).html}{shown}</tr>"
-
-
 def _grid(grid: Grid) -> str:
     heads = "".join(_head(head, "n") for head in grid.heads)
-    rows = "".join(_row(row, [(cell, False) for cell in cells], is_bound=False) for row, cells in grid.rows)
+    rows = [_row([HtmlCell(row), *(HtmlCell(cell, kind="n") for cell in cells)]) for row, cells in grid.rows]
     body = _table(f"<tr>{_head('Method')}{heads}</tr>", rows)
     return f"<details><summary>{escape(grid.title)}</summary>{body}</details>"
 
 
-def _table(head: str, body: str) -> str:
-    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+def _table(head: str, rows: Sequence[str]) -> str:
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _head(text: str, kind: str = "") -> str:
     return f'<th scope="col"{_class(kind)}>{escape(text)}</th>'
 
 
-def _start(*, is_bound: bool) -> str:
-    """Return the tag that begins a row: a line separates upper bounds, which do not compete, from methods."""
-    return '<tr class="bound">' if is_bound else "<tr>"
+def _row(cells: Sequence[HtmlCell], *, is_bound: bool = False) -> str:
+    """Return a row; a line separates upper bounds, which do not compete, from methods."""
+    return f"<tr{_class('bound' if is_bound else '')}>{''.join(cell.html for cell in cells)}</tr>"
 
 
 def _class(kind: str) -> str:
     return f' class="{kind}"' if kind else ""
-
-
-def _note(note: str) -> str:
-    if not note:
-        return ""
-    if len(note) <= _LONGEST_NOTE:
-        return f'<br><span class="small">{escape(note)}</span>'
-    return f'<details class="small"><summary>settings</summary>{escape(note)}</details>'
 
 
 def _status(one: SeedGroup) -> str:

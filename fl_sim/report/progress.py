@@ -175,7 +175,10 @@ class RunProgress(_Bars):
         rate = "" if record.seconds is None else f"{record.seconds:.2f} s/round"
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
         self._bars.update(self._task, completed=self._done)
-        if not self._live and (record.round == self._rounds or self._is_due(record.round)):
+        is_due = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
+        if not self._timed:  # about twenty lines in all
+            is_due = record.round % max(1, self._rounds // _UNTIMED_LINES) == 0
+        if not self._live and (record.round == self._rounds or is_due):
             self._last_line = time.monotonic()
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
@@ -197,12 +200,6 @@ class RunProgress(_Bars):
             LinePart(f"{clock(left)} left" if seconds else "", 2),
             clients,
         ]
-
-    def _is_due(self, server_round: int) -> bool:
-        """Return True if a round becomes a line: every two seconds or, for a private run, about twenty in all."""
-        if not self._timed:
-            return server_round % max(1, self._rounds // _UNTIMED_LINES) == 0
-        return time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
 
 
 class TableProgress(_Bars):
@@ -226,10 +223,13 @@ class TableProgress(_Bars):
         self._started_at = self._started_at or time.monotonic()
         if first_round > 1:
             self.say(f"{cell} goes on after round {first_round - 1}")
-        if self._live:
-            self._cells[cell] = self._bars.add_task(
-                cell, total=self._rounds[cell], completed=first_round - 1, parts=lambda: self._parts_of(cell)
-            )
+        if self._live:  # the number of rounds matters more than the bar
+
+            def parts() -> list[LinePart]:
+                return [LinePart(f"{self._done[cell]}/{self._rounds[cell]} rounds", 0), *self._parts.get(cell, ())]
+
+            total, done = self._rounds[cell], first_round - 1
+            self._cells[cell] = self._bars.add_task(cell, total=total, completed=done, parts=parts)
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
@@ -274,7 +274,3 @@ class TableProgress(_Bars):
     def _parts_of_all(self) -> list[LinePart]:
         rounds = LinePart(f"{sum(self._done.values())}/{sum(self._rounds.values())} rounds", 5)
         return [rounds, LinePart(f"{len(self._closed)}/{len(self._rounds)} cells{self._left(', ')}", 0)]
-
-    def _parts_of(self, cell: str) -> list[LinePart]:
-        """Return the parts behind a cell's bar; its name matters more than the bar."""
-        return [LinePart(f"{self._done[cell]}/{self._rounds[cell]} rounds", 0), *self._parts.get(cell, ())]

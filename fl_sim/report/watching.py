@@ -126,7 +126,7 @@ class Watcher:
         last, rounds = run.rounds[-1].round if run.rounds else 0, run.config.rounds
         left = None
         if state == "running" and seconds is not None:
-            left = max(0.0, seconds * (rounds - last) - max(0.0, time.time() - _changed(run.path / ROUNDS)))
+            left = max(0.0, seconds * (rounds - last) - max(0.0, time.time() - _version(run.path / ROUNDS)[0] / 1e9))
         measured = ((one.test_accuracy, one.validation_accuracy) for one in run.rounds)
         accuracies = (test if test is not None else validation for test, validation in measured)
         return Watched(
@@ -206,7 +206,7 @@ def curve(accuracies: Sequence[float], blocks: str = _BLOCKS, width: int = _CURV
 def _state(run: SavedRun, round_seconds: float | None) -> State:
     held = is_locked(run.path)
     if held is None:
-        silence = time.time() - max(_changed(run.path / name) for name in (CONFIG, ROUNDS))
+        silence = time.time() - max(_version(run.path / name)[0] / 1e9 for name in (CONFIG, ROUNDS))
         held = run.result is None and silence < max(_SILENCE, 5 * (round_seconds or 0.0))
     if held:
         return "running"
@@ -234,19 +234,13 @@ def _epsilon(run: SavedRun, state: State) -> str:
     return "stated at the end" if run.preprocess else ""
 
 
-def _version(path: Path) -> object:
+def _version(path: Path) -> tuple[int, int, int]:
+    """Return time of change in nanoseconds, size and number of a file; zeros for a missing one."""
     try:
         now = path.stat()
     except OSError:
-        return None
+        return 0, 0, 0
     return now.st_mtime_ns, now.st_size, now.st_ino
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _fitting(watched: Sequence[Watched], height: int | None) -> list[Watched]:

@@ -71,23 +71,19 @@ class Curve:
 def draw_all(panels: Sequence[Panel]) -> list[Picture]:
     """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel."""
     styles, timed = styles_of(panels), _timed(panels)
-    if len(panels) <= _MOST_IN_ONE:
-        over_time = [_picture("virtual-time.png", "accuracy", timed, styles, over_time=True)] if timed else []
-        return [*(_picture(f"{measure}.png", measure, panels, styles) for measure in MEASURES), *over_time]
-    names = file_names([panel.title for panel in panels])
-    over_rounds = [
-        _picture(f"{measure}-{name}.png", measure, [panel], styles)
-        for measure in MEASURES
-        for panel, name in zip(panels, names, strict=True)
-    ]
-    titles = file_names([panel.title for panel in timed])
-    return [
-        *over_rounds,
-        *(
-            _picture(f"virtual-time-{name}.png", "accuracy", [panel], styles, over_time=True)
-            for panel, name in zip(timed, titles, strict=True)
-        ),
-    ]
+    pictures = []
+    drawn_over: list[tuple[Measure, Sequence[Panel], bool]] = [
+        ("accuracy", panels, False), ("loss", panels, False), ("accuracy", timed, True),
+    ]  # fmt: skip
+    for measure, some, over_time in drawn_over:
+        stem = "virtual-time" if over_time else measure
+        if len(panels) > _MOST_IN_ONE:
+            parts = zip(file_names([panel.title for panel in some]), ([panel] for panel in some), strict=True)
+            figures = [(f"{stem}-{name}.png", part) for name, part in parts]
+        else:
+            figures = [(f"{stem}.png", list(some))] if some else []
+        pictures += [_picture(name, measure, part, styles, over_time=over_time) for name, part in figures]
+    return pictures
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fl_sim.report.files import PateFacts
 from fl_sim.report.groups import SeedGroup
-from fl_sim.report.measures import mean_and_deviation
+from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.picture import PAGE, Layout, Picture, draw_points, drawn, file_names, one_panel, styled, with_legend
 from fl_sim.report.runs import Problem, SavedRun
 
@@ -71,14 +71,6 @@ def _noise(shot: PateRun) -> str:
     return f"{given.kind} sigma {given.sigma:g}" if given.sigma else given.kind
 
 
-def _label_accuracy(shot: PateRun) -> float | None:
-    return None if shot.facts.label_accuracy is None else 100 * shot.facts.label_accuracy
-
-
-def _student(shot: PateRun) -> str:
-    return f"{shot.facts.student}, {_teachers(shot)}"
-
-
 def _teachers(shot: PateRun) -> str:
     asked = ", asked about representatives" if shot.facts.asking == "representative" else ""
     return f"{shot.facts.teachers} teachers{asked}"
@@ -86,19 +78,21 @@ def _teachers(shot: PateRun) -> str:
 
 _PLOTS = (
     Plot("labels-by-noise", "Noisy labels over 1/gamma", "1/gamma, scale of the Laplace noise in votes (log scale)",
-         lambda shot: 1 / shot.gamma if shot.gamma else None, "noisy labels that are right (%)", _label_accuracy,
+         lambda shot: 1 / shot.gamma if shot.gamma else None, "noisy labels that are right (%)",
+         lambda shot: as_percent(shot.facts.label_accuracy),
          lambda shot: f"{_teachers(shot)}, {shot.facts.queries_asked} queries"),
     Plot("student-by-queries", "Student accuracy over queries", "queries answered (log scale)",
          lambda shot: float(shot.facts.queries_answered), "student's test accuracy (%)", lambda shot: shot.accuracy,
-         lambda shot: f"{_student(shot)}, {_noise(shot)}"),
+         lambda shot: f"{shot.facts.student}, {_teachers(shot)}, {_noise(shot)}"),
     Plot("student-by-total-epsilon", "Student accuracy over epsilon of all queries",
          "epsilon of ALL queries together, data-independent (log scale)",
          lambda shot: shot.epsilon, "student's test accuracy (%)", lambda shot: shot.accuracy,
-         lambda shot: f"{_student(shot)}, {shot.facts.mechanism.kind}"),
+         lambda shot: f"{shot.facts.student}, {_teachers(shot)}, {shot.facts.mechanism.kind}"),
     Plot("student-by-query-epsilon", "Student accuracy over epsilon of one query",
          "epsilon of ONE query alone, 2 gamma; NOT what the student costs, which is all queries together (log scale)",
          lambda shot: 2 * shot.gamma if shot.gamma else None, "student's test accuracy (%)",
-         lambda shot: shot.accuracy, lambda shot: f"{_student(shot)}, {shot.facts.queries_answered} queries"),
+         lambda shot: shot.accuracy,
+         lambda shot: f"{shot.facts.student}, {_teachers(shot)}, {shot.facts.queries_answered} queries"),
 )  # fmt: skip
 
 

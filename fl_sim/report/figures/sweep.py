@@ -221,37 +221,22 @@ def _meaning(sweep: Sweep) -> str:
 
 def _caption(sweep: Sweep) -> tuple[str, ...]:
     meaning = _meaning(sweep)
-    where = f"{_HEADINGS[sweep.setting]}: {sweep.where}"
+    points = [(line.label, point) for line in sweep.lines for point in line.points]
+    seeds = {_seeds(point) for _, point in points}
+    listed = "; ".join(f"{label}, {sweep.setting} {point.value:g}: {_seeds(point)}" for label, point in points)
     lines = [
-        f"{where}. Points: mean over seeds; bars: ± sample standard deviation.",
+        f"{_HEADINGS[sweep.setting]}: {sweep.where}. Points: mean over seeds; bars: ± sample standard deviation.",
         f"{meaning[0].upper()}{meaning[1:]}.",
-        *_seeds_of(sweep),
-        *_empty(sweep),
+        f"All points: {seeds.pop()}." if len(seeds) == 1 else f"The points do not have the same seeds: {listed}.",
     ]
+    if empty := sorted({point.value for _, point in points if not point.released}):
+        lines.append(f"Where {sweep.setting} is {_values(empty)} no client released a synthetic record.")
     if sweep.baseline:
         lines.append(
             f"The horizontal line is the best of {sweep.others} methods given without preprocessing, under the same "
             "protocol, picked by its final test accuracy."
         )
     return (*lines, *([f"Data: {sweep.note}"] if sweep.note else []))
-
-
-def _seeds_of(sweep: Sweep) -> list[str]:
-    """Return the seeds of the points: means over different seeds are not quite comparable."""
-    seeds = {_seeds(point) for line in sweep.lines for point in line.points}
-    if len(seeds) == 1:
-        return [f"All points: {next(iter(seeds))}."]
-    points = (
-        f"{line.label}, {sweep.setting} {point.value:g}: {_seeds(point)}"
-        for line in sweep.lines
-        for point in line.points
-    )
-    return [f"The points do not have the same seeds: {'; '.join(points)}."]
-
-
-def _empty(sweep: Sweep) -> list[str]:
-    empty = sorted({point.value for line in sweep.lines for point in line.points if not point.released})
-    return [f"Where {sweep.setting} is {_values(empty)} no client released a synthetic record."] if empty else []
 
 
 def _seeds(point: Point) -> str:
