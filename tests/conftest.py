@@ -105,7 +105,7 @@ COVERED_ELSEWHERE = (
     "fl_sim/simulation/test_measuring.py", "fl_sim/simulation/test_run.py", "fl_sim/simulation/test_two_worlds.py",
     "fl_sim/stages/dafl/test_stage.py", "fl_sim/training/test_stacked_step.py",
     "fl_sim/training/test_trainer.py", "partitions/test_scheme.py", "strategies/compression/test_compressors.py",
-    "strategies/compression/test_runs.py", "strategies/pate/test_mechanisms.py", "strategies/pate/test_student.py",
+    "strategies/compression/test_runs.py", "strategies/pate/test_student.py",
     "strategies/test_algorithm.py", "strategies/test_feddyn.py", "strategies/test_global_dp.py",
 )  # fmt: skip
 """Files that alone go through half a percent of the code, and take a third of the time that measuring costs."""
