@@ -76,7 +76,7 @@ def trials_of(method: str) -> list[dict[str, Any]]:
 
 
 def score(settings: Mapping[str, Any], records: Path, rounds: int, out: Path) -> float:
-    """Return the accuracy on the held-out records after ``rounds`` rounds, meaned over the splits; -1 for divergence."""
+    """Return the accuracy on the held-out records after ``rounds`` rounds, mean of both splits; -1 for divergence."""
     found = []
     for split in SPLITS:
         whole = {
