@@ -1,10 +1,13 @@
 """What mkdocs alone does not do: pages made from the program, and from files outside of docs that pages link to."""
 
+import importlib
 import inspect
 import json
+import operator
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ _BESIDE = {
 }  # fmt: skip
 """What a kind needs beside it: {a setting: before its kind, or a kind: after it}."""
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
+_CODE = re.compile(r"^( *)<!-- code: ([\w.:]+) -->$", re.MULTILINE)
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "sh", ".md": ""}
 
 
@@ -64,6 +68,7 @@ def on_page_markdown(markdown: str, page: Any, **_rest: Any) -> str:
     for mark, made in _MADE.items():
         if mark in markdown:
             markdown = markdown.replace(mark, made())
+    markdown = _CODE.sub(_quoted, markdown)
     uri = Path(page.file.src_uri)
     origin = TOP / uri.relative_to("source") if uri.is_relative_to("source") else DOCS / uri
 
@@ -76,6 +81,14 @@ def on_page_markdown(markdown: str, page: Any, **_rest: Any) -> str:
         return os.path.relpath(_page_of(path), uri.parent) if is_page else link[0]
 
     return _LINK.sub(there, markdown)
+
+
+def _quoted(mark: re.Match[str]) -> str:
+    """Return the source of a function or class, as a block indented as far as its mark."""
+    module, name = mark[2].split(":")
+    found = operator.attrgetter(name)(importlib.import_module(module))
+    code = textwrap.dedent(inspect.getsource(found)).rstrip()
+    return textwrap.indent(f"```python\n{code}\n```", mark[1])
 
 
 def _kinds() -> list[Group]:

@@ -1,6 +1,7 @@
 """The documentation is built without a warning, quickly enough, and needs no network to be read."""
 
 import html
+import inspect
 import os
 import re
 import shutil
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from clients.train import Train
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.report.gallery import page_of, read_gallery
+from fl_sim.simulation.rounds import Rounds
+from strategies.flower import run_round
 
 PROJECT = Path(__file__).parents[2]
 PARTS = ("docs", "examples", "benchmarks", "fl_sim", "strategies", "clients", "partitions")
@@ -111,3 +115,10 @@ def test_a_methods_page_has_its_paper_parameters_deviations_and_accuracies(site:
     text = re.sub(r"<[^>]+>", "", (site / "kinds/algorithm-fedvls.html").read_text())
     for wanted in ("Guo et al. 2025", "algorithm.logit_weight", "0.005", "a term without a lower bound", "84.2 ± 5.5"):
         assert wanted in text
+
+
+def test_the_loop_is_quoted_from_its_source(site: Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "how-it-works.html").read_text()))
+    for quoted in (Rounds.run, run_round, Train.run):
+        assert inspect.getsource(quoted).strip().splitlines()[-1].strip() in text
+    assert "code: " not in text
