@@ -24,6 +24,11 @@ def main() -> None:
         sys.exit(code)
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.NoSuchOption):
+            from fl_sim.mistakes import elsewhere  # noqa: PLC0415 (imports pydantic)
+
+            meant = elsewhere(error.option_name.lstrip("-")) or " (for example rounds=50)"
+            say(f"settings are written as key=value, without dashes before them{meant}", err=True)
         sys.exit(error.exit_code)
     except UserError as error:
         _leave(error, 2, debug=debug)

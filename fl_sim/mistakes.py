@@ -13,8 +13,14 @@ MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600
 
 
 def guess(name: str, valid: Iterable[str]) -> str:
-    """Return ' (did you mean ...?)' with the valid name closest to ``name``, empty if none is close."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    """Return ' (did you mean ...?)' with the valid name closest to ``name``, empty if none is close.
+
+    Case, hyphens and underscores do not count: MNIST is close to mnist, and CIFAR-10 to cifar10.
+    """
+    names = list(valid)
+    alike = [one for one in names if _bare(one) == _bare(name)]
+    close = alike or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -37,12 +43,18 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
+def _bare(name: str) -> str:
+    return name.casefold().replace("-", "").replace("_", "")
+
+
 def _explain_one(detail: Any, settings: type, what: str) -> str:
     path, group = _locate([str(part) for part in detail["loc"]], settings)
     where, given = ".".join([*([what] if what else []), *path]), detail["input"]
     if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         valid = list(field_defaults(group))
         meant = elsewhere(path[-1]) or guess(path[-1], valid)
+        if no := not_offered(path[-1]):
+            return f"unknown key {where!r}: {no}"
         return f"unknown key {where!r}{meant}; valid here: {', '.join(valid)}"
     if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
         annotation, choosing = _field(group, path[-1])
@@ -128,6 +140,25 @@ OTHER_WORDS: Final = {word: setting for setting, words in _OTHER_WORDS.items() f
 """{word of other frameworks: our settings}; looked up only for unknown words."""
 
 
+_DP_SGD: Final = "dp_sgd dpsgd opacus dp private privacy privacy_engine record_level_dp local_dp ldp dp_fedsgd dpfedavg"
+_NOT_OFFERED: Final = {
+    (
+        "noise in the clients' training steps (DP-SGD, Opacus, local DP) is not offered yet. Offered are: per client, "
+        "aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by algorithm=pate; "
+        "docs/privacy.md compares them, and 'fl-sim privacy dp-sgd' does the accounting of a DP-SGD run elsewhere"
+    ): _DP_SGD,
+}
+
+NOT_OFFERED: Final = {_bare(word): reason for reason, words in _NOT_OFFERED.items() for word in words.split()}
+"""{word for a feature that does not exist here: what there is in its place}; looked up only for unknown words."""
+
+
+def not_offered(word: str) -> str:
+    """Return what there is in place of a feature that ``word`` names and fl-sim lacks, empty for all others."""
+    return NOT_OFFERED.get(_bare(word), "")
+
+
 def elsewhere(word: str) -> str:
     """Return ' (here: ...)' with our settings for a ``word`` of another framework, empty for all others."""
-    return f" (here: {OTHER_WORDS[word]})" if word in OTHER_WORDS else ""
+    plain = word.lower().replace("-", "_")
+    return f" (here: {OTHER_WORDS[plain]})" if plain in OTHER_WORDS else ""

@@ -24,7 +24,7 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 from fl_sim import kinds as kinds_module
 from fl_sim.errors import UserError
 from fl_sim.kinds import field_defaults, is_numbered, is_settings, kind_of, kinds
-from fl_sim.mistakes import explain, guess, shortened
+from fl_sim.mistakes import explain, guess, not_offered, shortened
 from fl_sim.own_code import IMPORT_PATH, load_object
 
 Json: TypeAlias = dict[str, Any]
@@ -107,6 +107,8 @@ class OneOf:
         if self._is_open and (found := _SHORT_IMPORT_PATH.fullmatch(text)):
             return {"kind": found[1], **self._first_parameter(found[1], self._load(found[1], known), found[2])}
         own, valid = ", or your own as package.module:Class" if self._is_open else "", self.names(union)
+        if no := not_offered(name):
+            raise UserError(f"unknown {self.what} {shortened(text)!r}: {no}")
         several = f"; several are tried by 'fl-sim sweep {self.what}={shortened(text)}'" if "," in text else ""
         raise UserError(
             f"unknown {self.what} {shortened(text)!r}{guess(name, valid)}; valid: {', '.join(valid)}{own}{several}"

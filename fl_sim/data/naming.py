@@ -217,6 +217,15 @@ NAMES: tuple[str, ...] = (DIGITS, *KNOWN)
 """The names that ``load`` takes, beside those of the user's own files (``own_name``)."""
 
 
+OTHER_NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("fmnist", "fashion", "fashionmnist"), "fashion-mnist"),
+    **dict.fromkeys(("femnist", "emnist", "shakespeare"), "leaf:FOLDER, with LEAF's json files"),
+    **dict.fromkeys(("pathmnist", "bloodmnist", "dermamnist", "organamnist"), "medmnist:FILE"),
+    **dict.fromkeys(("cifar", "cifar-10-batches-py"), "cifar10"),
+}
+"""{other names of data sets: what they are called here}"""
+
+
 def tuned_on(data: str) -> str:
     """Return a sentence on the settings of this project that were chosen on the training records of ``data``, if any.
 

@@ -1,7 +1,6 @@
 """Places of data sets: the roots to search, the files found in them, and the download of missing ones."""
 
 import contextlib
-import difflib
 import os
 import socket
 import sys
@@ -9,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, own_name
+from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OTHER_NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, own_name
 from fl_sim.errors import UserError
-from fl_sim.mistakes import shortened
+from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import IMPORT_PATH
 
 _STALL_SECONDS = 30.0
@@ -67,10 +66,9 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
     if (known := KNOWN.get(name)) is None:
         if IMPORT_PATH.fullmatch(name):
             return DataSource("own", data_root)
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
-        guess = f" (did you mean {close[0]!r}?)" if close else ""
+        meant = f" (here: data={OTHER_NAMES[name.lower()]})" if name.lower() in OTHER_NAMES else guess(name, NAMES)
         raise UserError(
-            f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, {OWN}, or your own "
+            f"unknown data set {shortened(name)!r}{meant}; valid: {', '.join(NAMES)}, {OWN}, or your own "
             "as package.module:function"
         )
     for root in roots(data_root):

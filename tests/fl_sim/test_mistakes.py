@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 import fl_sim
+from fl_sim.__main__ import main
+from fl_sim.data.places import find
 from fl_sim.errors import MOST_LETTERS, UserError, as_cell, in_a_line, printable
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.groups import Local
 from fl_sim.mistakes import OTHER_WORDS
+from fl_sim.settings import kinds_of
 
 LONG = "9" * 5000
 
@@ -129,6 +132,60 @@ def test_the_word_is_answered_wherever_it_is_typed(word: str) -> None:
         with pytest.raises(UserError) as caught:
             experiment_from(with_overrides({}, [f"{place}=1"]))
         assert f"unknown key {place!r} (here: {OTHER_WORDS[word]}); valid here: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("num-server-rounds=5", "'num-server-rounds' (here: rounds=50)"),
+        ("Learning-Rate=0.1", "'Learning-Rate' (here: local.learning_rate=0.01)"),
+        ("local.learning-rate=0.1", "(here: local.learning_rate=0.01)"),
+        ("fraction-fit=0.1", "(here: sampler=poisson:0.1, or sampler=fixed-size:10)"),
+        ("algorithm=MOON", "(did you mean 'moon'?)"),
+        ("algorithm=FedAvgM", "(did you mean 'fedavgm'?)"),
+        ("local.batchSize=3", "(did you mean 'batch_size'?)"),
+    ],
+)
+def test_case_and_hyphens_of_other_programs_do_not_hide_what_is_meant(typed: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        experiment_from(with_overrides({}, [typed]))
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("MNIST", "did you mean 'mnist'?"), ("CIFAR-10", "did you mean 'cifar10'?"), ("FMNIST", "data=fashion-mnist"),
+        ("femnist", "data=leaf:FOLDER"), ("FashionMNIST", "data=fashion-mnist"), ("mnits", "did you mean 'mnist'?"),
+    ],
+)  # fmt: skip
+def test_a_data_set_in_the_spelling_of_other_programs_is_answered_with_its_name_here(typed: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"unknown data set {typed!r} (")) as caught:
+        find(typed)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "typed", ["algorithm=dp-sgd", "opacus=true", "dp_sgd=true", "aggregator=DP-SGD", "local.opacus=1", "algorithm=dp"]
+)
+def test_record_level_noise_in_training_is_said_not_to_be_offered_and_what_is(typed: str) -> None:
+    with pytest.raises(UserError) as caught:
+        experiment_from(with_overrides({}, [typed]))
+    said = str(caught.value)
+    assert "is not offered yet" in said
+    offered = re.findall(r"(?:aggregator|preprocess|algorithm)=[a-z-]+", said.partition(": noise")[2])
+    assert offered == ["aggregator=global-dp", "preprocess=da-fl", "algorithm=pate"]
+    for setting in offered:
+        assert setting.partition("=")[2] in kinds_of(setting.partition("=")[0])
+
+
+def test_an_option_of_other_programs_is_answered_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option, said in (("--lr=0.1", "(here: local.learning_rate=0.01)"), ("--rounds=5", "(for example rounds=50)")):
+        monkeypatch.setattr("sys.argv", ["fl-sim", "run", option])
+        with pytest.raises(SystemExit):
+            main()
+        assert f"without dashes before them {said}" in capsys.readouterr().err
 
 
 def test_several_values_in_the_place_of_one_are_answered_with_how_they_are_tried() -> None:
