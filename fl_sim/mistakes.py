@@ -12,15 +12,15 @@ MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600
 """Limits of one message: mistakes, characters in all, characters of one mistake, characters of a quoted value."""
 
 
-def guess(name: str, valid: Iterable[str]) -> str:
+def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ' (did you mean ...?)' with the valid name closest to ``name``, empty if none is close.
 
     Case, hyphens and underscores do not count: MNIST is close to mnist, and CIFAR-10 to cifar10.
     """
     names = list(valid)
     alike = [one for one in names if _bare(one) == _bare(name)]
-    close = alike or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    close = close or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    close = alike or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -28,7 +28,7 @@ from fl_sim.data.dataset import (
     with_validation,
 )
 from fl_sim.data.naming import KnownSet, OwnName
-from fl_sim.data.table_file import similar_spellings
+from fl_sim.data.table_file import as_number, similar_spellings
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
@@ -78,9 +78,13 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     or a text for each training record, its writer, hospital or device, for partition=natural; ``client_test``, the same
     for test records, for clients' accuracies; ``x_val`` and ``y_val``, for ``evaluate.validation=given``;
     ``vocabulary``, a number: inputs are then sequences of tokens, whole numbers below it, from 1, with zeros behind
-    shorter ones. Raises UserError for any other array, which may be misspelt. ``data.classes`` lists public classes.
+    shorter ones. Raises UserError for any other array, which may be misspelt. ``data.classes`` lists public classes;
+    ``data.values`` the two values of float images that become 0 and 255.
     """
-    arrays = read_arrays(path, REQUIRED, _OPTIONAL)
+    arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
+    if values:
+        images = {name: _as_bytes(f"{path}: {name}", arrays[name], values) for name in _INPUTS if name in arrays}
+        arrays = {**arrays, **images}
     vocabulary = _vocabulary(path, arrays)
     if vocabulary:
         inputs = [name for name in _INPUTS if name in arrays]
@@ -97,7 +101,9 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     clients = [arrays[key] for key in (*CLIENTS, "client_test") if key in arrays]
     names = sorted({str(one) for array in clients if array.dtype.kind == "U" for one in np.unique(array)})
     counted = tuple(filter(None, [similar_spellings("clients", names, with_names=False)]))
+    note = f"values {values[0]:g}..{values[1]:g} became 0..255, whole numbers" if values else ""
     made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed), counted=counted)
+    made = replace(made, note=note)
     given = [key for key in ("x_val", "y_val") if key in arrays]
     if len(given) == 1:
         raise UserError(f"{path} holds {given[0]} alone; x_val and y_val go together: add the other, or leave it out")
@@ -157,6 +163,11 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
         raise UserError(
             f"{where}: {array.dtype} {array.shape}: save features as floats; for sequences of tokens add a number "
             "vocabulary (tokens are whole numbers below it, from 1; 0 is padding)"
+        )
+    if array.dtype.kind in "fiu" and array.ndim in {3, 4}:
+        raise UserError(
+            f"{where}: images are {array.dtype} {array.shape}, of unknown scale: say which values are black "
+            "and white, data.values=0..1 (or 0..255, -1..1) of npz:PATH, or save them as uint8 from 0 to 255"
         )
     raise UserError(
         f"{where}: {array.dtype} {array.shape} is neither uint8 images (records, height, width[, channels]), 0..255, "
@@ -241,6 +252,33 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
             f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; leave it out, or name "
             f"it as one of {', '.join(known)}"
         )
+
+
+def _values(own: OwnName) -> tuple[float, float] | None:
+    """Return the values of images that become 0 and 255, None if they are bytes. Raises UserError unless LOW..HIGH."""
+    if not (given := own.option("values")):
+        return None
+    low, _, high = given.partition("..")
+    ends = as_number(low), as_number(high)
+    if ends[0] is None or ends[1] is None or ends[0] >= ends[1]:
+        raise UserError(f"data.values = {given!r}: it is LOW..HIGH, two numbers, such as 0..1 or -1..1")
+    return ends[0], ends[1]
+
+
+def _as_bytes(where: str, array: NDArray[np.generic], values: tuple[float, float]) -> NDArray[np.uint8]:
+    """Return images of numbers as bytes; those outside of ``values`` count as the nearer end."""
+    if array.dtype.kind not in "fiu" or array.dtype == np.uint8 or array.ndim not in {3, 4}:
+        raise UserError(
+            f"{where}: {array.dtype} {array.shape}: data.values is for images of numbers, (records, height, width[, "
+            "channels]), that are no bytes; leave it out"
+        )
+    images: NDArray[np.uint8] = np.empty(array.shape, np.uint8)
+    low, high = values
+    for place, image in enumerate(array):
+        if not np.isfinite(image).all():
+            raise UserError(f"{where}: record {place} is not finite; mend it, or leave it out")
+        images[place] = np.rint((np.clip(image.astype(np.float64), low, high) - low) * (255 / (high - low)))
+    return images
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:

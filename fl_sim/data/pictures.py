@@ -1,6 +1,7 @@
 """Images read by Pillow, as bytes of one size; nothing is scaled unless the settings ask for it.
 
-A folder of images is PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp).
+A folder of images is PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). With ``data.test`` it is
+PATH/train/CLASS/*.png or PATH/CLASS/*.png alone, and a share of every class is drawn for testing.
 """
 
 import re
@@ -27,6 +28,7 @@ from fl_sim.data.dataset import (
     unlisted,
 )
 from fl_sim.data.naming import OwnName
+from fl_sim.data.table import TestPart, test_part_by_setting
 from fl_sim.data.table_file import similar_spellings
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
@@ -53,24 +55,34 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     UserError with the file that cannot be read, has another size than the first, or belongs to a class without
     training images.
     """
-    settings, listed = image_settings(own), listed_classes(own)
-    trained, tested = (_subfolders(path / split) for split in ("train", "test"))
+    settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
+    root = _training_folder(path, test_part)
+    trained = _subfolders(root)
+    tested = {} if test_part.share else _subfolders(path / "test")
     classes = _classes(path, trained, tested, listed)
-    train, test = (_files(path / split, found, classes) for split, found in (("train", trained), ("test", tested)))
+    train = _files(root, trained, classes)
+    test = [] if test_part.share else _files(path / "test", tested, classes)
     files = [*train, *test]
     opened = ((str(file), partial(_image, file, settings)) for file, _ in files)
     images, form = stack_images(opened, len(files))
     labels = np.array([label for _, label in files], dtype=np.int64)
-    first, second = (Examples(images[rows], labels[rows]) for rows in (slice(len(train)), slice(len(train), None)))
+    is_test = test_part.drawn(len(labels), labels) if test_part.share else np.arange(len(labels)) >= len(train)
+    if not is_test.any():
+        raise UserError(
+            f"{root} has one image a class: data.test leaves none for testing; add images, or a folder test"
+        )
+    first, second = (Examples(images[mask], labels[mask]) for mask in (~is_test, is_test))
     half = (0.5,) * images.shape[1]
     dataset = own_dataset(name, first, second, half, half, str(path), listed=listed)
     folders = [*trained.values(), *tested.values()]
     others = sum(file.suffix.lower() not in SUFFIXES for folder in folders for file in _entries(folder))
     left = f"{others:,} files that are no images by their names are left out" if others else ""
-    order = f"{len(classes):,} classes, by the folders of train in alphabetical order; test's are matched by name"
+    matched = "" if test_part.share else "; test's are matched by name"
+    order = f"{len(classes):,} classes, by the folders of {root.name} in alphabetical order{matched}"
+    drawn = f"{test_part.share:g} of every class is for testing, drawn by test_seed {test_part.seed}"
     return replace(
         dataset,
-        note=settings.described(),
+        note="; ".join(filter(None, (settings.described(), drawn if test_part.share else ""))),
         counted=tuple(filter(None, (left, "" if listed else similar_spellings("classes", classes)))),
         classes=classes,
         read_off=(*read_off_classes(listed), *settings.read_off),
@@ -201,10 +213,24 @@ def _classes(
     return tuple(train)
 
 
+def _training_folder(path: Path, test_part: TestPart) -> Path:
+    """Return the folder with the training classes. Raises UserError for a test part that is set twice, or nowhere."""
+    train, test = path / "train", path / "test"
+    if test_part.share:
+        if test.is_dir():
+            raise UserError(f"data.test holds out test images, and there is {test}, too: leave one of them out")
+        return train if train.is_dir() else path
+    for split in (train, test):
+        if not split.is_dir():
+            raise UserError(
+                f"there is no folder {split}; wanted are {path}/train/CLASS/*.png and test/CLASS/*.png, or no folder "
+                "test, and data.test=0.2, which holds a fifth of every class out"
+            )
+    return train
+
+
 def _subfolders(split: Path) -> dict[str, Path]:
     """Return {class: its folder} in order; names are in Unicode's composed form."""
-    if not split.is_dir():
-        raise UserError(f"there is no folder {split}; wanted are {split.parent}/train/CLASS/*.png and test/CLASS/*.png")
     found = [entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     folders = {normalize("NFC", entry.name): entry for entry in found}
     if not found:

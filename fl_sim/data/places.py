@@ -66,7 +66,8 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
     if (known := KNOWN.get(name)) is None:
         if IMPORT_PATH.fullmatch(name):
             return DataSource("own", data_root)
-        meant = f" (here: data={OTHER_NAMES[name.lower()]})" if name.lower() in OTHER_NAMES else guess(name, NAMES)
+        called = OTHER_NAMES.get(name.lower())
+        meant = f" (here: data={called})" if called else guess(name, NAMES, cutoff=0.6)
         raise UserError(
             f"unknown data set {shortened(name)!r}{meant}; valid: {', '.join(NAMES)}, {OWN}, or your own "
             "as package.module:function"

@@ -120,7 +120,11 @@ def content_of(name: str, data_root: Path | None) -> str:
         return hashlib.sha256(f"hf:{own.place}".encode()).hexdigest()
     source = look_for(name, data_root)
     place = source.path if source and source.layout != "own" else None
-    return _of_records(without_settings(name), data_root, _signature(place) if place else ())
+    signature = _signature(place) if place else ()
+    try:
+        return _of_records(without_settings(name), data_root, signature)
+    except UserError:  # a file that cannot be read without its settings
+        return _of_records(name, data_root, signature)
 
 
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
@@ -129,7 +133,7 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
     if own is not None and "test_file" in own.options:
         return content_of(name, data_root), content_of(f"{own.kind}:{own.option('test_file')}", data_root)
     trained = content_of(name, data_root)
-    if own is not None and own.kind in {"csv", "parquet"}:
+    if own is not None and (own.kind in {"csv", "parquet"} or "test" in own.options):
         return trained, trained
     return trained, _of_inputs(load(records_of(name), data_root).test.inputs)
 

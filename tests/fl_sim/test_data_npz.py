@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from fl_sim.data import load
+from fl_sim.data import content_of, load
 from fl_sim.data.dataset import looks_channels_first
 from fl_sim.errors import UserError
 
@@ -96,6 +96,48 @@ def test_clients_may_be_texts_and_test_records_have_theirs_too(tmp_path):
     assert dataset.test.groups.tolist() == [2, 0, 3]
 
 
+@pytest.mark.parametrize(
+    ("values", "of_bytes"),
+    [
+        ("0..1", lambda images: images / 255),
+        ("-1..1", lambda images: (images / 127.5 - 1).astype(np.float32)),
+        ("0..255", lambda images: images.astype(np.int32)),
+    ],
+)
+def test_float_images_become_bytes_by_the_scale_that_is_set(tmp_path, values, of_bytes):
+    made = arrays()
+    np.savez(tmp_path / "own.npz", **{**made, **{name: of_bytes(made[name]) for name in ("x_train", "x_test")}})
+    dataset = load(f"npz:{tmp_path}/own.npz:values={values}")
+    np.testing.assert_array_equal(dataset.train.inputs, made["x_train"].transpose(0, 3, 1, 2))
+    assert dataset.note == f"values {values} became 0..255, whole numbers"
+    assert len(content_of(f"npz:{tmp_path}/own.npz:values={values}", None)) == 64
+
+
+def test_float_images_beyond_their_scale_count_as_its_ends_and_must_be_finite(tmp_path):
+    made = arrays()
+    scaled = made["x_train"] / 255
+    scaled[0, 0, 0] = (-3, 7, 0.5)
+    np.savez(tmp_path / "own.npz", **{**made, "x_train": scaled, "x_test": made["x_test"] / 255})
+    assert load(f"npz:{tmp_path}/own.npz:values=0..1").train.inputs[0, :, 0, 0].tolist() == [0, 255, 128]
+    scaled[4, 0, 0, 0] = np.nan
+    np.savez(tmp_path / "own.npz", **{**made, "x_train": scaled, "x_test": made["x_test"] / 255})
+    with pytest.raises(UserError, match="x_train: record 4 is not finite"):
+        load(f"npz:{tmp_path}/own.npz:values=0..1")
+    for values, message in (("1..0", "it is LOW..HIGH"), ("0..1", "x_train: uint8 .* that are no bytes")):
+        np.savez(tmp_path / "bytes.npz", **made)
+        with pytest.raises(UserError, match=message):
+            load(f"npz:{tmp_path}/bytes.npz:values={values}")
+
+
+def test_the_content_of_a_file_that_needs_its_settings_is_read_with_them(tmp_path):
+    made = arrays()
+    np.savez(tmp_path / "own.npz", **{**made, "y_train": made["y_train"] + 1, "y_test": made["y_test"] + 1})
+    with pytest.raises(UserError, match="number the classes"):
+        load(f"npz:{tmp_path}/own.npz")
+    np.savez(tmp_path / "all.npz", **made)
+    assert content_of(f"npz:{tmp_path}/own.npz:classes=4", None) == content_of(f"npz:{tmp_path}/all.npz", None)
+
+
 def test_features_are_float32_and_left_as_they_are(tmp_path):
     x_train, x_test = np.linspace(0, 1, 12).reshape(6, 2), np.ones((3, 2), dtype=np.float32)
     dataset, _ = load_from(tmp_path, x_train=x_train, x_test=x_test)
@@ -120,7 +162,7 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"y_train": np.array([1, 2, 3, 1, 2, 3]), "y_test": np.array([1, 2, 3])}, "from 1 to 3 with 3"),
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "from -1 to 2"),
         ({"y_train": np.array([0, 1, 2**63 - 1, 0, 1, 2])}, "number the classes 0..3 without gaps"),
-        ({"x_train": arrays()["x_train"] / 255}, "float64 .* is neither uint8 images"),
+        ({"x_train": arrays()["x_train"] / 255}, r"images are float64 .*: say which .* data\.values=0\.\.1"),
         ({"x_train": arrays()["x_train"].reshape(6, 60)}, "uint8 .* is neither uint8 images"),
         ({"x_train": arrays()["x_train"][:, :4]}, r"uint8 of shape \(3, 4, 4\) but test records uint8 of shape \(3, 5"),
         ({"x_train": FEATURES}, r"training records are float32 of shape \(2,\) but test records uint8"),

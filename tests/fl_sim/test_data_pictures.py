@@ -106,7 +106,7 @@ def damage_no_test(root):
         (damage_depth, r"train/dog/1.png has 16 bits a pixel: .* data\.values=0\.\.65535"),
         (damage_stranger, "test has class 'wolf', but train has only cat, dog"),
         (damage_no_images, "test holds no images; wanted are .bmp, .jpeg, .jpg, .png"),
-        (damage_no_test, "there is no folder .*/test; wanted are"),
+        (damage_no_test, r"there is no folder .*/test; wanted are .* data\.test=0\.2"),
     ],
 )
 def test_folders_with_something_wrong_are_refused_by_file(tmp_path, damage, message):
@@ -114,6 +114,41 @@ def test_folders_with_something_wrong_are_refused_by_file(tmp_path, damage, mess
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
         load(f"folder:{tmp_path}")
+
+
+def write_classes(root):
+    for value, name, number in ((10, "cat", 8), (200, "dog", 4), (90, "elk", 1)):
+        (root / name).mkdir(parents=True)
+        for index in range(number):
+            Image.new("L", (5, 4), value + index).save(root / name / f"{index}.png")
+
+
+@pytest.mark.parametrize("below", ["", "train"])
+def test_a_share_of_every_class_is_for_testing_where_there_is_no_test_folder(tmp_path, below):
+    write_classes(tmp_path / below)
+    found = load(f"folder:{tmp_path}:test=0.25")
+    assert np.bincount(found.train.labels).tolist() == [6, 3, 1]
+    assert np.bincount(found.test.labels, minlength=3).tolist() == [2, 1, 0]
+    values = {part: set(getattr(found, part).inputs[:, 0, 0, 0].tolist()) for part in ("train", "test")}
+    assert values["train"] | values["test"] == {*range(10, 18), *range(200, 204), 90}
+    assert values["train"].isdisjoint(values["test"])
+    assert found.note == "0.25 of every class is for testing, drawn by test_seed 0"
+    other = load(f"folder:{tmp_path}:test=0.25:test_seed=1")
+    assert set(other.test.inputs[:, 0, 0, 0].tolist()) != values["test"]
+
+
+def test_a_test_folder_and_a_test_share_together_are_refused(tmp_path):
+    write_folder(tmp_path)
+    with pytest.raises(UserError, match=r"data\.test holds out test images, and there is .*/test, too: leave one"):
+        load(f"folder:{tmp_path}:test=0.2")
+    with pytest.raises(UserError, match=r"data\.test = '2': it is a share"):
+        load(f"folder:{tmp_path}:test=2")
+    write_classes(tmp_path / "own")
+    for name in ("cat", "dog"):
+        for file in sorted((tmp_path / "own" / name).iterdir())[1:]:
+            file.unlink()
+    with pytest.raises(UserError, match=r"one image a class: data\.test leaves none for testing"):
+        load(f"folder:{tmp_path}/own:test=0.2")
 
 
 def test_images_of_any_size_are_scaled_to_the_one_that_is_asked_for(tmp_path):
