@@ -25,7 +25,8 @@ OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnis
 
 _TEST: Final = ("test", "test_seed")
 _TABLE: Final = (
-    "label", "classes", "client", "split", *_TEST, "test_file", "drop", "text", "range", "category", "scale", "missing",
+    "label", "classes", "client", "split", *_TEST, "test_file", "drop", "text", "range", "category", "fill",
+    "scale", "missing",
 )  # fmt: skip
 
 _HF: Final = ("image", "size", "values", "config", "train_part", "test_part")
@@ -48,8 +49,8 @@ OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
 """The forms of such names, for messages."""
 
 _LISTS: Final = frozenset({"classes", "drop", "text"})
-_TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+"}
-"""{a setting for each column: the separator of its values}"""
+_TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+", "fill": ""}
+"""{a setting for each column: the separator of its values, empty if it takes one}"""
 
 _NEXT: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
@@ -72,13 +73,14 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "test": ("number, above 0, below 1", "The share of records for testing, of every client's or class's if known."),
     "test_seed": ("whole number", "Which records are for testing; 0 where it is left out."),
     "test_file": ("text", "Another file with the same columns, all of which is for testing."),
-    "drop": ("columns, with + between", "Columns to leave out."),
-    "text": ("columns, with + between", "Columns of numbers that are names, such as postal codes."),
+    "drop": ("columns, with + or , between", "Columns to leave out."),
+    "text": ("columns, with + or , between", "Columns of numbers that are names, such as postal codes."),
     "range": ("LEAST..MOST", "As data.range.COLUMN: the ends of its numbers, which become 0 and 1."),
     "category": ("names, with + between", "As data.category.COLUMN: the categories that count; others become zeros."),
     "scale": ("records", "Numbers without a range are scaled by mean and deviation of the training records."),
-    "missing": ("drop", "Records with an empty cell are left out; without this they are refused."),
-    "delimiter": ("comma, semicolon, tab or bar", "What stands between the cells of a csv file."),
+    "fill": ("a number, or a category", "As data.fill.COLUMN: the value of its empty cells."),
+    "missing": ("drop or middle", "Empty cells: their records are left out, or they become the middle of data.range."),
+    "delimiter": ("comma, semicolon, tab or bar", "The sign between cells of a csv file; left out: by its first line."),
     "decimal": ("point or comma", "The decimal sign of a csv file's numbers; point where it is left out."),
     "thousands": ("comma, point, space or apostrophe", "The sign between a csv file's thousands, if any."),
     "alphabet": ("text", "The characters of texts, in order, each once; left out: LEAF's 80."),
@@ -290,7 +292,10 @@ def as_table(name: str) -> dict[str, Any]:
         having = ", ".join(f"{kind}:" for kind, options in OPTIONS.items() if options)
         raise UserError(f"data={shortened(name)} has no settings inside; the user's own data have some: {having}")
     options = {key: list(values) if key in _LISTS else values[0] for key, values in own.options.items()}
-    columns = {key: {column: list(values) for column, values in of.items()} for key, of in own.columns.items()}
+    columns = {
+        key: {column: list(values) if _TABLES[key] else values[0] for column, values in of.items()}
+        for key, of in own.columns.items()
+    }
     return {"kind": own.kind, "place": own.place, **options, **columns}
 
 
@@ -339,7 +344,7 @@ def _check_key(kind: OwnKind, key: str, *, is_of_column: bool) -> None:
         valid = f"valid: {', '.join(known)}" if known else f"{kind} data have none"
         raise UserError(f"unknown setting data.{shortened(key)} of {kind} data{guess(key, known)}; {valid}")
     if is_of_column != (key in _TABLES):
-        example = {"range": "age=0..100", "category": "sex=female+male"}.get(key, "")
+        example = {"range": "age=0..100", "category": "sex=female+male", "fill": "age=40"}.get(key, "")
         raise UserError(
             f"data.{key} is set for each column, for example data.{key}.{example}"
             if example

@@ -6,7 +6,7 @@ the clients' records are taken only if ``data.scale=records`` asks for them. A n
 column, describe what the table holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -113,7 +113,11 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """All facts before records are read; ``clients`` are in order. ``listed``: True if the user lists the classes."""
+    """All facts before records are read; ``clients`` are in order. ``listed``: True if the user lists the classes.
+
+    ``filling``: the values of empty cells, in words. ``left_out``: {column: reason} of those whose
+    content is no feature.
+    """
 
     tables: tuple[TableReader, ...]
     survey: Survey
@@ -124,6 +128,8 @@ class TablePlan:
     test_part: TestPart
     drops: bool
     listed: bool
+    filling: str
+    left_out: Mapping[str, str]
 
     @property
     def where(self) -> str:
@@ -137,6 +143,13 @@ class TablePlan:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
         return tuple(name for name, column in seen if column.counts and column.number is not None)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The features with another text in every row."""
+        rows = sum(self.survey.rows)
+        categories = [one for one in self.features if one.categories and not one.is_given]
+        return tuple(one.name for one in categories if len(one.categories) == rows >= columns.ROWS_TO_COUNT)
 
     @cached_property
     def unscaled(self) -> dict[str, None]:
@@ -161,7 +174,7 @@ class Rows:
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the table at ``path``. Raises UserError, with row and column, for anything but classification data."""
-    test_part, delimiter = test_part_by_setting(own), own.option("delimiter") or "comma"
+    test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
     tables = [open_table(path, own.kind, delimiter)]
     if test_part.other:
         tables.append(open_table(Path(own.option("test_file")).expanduser().absolute(), own.kind, delimiter))
@@ -212,12 +225,19 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
     seen = columns.blank_contents(own, roles, tables[0])
     columns.check_types(roles, seen, where)
     found = columns.survey(tables, seen)
-    drops = _choice(own, "missing", ("refuse", "drop")) == "drop"
-    if not drops:
-        columns.check_missing(found)
+    drops = _choice(own, "missing", ("refuse", "drop", "middle")) == "drop"
+    out = columns.left_out(own, roles.features, found)
+    if out and len(out) == len(roles.features):
+        raise UserError(
+            f"{where} has no column to learn from: {_reasons(out)}; add others, or write these as numbers or categories"
+        )
+    roles = replace(roles, features=tuple(name for name in roles.features if name not in out))
     if roles.split:
         columns.check_split(seen[roles.split], where)
     features, listed = columns.features_of(own, roles.features, found), listed_classes(own)
+    if not drops:
+        filled = {feature.name for feature in features if feature.is_filled}
+        columns.check_missing(found, [name for name in roles.columns if name not in filled], roles.features)
     classes = listed or columns.classes_of(seen[roles.label], where)
     if listed and not drops and set(seen[roles.label].texts or ("", "")) - set(listed):
         cure = ", or leave such records out, uncounted, by data.missing=drop"
@@ -227,7 +247,9 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
         if (of := seen[roles.client].texts) is None:
             raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
         clients = tuple(sorted(of, key=in_order))
-    return TablePlan(tuple(tables), found, roles, features, classes, clients, test_part, drops, bool(listed))
+    return TablePlan(
+        tuple(tables), found, roles, features, classes, clients, test_part, drops, bool(listed), _filling(own), out
+    )
 
 
 def rows_of(plan: TablePlan) -> Rows:
@@ -272,6 +294,8 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
         f"numbers scaled by their range: {_some(ranged)}" if ranged else "",
         f"{how}: {_some(plan.unscaled)}" if plan.unscaled else "",
         f"categories: {_some(categories)}" if categories else "",
+        plan.filling,
+        f"left out: {_reasons(plan.left_out)}" if plan.left_out else "",
         plan.test_records,
         f"records {_lacking(plan)} are left out" if plan.drops else "",
     ]
@@ -287,7 +311,7 @@ def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
     if plan.roles.split:
         lines.append((plan.roles.split, "says train or test"))
     features = ((one.name, f"{one.described()}{scaled if one.name in plan.unscaled else ''}") for one in plan.features)
-    return (*lines, *features)
+    return (*lines, *features, *((name, f"left out: {reason}") for name, reason in plan.left_out.items()))
 
 
 def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
@@ -295,7 +319,7 @@ def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
     cells = "types of columns are those that the file declares"
     if own.kind == "csv":
         spelling = spelling_by(own.option("decimal"), own.option("thousands"))
-        cells = f"cells stand between signs called {own.option('delimiter') or 'comma'}; {spelling.described()}"
+        cells = f"cells stand between signs called {plan.tables[0].delimiter}; {spelling.described()}"
     roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
     by_name = [role for role, name in roles.items() if name and not own.option(role)]
     numbers = [feature for feature in plan.features if not feature.categories]
@@ -311,10 +335,12 @@ def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
 def _read_off(plan: TablePlan) -> tuple[str, ...]:
     """Return the facts that were read off the records, with the settings that make them public."""
     inferred = [feature.name for feature in plan.features if feature.categories and not feature.is_given]
-    if not inferred:
-        return read_off_classes(plan.listed)
-    categories = f"the categories of {_some(inferred)} (data.category.{inferred[0]}=A+B lists public ones)"
-    return (*read_off_classes(plan.listed), categories)
+    facts = list(read_off_classes(plan.listed))
+    if inferred:
+        facts.append(f"the categories of {_some(inferred)} (data.category.{inferred[0]}=A+B lists public ones)")
+    if plan.left_out:
+        facts.append(f"which columns are left out (data.drop={','.join(plan.left_out)} sets it)")
+    return tuple(facts)
 
 
 def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
@@ -339,6 +365,7 @@ def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
     """Write the tables into ``rows``, all zeros so far; return the mask of the rows to keep."""
     compute = pyarrow().compute
     kept, first = np.ones(len(rows.labels), dtype=bool), 0
+    filled = {feature.name for feature in plan.features if feature.is_filled}
     for number, table in enumerate(plan.tables):
         for batch in table.batches(plan.roles.columns):
             labels = batch[plan.roles.label]
@@ -353,7 +380,8 @@ def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
                 is_test = compute.equal(compute.utf8_lower(texts_of(batch[plan.roles.split])), "test")
                 rows.is_test[some] = np.asarray(is_test.fill_null(fill_value=False))
             if plan.drops:
-                kept[some] = np.all([np.asarray(cells.is_valid()) for cells in batch.values()], axis=0)
+                whole = [cells.is_valid() for name, cells in batch.items() if name not in filled]
+                kept[some] = np.all([np.asarray(cells) for cells in whole], axis=0)
                 kept[some] &= np.asarray(compute.is_in(texts_of(labels), value_set=_texts(plan.classes)))
             first = some.stop
     return kept
@@ -383,6 +411,14 @@ def _oddities(plan: TablePlan) -> list[str]:
     found += [
         similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given
     ]
+    found += [
+        f"column {name!r} is left out: it holds {reason}; data.drop={name} says so, data.text={name} takes its texts"
+        for name, reason in plan.left_out.items()
+    ]
+    found += [
+        f"column {name!r} has another text in every row, as an ID: leave it out by data.drop={name}"
+        for name in plan.ids
+    ]
     found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in plan.counting if name]
     if any(not one.name for one in plan.features):
         rows = " and numbers the rows" if "" in plan.counting else ""
@@ -395,6 +431,18 @@ def _oddities(plan: TablePlan) -> list[str]:
 
 def _lacking(plan: TablePlan) -> str:
     return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
+
+
+def _filling(own: OwnName) -> str:
+    """Describe the values of empty cells, as the settings define them; empty if there are none."""
+    fixed = [f"{name} {value}" for name, (value,) in own.of_columns("fill").items()]
+    middle = "the middle of a number's range, zeros for a category" if own.option("missing") == "middle" else ""
+    said = "; ".join(filter(None, (_some(fixed), middle)))
+    return f"empty cells become: {said}" if said else ""
+
+
+def _reasons(left_out: Mapping[str, str]) -> str:
+    return _some([f"{name} ({reason})" for name, reason in left_out.items()])
 
 
 def _some(names: Iterable[str]) -> str:

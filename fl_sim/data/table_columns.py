@@ -227,7 +227,7 @@ def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, 
     """Return the empty content of each column to survey."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
-    texts = {*own.options.get("text", ()), *own.of_columns("category"), *most}
+    texts = {*_listed(own, "text", table), *own.of_columns("category"), *most}
     declared = dict(zip(table.names, table.declared, strict=True))
     spelling = spelling_by(own.option("decimal"), own.option("thousands"))
     return {
@@ -269,16 +269,36 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
     return tuple(sorted(seen.texts))
 
 
-def check_missing(found: Survey) -> None:
-    """Raise UserError with the first row and all columns if there are empty cells."""
-    lacking = [(seen.name, seen.missing) for seen in found.columns.values() if seen.missing]
+def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str]:
+    """Return {column: reason} of the columns of dates and of IDs, names or remarks, which no setting mentions."""
+    mentioned = {name for key in ("range", "category", "fill") for name in own.of_columns(key)}
+    reasons = {}
+    for name in names:
+        seen = found.columns[name]
+        is_text = seen.text is not None and seen.number is None and seen.word is not None and not seen.as_text
+        if name in mentioned:
+            continue
+        if seen.declared == "time" or (is_text and seen.texts and all(map(_DATE.fullmatch, seen.texts))):
+            reasons[name] = "dates"
+        elif is_text and seen.texts is None:
+            reasons[name] = f"over {seen.most} different texts"
+    return reasons
+
+
+def check_missing(found: Survey, names: Iterable[str], features: Sequence[str]) -> None:
+    """Raise UserError with the first row and all columns if cells of the columns ``names`` are empty.
+
+    ``features``: the columns that settings can fill.
+    """
+    lacking = [(name, missing) for name in names if (missing := found.columns[name].missing)]
     if not lacking:
         return
     name, first = lacking[0]
     rest = enumerated([other for other, _ in lacking[1:]], _MOST_NAMES)
     others = f" (so are cells of {rest})" if rest else ""
+    fills = f" (data.fill.{name}=VALUE, or data.missing=middle for all with a range)" if name in features else ""
     raise UserError(
-        f"{first.at(name)} is empty{others}: fill it in, leave the column out by data.drop={name}, or leave out "
+        f"{first.at(name)} is empty{others}: fill it in{fills}, leave the column out by data.drop={name}, or leave out "
         "every record with an empty cell by data.missing=drop"
     )
 
@@ -298,6 +318,7 @@ class Feature:
     """A feature column: numbers, scaled by ``bounds`` if given, or ``categories``.
 
     ``first``: the place of its first number in a record. ``is_given``: the settings list the categories.
+    ``fill``: the value of empty cells, if that is set; ``is_filled``: they have one, which for a category is all zeros.
     """
 
     name: str
@@ -306,6 +327,8 @@ class Feature:
     categories: tuple[str, ...] = ()
     is_given: bool = False
     spelling: Spelling = field(default_factory=Spelling)
+    fill: float | str | None = None
+    is_filled: bool = False
 
     @property
     def width(self) -> int:
@@ -345,11 +368,13 @@ class Feature:
         """Encode ``cells`` into the ``rows`` of their records, which are zeros so far."""
         if self.categories:
             values = pyarrow().array(self.categories)
-            codes = np.asarray(pyarrow().compute.index_in(texts_of(cells), value_set=values).fill_null(-1))
+            texts = texts_of(cells) if self.fill is None else texts_of(cells).fill_null(self.fill)
+            codes = np.asarray(pyarrow().compute.index_in(texts, value_set=values).fill_null(-1))
             (found,) = np.nonzero(codes >= 0)
             rows[found, self.first + codes[found]] = 1.0
             return
-        numbers = as_numbers(cells, self.spelling).to_numpy(zero_copy_only=False)
+        numbers = as_numbers(cells, self.spelling)
+        numbers = (numbers if self.fill is None else numbers.fill_null(self.fill)).to_numpy(zero_copy_only=False)
         if self.bounds is not None:
             low, high = self.bounds
             numbers = (np.clip(numbers, low, high) - low) / (high - low)
@@ -363,22 +388,51 @@ def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feat
     features: list[Feature] = []
     first = 0
     for name in names:
+        fill = _fill_of(own, name)
+        is_filled = fill is not None or own.option("missing") == "middle"
         if name in given:
             if name in ranges:
                 raise UserError(f"data.range.{name} and data.category.{name}: a column is a number or a category")
             categories = tuple(map(one_spelling, given[name]))
             if "" in categories or len(set(categories)) < len(categories):
                 raise UserError(f"data.category.{name} lists its categories, each once: data.category.{name}=A+B+C")
-            features.append(Feature(name, first, categories=categories, is_given=True))
+            if fill is not None and fill not in categories:
+                raise UserError(
+                    f"data.fill.{name} = {fill!r} is none of data.category.{name}: {enumerated(categories)}"
+                )
+            made = Feature(name, first, categories=categories, is_given=True, fill=fill, is_filled=is_filled)
         elif is_category(seen := found.columns[name]):
             if name in ranges:
                 raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
-            features.append(Feature(name, first, categories=tuple(sorted(seen.texts or (), key=in_order))))
+            texts = {*(seen.texts or ()), *([] if fill is None else [fill])}
+            categories = tuple(sorted(texts, key=in_order))
+            made = Feature(name, first, categories=categories, fill=fill, is_filled=is_filled)
         else:
             bounds = _bounds(name, ranges[name]) if name in ranges else None
-            features.append(Feature(name, first, bounds, spelling=seen.spelling))
-        first += features[-1].width
+            number = _number_to_fill(name, fill, bounds) if is_filled and (seen.missing or fill is not None) else None
+            made = Feature(name, first, bounds, spelling=seen.spelling, fill=number, is_filled=is_filled)
+        features.append(made)
+        first += made.width
     return tuple(features)
+
+
+def _fill_of(own: OwnName, name: str) -> str | None:
+    filling = own.of_columns("fill")
+    return one_spelling(filling[name][0]) if name in filling else None
+
+
+def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | None) -> float:
+    """Return the number for empty cells: the one that is set, or the middle of the range."""
+    if fill is not None:
+        if (number := as_number(fill)) is None:
+            raise UserError(f"data.fill.{name} = {fill!r}: the column {name!r} holds numbers; set a number")
+        return number
+    if bounds is None:
+        raise UserError(
+            f"column {name!r} has empty cells, and data.missing=middle takes the middle of its range: set "
+            f"data.range.{name}=LOW..HIGH, or the number for them, data.fill.{name}=NUMBER"
+        )
+    return (bounds[0] + bounds[1]) / 2
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
@@ -432,21 +486,28 @@ def _check_texts(seen: ColumnContent) -> None:
 
 def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tuple[str, ...]:
     """Return the columns without another role that are not left out."""
-    dropped = {*own.options.get("drop", ())}
+    dropped = {*_listed(own, "drop", table)}
     for key in ("drop", "text"):
-        for name in own.options.get(key, ()):
+        for name in _listed(own, key, table):
             _check_column(name, key, table)
     if clash := sorted(dropped & {*uses}):
         raise UserError(f"data.drop leaves out {clash[0]!r}, which is data.{uses[clash[0]]}: take one of them away")
     features = tuple(name for name in table.names if name not in uses and name not in dropped)
     if not features:
         raise UserError(f"{table.where} has no column beside {enumerated(uses, _MOST_NAMES)} to learn from")
-    for key in ("range", "category"):
+    for key in ("range", "category", "fill"):
         for name in own.of_columns(key):
             _check_column(name, key, table)
             if name in uses or name in dropped:
                 raise UserError(f"data.{key}.{name}: the column {name!r} is no feature; leave this setting out")
     return features
+
+
+def _listed(own: OwnName, key: str, table: TableReader) -> list[str]:
+    """Return the columns that a setting lists; commas are between them, too, unless one belongs to a name."""
+    given = own.options.get(key, ())
+    parts = [[name] if name in table.names else name.split(",") for name in given]
+    return [name.strip() for some in parts for name in some]
 
 
 def _check_column(name: str, key: str, table: TableReader) -> None:

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -65,7 +65,8 @@ class TableReader:
     """A table that can be read again and again.
 
     ``where``: its name in messages; ``written``: its columns as written; ``declared``: their types; ``rows``: a
-    function from columns, as written, to batches of their cells; ``codes``: {column: the names of its codes 0, 1 ...}.
+    function from columns, as written, to batches of their cells; ``codes``: {column: the names of its codes 0, 1 ...};
+    ``delimiter``: of a csv file, as a word.
     """
 
     where: str
@@ -73,6 +74,7 @@ class TableReader:
     declared: tuple[Declared, ...]
     rows: Callable[[Sequence[str]], Iterator[Any]]
     codes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    delimiter: str = ""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -95,8 +97,12 @@ class TableReader:
             raise _unreadable(self.where, error) from error
 
 
-def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableReader:
-    """Open the table in ``path``. Raises UserError if it cannot be read, or has two columns of one name."""
+def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
+    """Open the table in ``path``. Raises UserError if it cannot be read, or has two columns of one name.
+
+    ``delimiter``: of a csv file, as a word; empty: that of its first line.
+    """
+    delimiter = delimiter or (_delimiter_of(path) if kind == "csv" else "comma")
     if delimiter not in DELIMITERS:
         valid = ", ".join(DELIMITERS)
         raise UserError(f"data.delimiter = {delimiter!r}: valid are {valid}{guess(delimiter, DELIMITERS)}")
@@ -126,7 +132,7 @@ def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableReader:
         else:
             with csv_reader() as reader:
                 schema = reader.schema
-        return table_of(str(path), schema, rows, is_typed=is_parquet)
+        return replace(table_of(str(path), schema, rows, is_typed=is_parquet), delimiter=delimiter)
     except UserError:
         raise
     except Exception as error:
@@ -293,6 +299,18 @@ def texts_of(cells: Any) -> Any:
     if not are_texts(cells):
         return cells.cast(pyarrow().string())
     return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
+
+
+def _delimiter_of(path: Path) -> str:
+    """Return the delimiter of a csv file by its first line: comma if there is one outside of quotes."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(_BLOCK).decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
+    bare = re.sub(r'"[^"]*"', "", line)
+    counts = {word: bare.count(sign) for word, sign in DELIMITERS.items()}
+    return "comma" if counts["comma"] else max(counts, key=lambda word: counts[word])
 
 
 def _unreadable(where: str, error: Exception) -> UserError:

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fl_sim.data import load, table
+from fl_sim.data import load, naming, table
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
 
@@ -139,7 +139,7 @@ def test_records_with_an_empty_cell_are_left_out_when_asked_and_counted(tmp_path
 def test_other_signs_between_cells_can_be_named(tmp_path):
     name = f"csv:{written(tmp_path, ROWS.replace(',', ';'))}:{SETTINGS}"
     with pytest.raises(UserError, match=r"has one column alone.*set data\.delimiter=semicolon"):
-        load(name)
+        load(f"{name}:delimiter=tab")
     assert len(load(f"{name}:delimiter=semicolon").train) == 4
 
 
@@ -184,7 +184,7 @@ SAME = "label=outcome:client=ward:split=part"
         (ROWS, f"{SAME}:range.age=9..1", r"data\.range\.age = '9\.\.1': it is LOW\.\.HIGH"),
         (ROWS, f"{SAME}:range.ward=0..1", "the column 'ward' is no feature"),
         (ROWS, f"{SAME}:scale=mean", r"data\.scale = 'mean'; valid: ranges, records"),
-        (ROWS.replace("50,", ","), SAME, "a.csv: row 3, column 'age' is empty: fill it in, leave the column out by"),
+        (ROWS.replace("50,", ","), SAME, r"a.csv: row 3, column 'age' is empty: fill it in \(data.fill.age=V"),
         (ROWS.replace("ill,test", ",test"), SAME, "row 3, column 'outcome' is empty"),
         (ROWS.replace("50,f", ","), SAME, r"row 3, column 'age' is empty \(so are cells of sex\): fill"),
         (ROWS.replace("50,", "old,"), SAME, "row 3, column 'age': 'old' is no number, and row 1 holds 30: mend"),
@@ -206,17 +206,92 @@ def test_what_is_no_classification_data_is_refused_in_one_line(tmp_path, text, s
     assert "\n" not in str(caught.value)
 
 
-def test_dates_names_and_lists_are_refused_with_the_way_out(tmp_path):
-    labels = ["a", "b"] * 150
-    names = written(tmp_path, "name,label\n" + "".join(f"n{i},{label}\n" for i, label in enumerate(labels)))
-    with pytest.raises(UserError, match=r"'name' .*200.* data\.drop=name"):
-        load(f"csv:{names}:test=0.1")
-    dates = written(tmp_path, "day,label\n" + "".join(f"2020-01-{i % 9 + 1:02},{x}\n" for i, x in enumerate(labels)))
-    with pytest.raises(UserError, match=r"'day' .*2020-01-01.* data\.drop=day"):
-        load(f"csv:{dates}:test=0.1")
-    days = pa.array([0] * 300, pa.date32())
-    with pytest.raises(UserError, match="'day' holds dates or times: leave it out"):
-        load(f"{as_parquet(tmp_path, day=days, label=labels)}:test=0.1")
+LABELS = ["a", "b"] * 150
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ([f"n{i}" for i in range(300)], "over 200 different texts"),
+        ([f"2020-01-{i % 9 + 1:02}" for i in range(300)], "dates"),
+        (["", *["3.4.2020 10:15"] * 299], "dates"),
+        (pa.array([0] * 300, pa.date32()), "dates"),
+    ],
+    ids=["names", "dates", "times", "declared"],
+)
+def test_columns_of_dates_and_ids_are_left_out_and_said(tmp_path, cells, reason):
+    found = load(f"{as_parquet(tmp_path, day=cells, x=[1.5] * 300, label=LABELS)}:test=0.1")
+    assert found.names == ("x",)
+    assert len(found.train) + len(found.test) == 300
+    assert f"left out: day ({reason})" in found.note
+    assert ("day", f"left out: {reason}") in found.shown
+    assert any(f"column 'day' is left out: it holds {reason}; data.drop=day" in one for one in found.counted)
+    assert "which columns are left out (data.drop=day sets it)" in found.read_off
+    told = load(f"{as_parquet(tmp_path, day=cells, x=[1.5] * 300, label=LABELS)}:test=0.1:drop=day")
+    assert told.train.inputs.tolist() == found.train.inputs.tolist()
+    assert not told.counted
+    assert not any("left out" in fact for fact in told.read_off)
+
+
+def test_a_text_of_its_own_in_every_row_is_told_to_look_like_an_id(tmp_path):
+    text = "who,x,label\n" + "".join(f"p{i},{i % 3},{i % 2}\n" for i in range(12))
+    told = load(f"csv:{written(tmp_path, text)}:test=0.3").counted
+    assert told == ("column 'who' has another text in every row, as an ID: leave it out by data.drop=who",)
+
+
+def test_columns_to_leave_out_may_be_typed_with_commas(tmp_path):
+    text = ROWS.replace("sex", '"sex, self-told"')
+    for drop, names in (("age,sex", ["ward=north", "ward=south"]), ("age", ["sex=f", "sex=m"])):
+        found = load(f"csv:{written(tmp_path)}:label=outcome:split=part:drop={drop}")
+        assert list(found.names)[:2] == names
+    found = load(f"csv:{written(tmp_path, text)}:{SETTINGS}:drop=sex, self-told")
+    assert found.names == ("age",)
+    made = experiment_from(with_overrides({}, ["data=csv:a.csv", "data.drop=id,name"]))
+    assert made.data == "csv:a.csv:drop=id,name"
+
+
+def test_empty_cells_become_the_value_that_is_set_or_the_middle_of_a_range(tmp_path):
+    text = ROWS.replace("40,m", ",m").replace("60,f", "60,")
+    place = f"csv:{written(tmp_path, text)}:{SETTINGS}"
+    found = load(f"{place}:range.age=0..100:missing=middle")
+    assert (found.train.inputs * 10).round().tolist() == [[3, 10, 0], [5, 0, 10], [6, 0, 0], [7, 0, 10]]
+    assert "empty cells become: the middle of a number's range, zeros for a category" in found.note
+    found = load(f"{place}:fill.age=33:fill.sex=unknown")
+    assert found.names == ("age", "sex=f", "sex=m", "sex=unknown")
+    assert found.train.inputs.tolist() == [[30, 1, 0, 0], [33, 0, 1, 0], [60, 0, 0, 1], [70, 0, 1, 0]]
+    assert "empty cells become: age 33, sex unknown" in found.note
+    assert len(load(f"{place}:fill.age=33:missing=drop").train) == 3
+    table = {"kind": "csv", "place": "a", "fill": {"age": 33, "sex": "unknown"}}
+    assert naming.as_table(naming.from_table(table)) == {**table, "fill": {"age": "33", "sex": "unknown"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("missing=middle", r"column 'age' has empty cells, .*: set data\.range\.age=LOW\.\.HIGH"),
+        ("fill.age=33", r"row 4, column 'sex' is empty: fill it in \(data\.fill\.sex=VALUE"),
+        ("fill.age=old:fill.sex=f", r"data\.fill\.age = 'old': the column 'age' holds numbers"),
+        ("fill.age=1:category.sex=f+m:fill.sex=x", r"data\.fill\.sex = 'x' is none of data\.category\.sex: f, m"),
+        ("fill.ag=1", "has no column 'ag'"),
+        ("fill=1", r"data\.fill is set for each column, for example data\.fill\.age=40"),
+    ],
+)
+def test_values_for_empty_cells_that_do_not_fit_are_refused(tmp_path, settings, message):
+    text = ROWS.replace("40,m", ",m").replace("60,f", "60,")
+    with pytest.raises(UserError, match=message):
+        load(f"csv:{written(tmp_path, text)}:{SETTINGS}:{settings}")
+
+
+@pytest.mark.parametrize(("sign", "word"), [(";", "semicolon"), ("\t", "tab"), ("|", "bar")])
+def test_the_sign_between_cells_is_found_in_the_first_line(tmp_path, sign, word):
+    text = ROWS.replace(",", sign).replace("30", "30.5").replace("sex", '"sex, told"')
+    found = load(f"csv:{written(tmp_path, text)}:{SETTINGS}")
+    assert found.train.inputs.tolist() == [[30.5, 1, 0], [40, 0, 1], [60, 1, 0], [70, 0, 1]]
+    assert f"cells stand between signs called {word}" in found.inferred[0]
+
+
+def test_lists_and_numbers_are_refused_with_the_way_out(tmp_path):
+    labels = LABELS
     with pytest.raises(UserError, match="'x' holds lists or other cells"):
         load(f"{as_parquet(tmp_path, x=[[1]] * 300, label=labels)}:test=0.1")
     with pytest.raises(UserError, match=r"'label' holds lists.*multi-label"):
