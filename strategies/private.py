@@ -76,8 +76,8 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Describe participation, and the share of the budget that all rounds spend."""
-        return told_beforehand(experiment)
+        """Describe participation, the share of the budget that all rounds spend, and noise without a budget."""
+        return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
@@ -280,6 +280,21 @@ def told_beforehand(experiment: Any) -> list[str]:
             "spend just that ('fl-sim privacy global-dp --epsilon' shows it beforehand)"
         )
     return told
+
+
+def cost_of_noise(experiment: Any) -> list[str]:
+    """Return in words what a noise multiplier costs that was set without a budget: global-dp:8 is not epsilon 8."""
+    aggregator = experiment.aggregator
+    noise, default = aggregator.noise_multiplier, type(aggregator).model_fields["noise_multiplier"].default
+    if aggregator.epsilon is not None or noise in {0, default}:
+        return []
+    spent = epsilon_of_counts(_charges_of(experiment, aggregator), aggregator.delta, accountant=aggregator.accountant)
+    told = (
+        f"aggregator.noise_multiplier={noise:g} (in short global-dp:{noise:g}) is noise and no epsilon: all "
+        f"{experiment.rounds:,} rounds cost epsilon {rounded_up(spent)}; to set epsilon instead, give "
+        "aggregator.epsilon=8 aggregator.noise_multiplier=from-epsilon"
+    )
+    return [told]
 
 
 def _charges_of(experiment: Any, aggregator: GlobalDP) -> Mapping[DpEvent, int]:

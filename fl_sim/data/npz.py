@@ -244,7 +244,10 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
         )
     if missing := [name for name in required if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
-        raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(required)}")
+        pickled = "; a client of PFLlib's is converted by the script in docs/porting.md" if found == ["data"] else ""
+        raise UserError(
+            f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(required)}{pickled}"
+        )
     if known is not None and (others := [name for name in found if name not in known]):
         first = others[0]
         meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)

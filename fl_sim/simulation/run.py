@@ -25,6 +25,7 @@ from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
 from fl_sim.store.private import PrivateLog, prints_to, warnings_to
+from strategies.layer import layer_kinds
 
 
 def run(
@@ -85,7 +86,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with readable_os_errors(), own as (opened, engine):
                 log.engine, log.trainer = engine.kind, engine.trainer
-                said = [f"{engine.why}; {engine.trainer}", *_private_states(experiment, log, out), *log.warnings]
+                said = [f"{engine.why}; {engine.trainer}", *_first_lines(experiment, log, out)]
                 observer.started(experiment, "\n".join(said), first_round)
                 with _off_screen(experiment, out, opened):
                     procedure.run(opened, out, log, observer)
@@ -114,12 +115,13 @@ def _warnings_of_settings(job: Job) -> list[str]:
     return [*([] if job.experiment.is_private else job.dataset.counted), *job.experiment.remarks]
 
 
-def _private_states(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
-    """Return a warning of private client states in the run directory; it is not part of the result."""
-    if not (log.seal and experiment.is_private):
-        return []
-    told = f"what clients keep between rounds is private: it lies in {out / run_directory.STATE}, for your eyes only, "
-    return [f"{told}until the run has finished"]
+def _first_lines(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
+    """Return what the user is told before the first round; of that, the warnings alone are part of the result."""
+    states = out / run_directory.STATE
+    where = f"it lies in {states}, for your eyes only, until the run has finished"
+    told = [f"what clients keep between rounds is private: {where}"]
+    of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
+    return list(dict.fromkeys([*(told if log.seal and experiment.is_private else []), *log.warnings, *of_layers]))
 
 
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:

@@ -10,13 +10,15 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.interface import run
 from fl_sim.seeding import rng
 from fl_sim.testing_runs import FakeEngine
 from fl_sim.types import ClientUpdate
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP
-from strategies.private import open_private_rounds
+from strategies.private import PrivateRounds, open_private_rounds
 from strategies.samplers import FixedSize, Poisson
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -148,3 +150,15 @@ def test_no_single_client_stops_a_run_and_two_that_fail_with_nobody_answering_do
         f"client {client} did not answer in time: see whether it still runs, or give a larger round_timeout"
         for client in (5, 6)
     ]
+
+
+SMALL = {"model": "logistic", "rounds": 1, "clients": 20, "partition": "iid", "sampler": "full", "engine": "inprocess"}
+
+
+def test_noise_that_is_no_epsilon_is_told_when_the_run_starts_and_is_no_warning(tmp_path, capsys):
+    run({**SMALL, "aggregator": "global-dp:8"}, out=tmp_path / "run")
+    lines = capsys.readouterr().err.splitlines()
+    [told] = [number for number, line in enumerate(lines) if "(in short global-dp:8) is noise and no epsilon" in line]
+    assert told < next(number for number, line in enumerate(lines) if line.startswith("round 1/1"))
+    assert "is noise and no epsilon" not in (tmp_path / "run" / "result.json").read_text()
+    assert PrivateRounds.told(experiment_from({**SMALL, "aggregator": "global-dp"})) == []

@@ -9,13 +9,13 @@ import pytest
 
 from fl_sim.__main__ import main
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG
 from strategies.global_dp import GlobalDP, releases_beforehand
-from strategies.private import planned_charges, told_beforehand
+from strategies.private import PrivateRounds, planned_charges, told_beforehand
 
 BASE = {"model": "logistic", "rounds": 10, "clients": 20, "partition": "iid", "engine": "inprocess"}
 
@@ -98,6 +98,18 @@ def test_a_ceiling_that_is_not_reached_or_too_low_is_told_and_one_that_fits_is_n
     assert "so training stops before them" in over
     assert told_beforehand(private(sampler="poisson:0.2", aggregator=FOUND)) == []
     assert told_beforehand(private(sampler="poisson:0.2", aggregator={"epsilon": None})) == []
+
+
+def test_a_noise_multiplier_typed_in_short_is_told_to_be_no_epsilon_and_what_it_costs() -> None:
+    short = experiment_from({**BASE, "aggregator": "global-dp:8", "sampler": "poisson:0.2"})
+    assert noise_of(short) == 8
+    [told] = PrivateRounds.told(short)
+    assert "aggregator.noise_multiplier=8 (in short global-dp:8) is noise and no epsilon" in told
+    assert f"all 10 rounds cost epsilon {rounded_up(spent(short))}; to set epsilon instead" in told
+    settings = told.partition(", give ")[2].split()
+    found = experiment_from(with_overrides({**BASE, "aggregator": "global-dp", "sampler": "poisson:0.2"}, settings))
+    assert 0.995 * 8 < spent(found) <= 8
+    assert PrivateRounds.told(experiment_from({**BASE, "aggregator": "global-dp", "sampler": "poisson:0.2"})) == []
 
 
 def test_who_takes_part_by_default_is_told_on_the_screen_in_the_plan_and_with_the_result(
