@@ -45,12 +45,14 @@ _PLAIN_WIDTH = 200
 
 
 def write_report(
-    directories: list[Path], out: Path | None, *, paper: bool, pictures: bool, target: float | None, json_output: bool
-) -> None:
+    directories: list[Path], out: Path | None, *, paper: bool, pictures: bool, target: float | None, json_output: bool,
+    full_axis: bool = False,
+) -> None:  # fmt: skip
     """Write the page and its figures, and print their paths and the runs that could not be shown.
 
     ``paper``: also write diagrams as PDF and SVG, as wide as a paper's column and as its text. ``pictures``: find
-    images for synthetic feature vectors. ``target``: a test accuracy in [0, 1] whose cost is reported.
+    images for synthetic feature vectors. ``target``: a test accuracy in [0, 1] whose cost is reported. ``full_axis``:
+    draw accuracies from 0 to 100 %, not over their own range.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
@@ -68,7 +70,12 @@ def write_report(
         bills, unknown = bills_of(found)
         found.problems += unknown
     costs = [str(bill["in_words"]) for bill in bills]
-    figures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
+    figures = [
+        *draw_all(shown, full_axis=full_axis),
+        *draw_sweeps(sweeps(groups), full_axis=full_axis),
+        *samples,
+        *votes,
+    ]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
     files = {picture.name: picture.png for picture in figures}
@@ -76,7 +83,7 @@ def write_report(
         files |= for_papers(picture)
     for name, content in files.items():
         (out / name).write_bytes(content)
-    write_text(out / PAGE, page(found, shown, figures, costs, target))
+    write_text(out / PAGE, page(found, shown, figures, costs, target, full_axis=full_axis))
     faults = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
     faults += [(problem.path, "problem", problem.error) for problem in found.problems]
     reached = [] if target is None else target_rows(groups_of(shown), target)

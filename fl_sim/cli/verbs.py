@@ -102,6 +102,9 @@ def report(
             "--pictures", help="Find images for synthetic feature vectors: 10 s (MNIST) to a minute (CIFAR-10) a run."
         ),
     ] = False,
+    full_axis: Annotated[
+        bool, typer.Option("--full-axis", help="Draw accuracies from 0 to 100 %, not over their own range.")
+    ] = False,
     target: Annotated[
         float | None, typer.Option(min=0, max=1, help="Also report the cost of this test accuracy, such as 0.8.")
     ] = None,
@@ -139,7 +142,9 @@ def report(
     if gallery:
         report_code.write_gallery(directories, out, json_output=json_output)
         return
-    report_code.write_report(directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output)
+    report_code.write_report(
+        directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output, full_axis=full_axis
+    )
 
 
 def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:

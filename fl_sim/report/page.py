@@ -65,15 +65,18 @@ def page(
     pictures: Sequence[Picture],
     costs: Sequence[str],
     aim: float | None = None,
+    *,
+    full_axis: bool = False,
 ) -> str:
     """Return the page as HTML. It refers to nothing outside itself.
 
     ``costs``: the privacy cost of all runs together, in words. ``aim``: a test accuracy in [0, 1], whose cost is shown.
+    ``full_axis``: accuracies are first drawn from 0 to 100 %.
     """
     groups = groups_of(panels)
     title, description = escape(title_of(panels)), escape(summary(groups))
     style, script = _web()
-    data = page_data(panels, aim)
+    data = page_data(panels, aim, full_axis=full_axis)
     headings = dict.fromkeys(one.heading for one in pictures)
     before = [
         *data_notes(panels),
@@ -107,7 +110,7 @@ def page(
     )
 
 
-def page_data(panels: Sequence[Panel], target: float | None) -> str:
+def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool = False) -> str:
     """Return the data as JSON without a character that HTML could take for a tag. Accuracies are in percent.
 
     ``target``: an accuracy in [0, 1] in addition to those of ``LADDER``.
@@ -123,6 +126,7 @@ def page_data(panels: Sequence[Panel], target: float | None) -> str:
         "thinned": most if drawn > _MOST_POINTS else 0,
         "panels": [_panel(panel, steps, most, methods, matrices) for panel in panels],
         "methods": methods,
+        "full": full_axis,
         "untold": matrices.left_out,
     }
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
@@ -208,7 +212,7 @@ def _panel(
     lines = [
         {"method": at, **_line(one, steps, most, matrices)} for at, (_, one) in zip(numbers, panel.lines, strict=True)
     ]
-    return {"title": panel.title, "note": panel.note, "x": x_label(panel), "lines": lines}
+    return {"data": panel.data, "title": panel.title, "note": panel.note, "x": x_label(panel), "lines": lines}
 
 
 def _line(one: SeedGroup, steps: Sequence[float], most: int, matrices: _Matrices) -> dict[str, Any]:

@@ -71,6 +71,9 @@ _COLORS = (
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (9, 2))
 _MARKERS = "os^DvPX<>*hd"
 
+_LEAST_PERCENT = 5.0
+"""Percentage points that a vertical axis has at least, so that no difference looks larger than it is."""
+
 Style: TypeAlias = tuple[str, tuple[float, ...], str]
 """Colour, dashes and marker of a line."""
 
@@ -177,6 +180,22 @@ def with_grid(axes: "Axes", layout: Layout) -> None:
     axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def percent_axis(axes: "Axes", lows: Sequence[float], highs: Sequence[float], *, full: bool) -> None:
+    """Set the vertical axis, in percent, to the range of the values between ``lows`` and ``highs``.
+
+    ``full``: from 0 to 100 instead.
+    """
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 (a second to import)
+
+    low, high = max(0.0, min(lows, default=0.0)), min(100.0, max(highs, default=100.0))
+    if full or low > high:
+        low, high = 0.0, 100.0
+    room = max(0.04 * (high - low), _LEAST_PERCENT - (high - low)) / 2
+    ticks = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(max(0.0, low - room), min(100.0, high + room))
+    shown = [float(tick) for tick in ticks if 0 <= tick <= 100]
+    axes.set(ylim=(shown[0], shown[-1]), yticks=shown)
 
 
 def draw_points(

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fl_sim.report.figures.samples import Samples, Tile, figure_of, mosaic, read_records, read_samples
+from fl_sim.report.figures.samples import (
+    Samples,
+    Tile,
+    about_noise,
+    figure_of,
+    mark_noise,
+    mosaic,
+    read_records,
+    read_samples,
+)
 from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.groups import SeedGroup
 from fl_sim.report.picture import Picture, file_names, png
@@ -124,6 +133,13 @@ def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
     for label in range(shown):
         middle = label * (wide + _BETWEEN) + wide / 2
         axes.text(middle, -8, f"class {label}", ha="center", va="bottom", fontsize=8)
+    tile = rows[0].samples.nothing.shape[:2]
+    mark_noise(axes, [
+        (label * (wide + _BETWEEN) + at % _ACROSS * (tile[1] + _WITHIN),
+         number * (high + _BETWEEN) + at // _ACROSS * (tile[0] + _WITHIN))
+        for number, row in enumerate(rows) for label in range(shown)
+        for at, is_noise in enumerate(row.samples.noise(label, _ACROSS**2)) if is_noise
+    ], tile)  # fmt: skip
     for number, row in enumerate(rows):
         middle = number * (high + _BETWEEN) + high / 2
         axes.text(-12, middle, f"epsilon {row.epsilon:g}", ha="right", va="bottom", fontsize=8)
@@ -263,8 +279,11 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
     ]
     details += dict.fromkeys(one.limits for row in rows for one in row.statements if one.protects)
     data = [f"Data: {note}"] if note else []
-    picture = png(draw(rows, [what, meaning, *images, *data]))
-    lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *data)
+    classes = range(min(rows[0].samples.num_classes, _MOST_CLASSES))
+    noisy = [found for row in rows for label in classes for found in row.samples.noise(label, _ACROSS**2)]
+    told = about_noise(sum(noisy), len(noisy))
+    picture = png(draw(rows, [what, meaning, *images, *told, *data]))
+    lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *told, *data)
     return Picture(name, HEADING, lines, picture, tuple(details))
 
 

@@ -1,4 +1,4 @@
-"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, a band over seeds.
+"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, the spread over seeds.
 
 Accuracy is drawn over virtual time, too, where runs have a virtual clock.
 """
@@ -8,18 +8,20 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from fl_sim.report.groups import Panel, SeedGroup
+from fl_sim.report.groups import Panel, SeedGroup, further_settings, short_names
 from fl_sim.report.measures import mean_and_deviation, spent_by
 from fl_sim.report.picture import (
     PAGE,
     WIDE_PAGE,
+    Draw,
     Layout,
     Picture,
     Style,
     drawn,
     file_names,
+    percent_axis,
     plain,
     styled,
     with_grid,
@@ -27,13 +29,13 @@ from fl_sim.report.picture import (
 from fl_sim.store.run_directory import RoundRecord
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Measure: TypeAlias = Literal["accuracy", "loss"]
 MEASURES: tuple[Measure, Measure] = ("accuracy", "loss")
-_WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (mean cross-entropy, nats)"}
+_WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (nats)"}
+_MEANING = {"accuracy": "", "loss": " Loss: mean cross-entropy, in nats."}
 HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
 OVER_TIME = "Accuracy over virtual time"
 
@@ -41,6 +43,8 @@ _BOUND = ("black", (2.5, 1.2), "")
 _MOST_IN_ONE = 4
 _UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
+_MOST_BANDS = 4
+"""Bands of more lines in a panel would hide each other: bars beside the last round are drawn instead."""
 _SKEWED = 20
 """Losses with a larger ratio are drawn on a logarithmic axis, so that a diverging one does not flatten the others."""
 
@@ -68,8 +72,11 @@ class Curve:
         return [mean + deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
 
-def draw_all(panels: Sequence[Panel]) -> list[Picture]:
-    """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel."""
+def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Picture]:
+    """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel.
+
+    Panels of the same data have the same vertical axis. ``full_axis``: accuracy from 0 to 100 %.
+    """
     styles, timed = styles_of(panels), _timed(panels)
     pictures = []
     drawn_over: list[tuple[Measure, Sequence[Panel], bool]] = [
@@ -82,7 +89,10 @@ def draw_all(panels: Sequence[Panel]) -> list[Picture]:
             figures = [(f"{stem}-{name}.png", part) for name, part in parts]
         else:
             figures = [(f"{stem}.png", list(some))] if some else []
-        pictures += [_picture(name, measure, part, styles, over_time=over_time) for name, part in figures]
+        for name, part in figures:
+            alike = [panel for panel in some if panel.data in {own.data for own in part}]
+            drawing = partial(draw, part, measure, styles, over_time=over_time, full_axis=full_axis, scaled_for=alike)
+            pictures.append(_picture(name, measure, part, styles, drawing, over_time=over_time))
     return pictures
 
 
@@ -132,56 +142,93 @@ def draw(
     layout: Layout = PAGE,
     *,
     over_time: bool = False,
+    full_axis: bool = False,
+    scaled_for: Sequence[Panel] = (),
 ) -> "Figure":
-    """Draw ``panels`` side by side where there is room, the legend below; over rounds, or over virtual time."""
+    """Draw ``panels`` side by side where there is room, the legend below; over rounds, or over virtual time.
+
+    ``full_axis``: accuracy from 0 to 100 %. ``scaled_for``: the panels whose values the vertical axis spans; default:
+    those drawn.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
     across = min(len(panels), layout.across)
     down = math.ceil(len(panels) / across)
     num_labels = len({label for panel in panels for label, _ in panel.lines})
-    longest = max(len(label) + (0 if one.finished else 13) for panel in panels for label, one in panel.lines)
-    columns = max(1, min(num_labels, layout.characters(layout.text, 1.0) // (longest + 8)))
+    names = _names(panels, styles)
+    longest = max(len(names[label]) + (0 if one.finished else 13) for panel in panels for label, one in panel.lines)
+    columns = max(1, min(num_labels, layout.characters(layout.text, 1.0) // (longest + 12)))
     height = min(layout.height * down, layout.highest) + 0.027 * layout.text * math.ceil(num_labels / columns)
     figure = Figure(figsize=(layout.width, height), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False).flatten()
-    handles: dict[str, Artist] = {}
+    handles: dict[str, Any] = {}
+    spanned = [curve(one, measure) for panel in scaled_for or panels for _, one in panel.lines]
     for axes, panel in zip(grid, panels, strict=False):
-        _draw_panel(axes, panel, measure, styles, replace(layout, width=layout.width / across), over_time=over_time)
-        handles |= {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        own = replace(layout, width=layout.width / across)
+        _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
+        _scale(axes, measure, spanned, full_axis=full_axis)
+        entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        if entries:  # bars beside the last round are no rounds
+            last = max(float(line.get_xdata()[-1]) for line in entries.values())
+            axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
+        handles |= entries
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if handles:
         # The upper bound is no method, so it comes last.
-        bounds = {plain(label) for panel in panels for label, one in panel.lines if one.is_bound}
+        bounds = {plain(names[label]) for panel in panels for label, one in panel.lines if one.is_bound}
         ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(
-            handles=[handles[text] for text in ordered], labels=ordered, loc="outside lower center", ncols=columns,
+            handles=[handles[text] for text in ordered],
+            labels=[textwrap.fill(text, layout.characters(layout.text)) for text in ordered],
+            loc="outside lower center", ncols=columns,
             frameon=False, handlelength=4.2, columnspacing=1.5,
         )  # fmt: skip
     return figure
 
 
+def _names(panels: Sequence[Panel], styles: Mapping[str, Style]) -> dict[str, str]:
+    """Return {label: its name in the legend}, the same in every figure with these ``styles``."""
+    bounds = [label for panel in panels for label, one in panel.lines if one.is_bound]
+    return {**short_names(bounds), **short_names(styles)}
+
+
+def _has_bars(panel: Panel) -> bool:
+    return sum(len(one.drawn) > 1 for _, one in panel.lines) > _MOST_BANDS
+
+
 def _picture(
-    name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style], *, over_time: bool = False
-) -> Picture:
+    name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style], drawing: Draw, *,
+    over_time: bool,
+) -> Picture:  # fmt: skip
     heading = OVER_TIME if over_time else HEADINGS[measure]
     what = "; ".join(panel.title for panel in panels)
     data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
-    caption = [f"{heading}: {what}. Lines: mean over seeds; bands: ± sample standard deviation."]
+    spread = {True: "bars beside the last round", False: "bands"}
+    spreads = " or ".join(spread[has_bars] for has_bars in sorted({_has_bars(panel) for panel in panels}))
+    drawn_as = f"Lines: mean over seeds; {spreads}: ± sample standard deviation.{_MEANING[measure]}"
+    caption = [f"{heading}: {what}. {drawn_as}"]
     caption += [f"Data {data}"] if data else []
-    drawing = partial(draw, panels, measure, styles, over_time=over_time)
+    names = _names(panels, styles)
+    labels = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
+    details = [f"{names[label]}: {more}" for label in labels if (more := further_settings(label, names[label], ""))]
     png = drawn(drawing, WIDE_PAGE if len(panels) > 1 else PAGE)
-    return Picture(name, heading, tuple(caption), png, draw=drawing)
+    return Picture(name, heading, tuple(caption), png, tuple(details), drawing)
 
 
 def _draw_panel(
-    axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style], layout: Layout, *, over_time: bool
-) -> None:
+    axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style], names: Mapping[str, str],
+    layout: Layout, *, over_time: bool,
+) -> None:  # fmt: skip
     curves = [(label, one, curve(one, measure)) for label, one in panel.lines]
     nothing: list[str] = []
+    ends = [(line.times if over_time else line.rounds) for _, _, line in curves]
+    places_known = [place for own in ends for place in own]
+    step = (max(places_known) - min(places_known) or 1) / 50 if places_known else 0
+    num_bars = 0
     for number, (label, one, line) in enumerate(curves):
         color, dashes, marker = _BOUND if one.is_bound else styles[label]
-        shown = plain(label if one.finished else f"{label}{_UNFINISHED}")
+        shown = plain(names[label] if one.finished else f"{names[label]}{_UNFINISHED}")
         if not line.rounds:
             nothing.append(shown)
             continue
@@ -193,14 +240,18 @@ def _draw_panel(
             # Lines that coincide show their markers one after the other.
             markevery=(number % every, every),
         )  # fmt: skip
-        if len(one.drawn) > 1:
-            axes.fill_between(
-                places, line.low, line.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
-            )
+        if len(one.drawn) > 1 and _has_bars(panel):
+            num_bars += 1
+            beside = max(place for place in places_known) + num_bars * step
+            axes.errorbar(
+                beside, line.mean[-1], yerr=line.deviation[-1], color=color, fmt=marker or "_",
+                markersize=2.5 * layout.line, capsize=1.5 * layout.line, linewidth=0.8 * layout.line,
+            )  # fmt: skip
+        elif len(one.drawn) > 1:
+            axes.fill_between(places, line.low, line.high, color=color, alpha=0.13, linewidth=0)
     axes.set(xlabel="virtual seconds (simulated devices)" if over_time else x_label(panel), ylabel=_WHAT[measure])
     with_grid(axes, layout)
     _title(axes, panel, layout)
-    _scale(axes, measure, [value for _, _, line in curves for value in line.mean])
     if nothing:
         note = f"no finite value in a round of all seeds: {'; '.join(nothing)}"
         text = textwrap.fill(note, layout.characters(layout.small))
@@ -215,23 +266,26 @@ def x_label(panel: Panel) -> str:
     return "communication round (PATE: epoch of the student)" if any(voted) else "communication round"
 
 
-def _scale(axes: "Axes", measure: Measure, values: Sequence[float]) -> None:
+def _scale(axes: "Axes", measure: Measure, curves: Sequence[Curve], *, full_axis: bool) -> None:
+    """Let the vertical axis span all ``curves`` and their deviations."""
     from matplotlib.ticker import LogLocator, MaxNLocator  # noqa: PLC0415
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    values = [value for line in curves for value in line.mean]
+    lows, highs = [value for line in curves for value in line.low], [value for line in curves for value in line.high]
     if measure == "accuracy":
-        axes.set_ylim(0, 100)
-        axes.set_yticks(range(0, 101, 10))
+        percent_axis(axes, lows, highs, full=full_axis)
     elif values and min(values) > 0 and max(values) > _SKEWED * min(values):
         axes.set_yscale("log")
-        axes.set_ylim(min(values) / 1.5, 1.5 * max(values))  # a band may reach down to 0, which is infinitely far away
+        # A deviation may reach down to 0, which is infinitely far away.
+        axes.set_ylim(max(min(lows), min(values) / 3) / 1.5, 1.5 * max(highs))
         axes.yaxis.set_major_formatter("{x:g}")
         if max(values) < 1000 * min(values):
             axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
             axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set_ylabel(f"{_WHAT[measure]}, log scale")
+        axes.set_ylabel(f"{_WHAT[measure].removesuffix(')')}, log)")
     elif values:
-        axes.set_ylim(0, max(1.08 * max(values), 0.1))
+        axes.set_ylim(0, max(1.08 * max(highs), 0.1))
 
 
 def _title(axes: "Axes", panel: Panel, layout: Layout) -> None:

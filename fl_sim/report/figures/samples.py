@@ -30,6 +30,9 @@ BOTTOM = 16
 """Pixels below the tiles."""
 _PAPER = 255
 _TARGET = 52
+_UNRELATED = 0.2
+"""Correlation of neighbouring pixels below which an image looks like noise; of digits it is above 0.28."""
+_FRAME = "#d55e00"
 _LINE, _LETTER = 25, 8.4  # pixels of a title in 8 points
 
 SAMPLES = "samples.png"
@@ -56,6 +59,37 @@ def images(inputs: NDArray[np.uint8]) -> list[Tile]:
     factor = max(1, round(_TARGET / max(inputs.shape[2:])))
     large = inputs.repeat(factor, axis=2).repeat(factor, axis=3)
     return [np.broadcast_to(one.transpose(1, 2, 0), (*one.shape[1:], 3)) for one in large]
+
+
+def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return for images, (records, channels, height, width), which look like noise: neighbouring pixels are unrelated.
+
+    An image of one colour is no noise.
+    """
+    grey = inputs.astype(np.float64).mean(axis=1)
+    grey -= grey.mean(axis=(1, 2), keepdims=True)
+    variance = (grey**2).mean(axis=(1, 2))
+    related = (grey[:, 1:] * grey[:, :-1]).mean(axis=(1, 2)) + (grey[:, :, 1:] * grey[:, :, :-1]).mean(axis=(1, 2))
+    return np.asarray((variance > 0) & (related / 2 < _UNRELATED * variance))
+
+
+def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int, int]) -> None:
+    """Draw a frame around the tiles of ``size``, (height, width), whose left upper corners are ``places``, (x, y)."""
+    from matplotlib.patches import Rectangle  # noqa: PLC0415 (a second to import)
+
+    for left, top in places:
+        frame = Rectangle(
+            (left - 1, top - 1), size[1] + 1, size[0] + 1, fill=False, edgecolor=_FRAME, linewidth=1, clip_on=False
+        )
+        axes.add_patch(frame)
+
+
+def about_noise(number: int, shown: int) -> list[str]:
+    """Return the statement on ``number`` framed tiles among those ``shown``; none without any."""
+    if not number:
+        return []
+    what = f"{number} of {shown} images look like noise (orange frames): neighbouring pixels are unrelated."
+    return [f"{what} The generator learned too little, or epsilon was too small; the picture is not damaged."]
 
 
 def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
@@ -118,6 +152,11 @@ class Samples:
         """Return up to ``most`` images of a class, those of ``first``."""
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
+    def noise(self, label: int, most: int) -> list[bool]:
+        """Return for each of ``some`` if it looks like noise."""
+        found: list[bool] = noise(self.inputs[np.searchsorted(self.places, self.first(label, most))]).tolist()
+        return found
+
     def first(self, label: int, most: int) -> NDArray[np.int64]:
         """Return up to ``most`` records of a class, always the same: every client's first, every client's second..."""
         places = np.flatnonzero(self.labels == label)
@@ -174,11 +213,15 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
     rows = [samples.some(label, PER_CLASS) for label in range(shown)]
     nothing = samples.nothing
     sheet = mosaic([[*row, *[None] * (PER_CLASS - len(row))] if row else [nothing] * PER_CLASS for row in rows], _GAP)
+    noisy = [samples.noise(label, PER_CLASS) for label in range(shown)]
     title = caption(samples, settings, note)
+    title += about_noise(sum(map(sum, noisy)), sum(map(len, noisy)))
     if shown < samples.num_classes:
         title.append(f"the first {shown} of {samples.num_classes} classes")
     figure, axes = figure_of(sheet, title, left=_LEFT, above=0, right=_RIGHT)
-    step = nothing.shape[0] + _GAP
+    step, across = nothing.shape[0] + _GAP, nothing.shape[1] + _GAP
+    places = [(column * across, label * step) for label, row in enumerate(noisy) for column in np.flatnonzero(row)]
+    mark_noise(axes, places, nothing.shape[:2])
     for label, row in enumerate(rows):
         middle = label * step + (step - _GAP) / 2
         axes.text(-10, middle, f"class {label}", ha="right", va="center", fontsize=8)

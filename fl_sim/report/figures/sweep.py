@@ -24,6 +24,7 @@ from fl_sim.report.picture import (
     drawn,
     file_names,
     one_panel,
+    percent_axis,
     plain,
     styled,
     with_legend,
@@ -106,19 +107,18 @@ def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
     return found
 
 
-def draw_sweeps(found: Sequence[Sweep]) -> list[Picture]:
-    """Draw a figure for each sweep."""
+def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Picture]:
+    """Draw a figure for each sweep. ``full_axis``: accuracy from 0 to 100 %."""
     names = file_names([f"{one.setting}-{one.data}-{one.partition}" for one in found])
-    return [
-        Picture(
-            f"sweep-{name}.png", _HEADINGS[one.setting], _caption(one), drawn(partial(draw, one), PAGE), one.limits,
-            partial(draw, one),
-        )
-        for name, one in zip(names, found, strict=True)
-    ]  # fmt: skip
+    pictures = []
+    for name, one in zip(names, found, strict=True):
+        drawing = partial(draw, one, full_axis=full_axis)
+        png = drawn(drawing, PAGE)
+        pictures.append(Picture(f"sweep-{name}.png", _HEADINGS[one.setting], _caption(one), png, one.limits, drawing))
+    return pictures
 
 
-def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
+def draw(sweep: Sweep, layout: Layout = PAGE, *, full_axis: bool = False) -> "Figure":
     """Draw mean and deviation over seeds on a logarithmic axis; inf is a separate point behind a gap."""
     meaning = textwrap.wrap(_meaning(sweep), layout.characters(layout.text))
     note = f" - data: {sweep.note}" if sweep.note else ""
@@ -143,7 +143,11 @@ def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
     axes.set_xticks(places, texts)
     axes.set_xticks([], minor=True)
     axes.set_xlabel("\n".join([f"{sweep.setting} (log scale)", *meaning]))
-    axes.set(ylabel="final test accuracy (%)", ylim=(0, 100), yticks=range(0, 101, 10))
+    axes.set_ylabel("final test accuracy (%)")
+    spread = [mean_and_deviation(list(point.by_seed.values())) for line in sweep.lines for point in line.points]
+    lows, highs = ([(mean or 0.0) + sign * (own or 0.0) for mean, own in spread] for sign in (-1, 1))
+    best = [sweep.baseline[1].mean] if sweep.baseline else []
+    percent_axis(axes, [*lows, *best], [*highs, *best], full=full_axis)
     return with_legend(figure, last=_BASELINE)
 
 

@@ -5,7 +5,7 @@ const AXES = {
   round: "round", mb: "MB to and from all clients", seconds: "seconds",
   virtual_seconds: "virtual seconds (simulated devices)", epsilon: "epsilon spent (rounded up)",
 };
-const state = { measure: "accuracy", x: "round", log: false, hidden: new Set() };
+const state = { measure: "accuracy", x: "round", log: false, full: data.full, hidden: new Set() };
 
 function visible(panel) { return panel.lines.filter((line) => !state.hidden.has(line.method)); }
 
@@ -20,27 +20,37 @@ function points(line) {
 
 function axisName(panel) { return state.x === "round" ? panel.x : AXES[state.x]; }
 
-// The range of the vertical axis.
-function yRange(lines) {
-  const means = lines.flatMap(({ found }) => found.map(({ y }) => y));
-  if (!means.length) return state.log ? [0.1, 1] : [0, 1];
-  const high = Math.max(...means), low = Math.min(...means);
-  if (state.log) return [low / 1.1, high * 1.1];
-  return state.measure === "accuracy" ? [0, 100] : [0, high * 1.05 || 1];
+// The range of the vertical axis: one for all panels of the same data, with the deviations that are drawn.
+function yRange(panel) {
+  const alike = data.panels.filter((one) => one.data === panel.data);
+  const found = alike.flatMap((one) => visible(one).flatMap(points));
+  if (!found.length) return state.log ? [0.1, 1] : [0, 1];
+  const means = found.map(({ y }) => y), low = Math.min(...means);
+  const lows = found.map(({ y, deviation }) => y - (deviation || 0)), highs = found.map(({ y, deviation }) => y + (deviation || 0));
+  if (state.log) return [Math.max(Math.min(...lows), low / 3) / 1.1, Math.max(...highs) * 1.1];
+  if (state.measure !== "accuracy") return [0, Math.max(...highs) * 1.05 || 1];
+  if (state.full) return [0, 100];
+  const from = Math.max(0, Math.min(...lows)), to = Math.min(100, Math.max(...highs));
+  const room = Math.max(0.04 * (to - from), 5 - (to - from)) / 2;
+  return [Math.max(0, from - room), Math.min(100, to + room)];
 }
 
 function paintCurves(panel, host) {
   const lines = visible(panel).map((line) => ({ line, found: points(line) })).filter(({ found }) => found.length);
-  const box = { width: Math.max(240, host.clientWidth), height: 290, left: 46, right: 12, top: 10, bottom: 42 };
+  const box = { width: Math.max(240, host.clientWidth), height: 290, left: 62, right: 12, top: 10, bottom: 42 };
   const svg = draw("svg", { viewBox: `0 0 ${box.width} ${box.height}`, height: box.height, "aria-hidden": "true" });
   const xs = lines.flatMap(({ found }) => [found[0].x, found[found.length - 1].x]);
   const range = xs.length ? [state.x === "round" ? Math.min(...xs) : 0, Math.max(...xs)] : [0, 1];
   if (range[0] === range[1]) range[0] -= 1;
-  const [low, high] = yRange(lines);
-  const x = scale(range[0], range[1], box.left, box.width - box.right);
+  const [low, high] = yRange(panel);
+  // The bands of many methods would hide each other: bars beside the last round are drawn instead.
+  const spread = lines.filter(({ found }) => found.some(({ deviation }) => deviation));
+  const bars = spread.length > MOST_BANDS ? spread : [];
+  const x = scale(range[0], range[1], box.left, box.width - box.right - 7 * bars.length);
   const y = scale(low, high, box.height - box.bottom, box.top, state.log);
   svg.append(...frame(panel, box, range, [low, high], x, y));
-  for (const { line, found } of lines) svg.append(...trace(line, found, x, y, [low, high]));
+  for (const { line, found } of lines) svg.append(...trace(line, found, x, y, [low, high], !bars.length));
+  bars.forEach(({ line, found }, at) => svg.append(endBar(line, found[found.length - 1], x(range[1]) + 7 * (at + 1), y, [low, high])));
   if (!lines.length) svg.append(nothing(panel, box));
   const marks = draw("g");
   svg.append(marks);
@@ -65,14 +75,25 @@ function frame(panel, box, [left, right], [low, high], x, y) {
   }
   parts.push(draw("line", { class: "axis", x1: box.left, x2: box.width - box.right, y1: base, y2: base }));
   parts.push(draw("text", { x: (box.left + box.width) / 2, y: box.height - 6, "text-anchor": "middle" }, axisName(panel)));
+  const middle = (box.top + base) / 2;
+  parts.push(draw("text", { class: "axis-name", x: 14, y: middle, transform: `rotate(-90 14 ${middle})`, "text-anchor": "middle" }, MEASURES[state.measure]));
   return parts;
 }
 
-function trace(line, found, x, y, [low, high]) {
+const MOST_BANDS = 4;
+
+function endBar(line, { y: mean, deviation }, place, y, [low, high]) {
+  const { stroke: color } = lineStyle(line.method), inside = (value) => y(Math.min(high, Math.max(low, value)));
+  return draw("g", { class: "end-bar" },
+    draw("line", { x1: place, x2: place, y1: inside(mean - (deviation || 0)), y2: inside(mean + (deviation || 0)), stroke: color, "stroke-width": 1.5 }),
+    draw("circle", { cx: place, cy: inside(mean), r: 2.5, fill: color }));
+}
+
+function trace(line, found, x, y, [low, high], hasBand) {
   const style = lineStyle(line.method), parts = [];
   const inside = (value) => y(Math.min(high, Math.max(low, value)));
   if (found.length === 1) return [draw("circle", { cx: x(found[0].x), cy: y(found[0].y), r: 4, fill: style.stroke })];
-  if (found.some(({ deviation }) => deviation)) {
+  if (hasBand && found.some(({ deviation }) => deviation)) {
     const up = found.map((one) => `${x(one.x).toFixed(1)},${inside(one.y + one.deviation).toFixed(1)}`);
     const down = found.map((one) => `${x(one.x).toFixed(1)},${inside(one.y - one.deviation).toFixed(1)}`).reverse();
     parts.push(draw("polygon", { class: "band", points: [...up, ...down].join(" "), fill: style.stroke }));
@@ -82,7 +103,7 @@ function trace(line, found, x, y, [low, high]) {
   return parts;
 }
 
-// A cross line that follows the pointer, or the arrow keys, and a box with every method's value there.
+// A cross line that follows the pointer, or the arrow keys, and a box below the chart with every method's value there.
 function follow(host, panel, lines, box, x, y, marks) {
   if (!lines.length) { host.onpointermove = host.onkeydown = null; return; }
   const tip = make("div", { class: "tip", hidden: true, role: "status" });
@@ -99,9 +120,6 @@ function follow(host, panel, lines, box, x, y, marks) {
         draw("circle", { cx: x(point.x), cy: y(point.y), r: 3.5, fill: lineStyle(line.method).stroke })),
     );
     tell(tip, panel, stops[at], there);
-    const place = x(stops[at]), wide = tip.offsetWidth;
-    const beside = place > box.width / 2 ? place - wide - 12 : place + 12;
-    tip.style.left = `${Math.max(0, Math.min(box.width - wide, beside))}px`;
   };
   host.onpointermove = host.onpointerdown = (event) => {
     const place = event.clientX - host.getBoundingClientRect().left;
@@ -182,14 +200,15 @@ function curves() {
   const controls = make("div", { class: "controls" },
     choice("Show", Object.entries(MEASURES), state.measure, change("measure")),
     choice("over", axes, state.x, change("x")),
-    tick("log scale", state.log, change("log")));
+    tick("log scale", state.log, change("log")),
+    tick("accuracy from 0 to 100 %", state.full, change("full")));
   const panels = make("div", { class: "panels" }, ...data.panels.map((panel) => {
     const host = make("div", { class: "plot", tabindex: "0", role: "group" });
     const paint = () => { host.setAttribute("aria-label", spoken(panel)); paintCurves(panel, host); };
     return make("figure", { class: "panel" }, make("h3", {}, panel.title),
       panel.note ? make("p", { class: "small" }, `data: ${panel.note}`) : null, show(host, paint));
   }));
-  const told = ["Lines: mean over seeds; bands: ± sample standard deviation. A method without a line has no such value, or may not tell it."];
+  const told = ["Lines: mean over seeds; bands, or with more than four methods bars beside the last round: ± sample standard deviation. A method without a line has no such value, or may not tell it."];
   if (data.thinned) told.push(`Of longer runs ${data.thinned} rounds are drawn; rounds.jsonl has all of them.`);
   return [controls, legend(), panels, make("p", { class: "small" }, told.join(" "))];
 }

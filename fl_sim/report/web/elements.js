@@ -78,3 +78,15 @@ function show(host, paint) {
 }
 
 function repaint() { views.forEach(stale); }
+
+// Paper shows what no screen has shown yet, in light colours.
+let screenTheme;
+addEventListener("beforeprint", () => {
+  screenTheme = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  views.filter((view) => view.isStale).forEach(refresh);
+});
+addEventListener("afterprint", () => {
+  if (screenTheme) document.documentElement.dataset.theme = screenTheme;
+  else delete document.documentElement.dataset.theme;
+});

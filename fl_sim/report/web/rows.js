@@ -10,7 +10,8 @@ function rowChart(host, rows, high, unit) {
     make("div", { class: "value" }, row.text)));
   const scaleRow = draw("svg", { class: "scale", "aria-hidden": "true" }, ...ticks(0, high, 4).map((value) =>
     draw("text", { class: "tick", x: x(value), y: 13, "text-anchor": value === 0 ? "start" : value === high ? "end" : "middle" }, number(value))));
-  const bottom = make("div", { class: "row" }, make("div", { class: "name" }), make("div", { class: "track" }, scaleRow), make("div", { class: "value small" }, unit));
+  const bottom = make("div", { class: "row" }, make("div", { class: "name" }), make("div", { class: "track" }, scaleRow,
+    make("div", { class: "small axis-name" }, unit)), make("div", { class: "value" }));
   host.replaceChildren(make("div", { class: "rows" }, ...parts, bottom));
   if (!rows.length) host.replaceChildren(make("p", { class: "small" }, "Nothing is known of the methods shown."));
 }
@@ -41,7 +42,7 @@ function finalRows(panel, host) {
     marks: (x, color) => [
       bar(x, line.final[0] - (line.final[1] || 0), line.final[0] + (line.final[1] || 0), color),
       dot(x, line.best[0], color, true), dot(x, line.final[0], color)],
-  })), 100, "%");
+  })), 100, "test accuracy (%)");
 }
 
 const goal = { step: 0, unit: "round" };
@@ -83,7 +84,7 @@ function clientRows(panel, host) {
         ...(q.length === 11 ? [bar(x, q[0], q[10], color, 1.5), bar(x, q[1], q[9], color, 9), stroke(x, q[5], "var(--ink)")] : []),
         dot(x, worst, color, true), dot(x, mean, color)],
     };
-  }), 100, "%");
+  }), 100, "accuracy at a client (%)");
 }
 
 function perPanel(paint, wanted = () => true) {

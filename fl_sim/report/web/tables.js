@@ -27,6 +27,7 @@ function sortBy(table, head, column) {
 // What is wider than its place is reached by the keyboard, too, so that the arrow keys scroll it.
 const wideOnes = new ResizeObserver((entries) => {
   for (const { target } of entries) {
+    target.classList.toggle("scrolls", target.scrollWidth > target.clientWidth);
     if (target.scrollWidth > target.clientWidth) {
       target.tabIndex = 0;
       target.setAttribute("role", "group");

@@ -35,6 +35,60 @@ def test_the_pointer_and_the_arrow_keys_show_every_method_s_value_in_a_round(rep
     assert tip.is_hidden()
 
 
+def test_the_values_in_a_round_stand_below_the_chart_and_cover_none_of_it(report, opened, plot):
+    page = opened(report)
+    first = plot(page)
+    for place in (0.2, 0.5, 0.9):
+        box = first.bounding_box()
+        page.mouse.move(box["x"] + place * box["width"], box["y"] + 100)
+        tip = first.locator(".tip").bounding_box()
+        assert tip["y"] >= box["y"] + box["height"] - 1
+        assert tip["x"] >= box["x"]
+        assert tip["x"] + tip["width"] <= box["x"] + box["width"] + 1
+
+
+def test_axes_have_names_and_accuracies_span_their_range_unless_all_of_it_is_asked_for(report, opened, plot):
+    page = opened(report)
+    first = plot(page)
+    assert first.locator(".axis-name").text_content() == "test accuracy (%)"
+    page.locator(".rows").first.scroll_into_view_if_needed()
+    assert page.locator(".rows .axis-name").first.inner_text() == "test accuracy (%)"
+
+    def ticks():
+        return [float(one) for one in first.locator("text.tick[text-anchor=end]").all_text_contents()]
+
+    assert max(ticks()) < 80
+    page.get_by_label("accuracy from 0 to 100 %").check()
+    assert (min(ticks()), max(ticks())) == (0, 100)
+    page.get_by_label("Show").select_option("loss")
+    assert first.locator(".axis-name").text_content() == "test loss (nats)"
+
+
+def test_bands_of_more_than_four_methods_are_bars_beside_the_last_round(opened, tmp_path, plot, write_run):
+    for kind in ("fedavg", "fedprox", "scaffold", "fednova", "feddyn"):
+        for seed in (0, 1):
+            write_run(tmp_path / "runs", kind, 1, seed)
+    write_report([tmp_path / "runs"], tmp_path / "report", paper=False, pictures=False, target=None, json_output=True)
+    page = opened(tmp_path / "report" / "report.html")
+    first = plot(page)
+    assert (first.locator(".band").count(), first.locator(".end-bar").count()) == (0, 5)
+    page.locator(".legend button", has_text="FedProx").click()
+    assert (first.locator(".band").count(), first.locator(".end-bar").count()) == (4, 0)
+
+
+def test_paper_has_every_figure_in_light_colours_also_those_that_no_screen_has_shown(report, opened):
+    page = opened(report, scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("[...document.querySelectorAll('.plot')].every((one) => one.querySelector('.curve'))")
+    assert page.locator(".panels .rows").count() == page.locator(".panel").count() - page.locator(".plot").count()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator(".controls").first.is_hidden()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 23, 29)"
+
+
 def test_a_finger_shows_the_values_where_it_was(report, opened, plot):
     page = opened(report, width=375, is_mobile=True, has_touch=True)
     first = plot(page)

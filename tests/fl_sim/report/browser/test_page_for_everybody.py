@@ -81,6 +81,8 @@ def test_a_table_that_is_wider_than_a_phone_is_scrolled_by_the_arrow_keys(report
     page = opened(report, width=375)
     wide = page.locator(".wide").first
     assert wide.get_attribute("tabindex") == "0"
+    told = "getComputedStyle(one, '::before').content"
+    assert "scroll it sideways" in wide.evaluate(f"(one) => {told}")
     wide.focus()
     for _ in range(5):
         page.keyboard.press("ArrowRight")
@@ -89,6 +91,7 @@ def test_a_table_that_is_wider_than_a_phone_is_scrolled_by_the_arrow_keys(report
     page.set_viewport_size({"width": 1300, "height": 900})
     page.wait_for_timeout(300)
     assert wide.get_attribute("tabindex") is None
+    assert wide.evaluate(f"(one) => {told}") == "none"
 
 
 def test_the_page_has_a_language_a_title_landmarks_headings_in_order_and_texts_for_pictures(report, opened):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.ticker import StrMethodFormatter
 from PIL import Image
 
@@ -162,10 +163,10 @@ def test_sixty_lines_have_sixty_styles_and_eleven_differ_without_colour(run_of):
     assert len({style[0] for style in styles[:11]}) == 11
 
 
-def test_figures_have_units_a_fixed_accuracy_range_bands_and_the_data_note(run_of):
+def test_figures_have_units_a_full_accuracy_range_on_request_bands_and_the_data_note(run_of):
     runs = [run_of("a", note="1,000 of 60,000"), run_of("b", (0.3, 0.4), seed=1, note="1,000 of 60,000")]
     shown = panels(group(runs)[0])
-    figure = draw(shown, "accuracy", styles_of(shown))
+    figure = draw(shown, "accuracy", styles_of(shown), full_axis=True)
     (axes,) = figure.axes
     assert axes.get_ylim() == (0, 100)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("communication round", "test accuracy (%)")
@@ -363,7 +364,7 @@ def test_a_legend_has_as_many_columns_as_its_longest_label_leaves_room_for(run_o
     room = report_picture.PAGE.characters(9, 1.0)
     assert rows(["a"]) == 1
     assert rows(["a", "b", "c"]) == 1
-    half, third = room // 2 - 8, room // 3 - 8
+    half, third = room // 2 - 12, room // 3 - 12
     assert rows(["a", "b" * half, "c"]) == rows(["b" * half, "a", "c", "d"]) == 2
     assert rows(["a", "b", "c", "d" * third]) == 2
     assert rows(["a", "b" * (half + 1), "c"]) == 3
@@ -413,3 +414,96 @@ def test_a_line_has_at_most_eight_marks_that_begin_one_after_the_other(run_of, r
     assert [line.get_markevery() for line in lines] == [(number % every, every) for number in range(4)]
     assert lines[3].get_marker() == ("o" if rounds == 1 else "")
     assert [line.get_markerfacecolor() == "white" for line in lines] == [False, True, False, True]
+
+
+def test_an_accuracy_axis_spans_the_values_with_their_deviations_and_all_panels_of_the_data(run_of):
+    runs = [
+        run_of(f"{each}{seed}", (0.9, mean + sign), labels_each=each, seed=seed)
+        for each, mean in ((1, 0.92), (2, 0.95)) for seed, sign in ((0, -0.01), (1, 0.01))
+    ]  # fmt: skip
+    shown = panels(group(runs)[0])
+    for axes in draw(shown, "accuracy", styles_of(shown)).axes:
+        assert axes.get_ylim() == (89, 97)
+        assert [tick for tick in axes.get_yticks() if not 89 <= tick <= 97] == []
+    one = panels(group([run_of("one", (0.5, 0.5))])[0])
+    low, high = draw(one, "accuracy", styles_of(one)).axes[0].get_ylim()
+    assert high - low >= 5, "nothing is magnified beyond five points"
+    edge = panels(group([run_of("c", (0.99, 1.0)), run_of("d", (0.9, 0.9), seed=1)])[0])
+    assert draw(edge, "accuracy", styles_of(edge)).axes[0].get_ylim()[1] == 100
+
+
+def test_loss_panels_of_the_same_data_have_one_scale_even_in_figures_of_their_own(run_of):
+    runs = [run_of(str(each), losses=(2.0, 1.0 * each), labels_each=each) for each in (1, 2, 3)]
+    shown = panels(group(runs)[0])
+    assert {axes.get_ylim() for axes in draw(shown, "loss", styles_of(shown)).axes[:3]} == {(0, 1.08 * 3)}
+    runs += [run_of(str(each), losses=(2.0, 0.5), labels_each=each) for each in (4, 5)]
+    runs.append(run_of("other", losses=(9.0, 9.0), data="mnist"))
+    shown = panels(group(runs)[0])
+    for picture in draw_all(shown)[len(shown) :]:
+        (axes,) = picture.draw(report_picture.PAGE).axes
+        assert axes.get_ylim() == pytest.approx((0, 1.08 * (9 if "mnist" in picture.name else 3)))
+
+
+def test_no_band_is_cut_by_the_edge_of_its_panel(run_of):
+    for losses in ((2.0, 1.0), (50.0, 1.0)):
+        runs = [run_of("a", losses=losses), run_of("b", losses=[3 * loss for loss in losses], seed=1)]
+        shown = panels(group(runs)[0])
+        (axes,) = draw(shown, "loss", styles_of(shown)).axes
+        corners = axes.collections[0].get_paths()[0].vertices
+        low, high = axes.get_ylim()
+        assert low < corners[:, 1].min()
+        assert corners[:, 1].max() < high
+
+
+def test_with_more_than_four_lines_bars_beside_the_last_round_replace_bands(run_of):
+    def drawn_with(number):
+        runs = [run_of(f"{clients}{seed}", (0.1, 0.1 * clients + seed / 10), clients=clients, seed=seed)
+                for clients in range(2, 2 + number) for seed in (0, 1)]  # fmt: skip
+        shown = panels(group(runs)[0])
+        accuracy, _ = draw_all(shown)
+        return draw(shown, "accuracy", styles_of(shown)).axes[0], accuracy.caption[0]
+
+    axes, caption = drawn_with(4)
+    assert (len(axes.collections), len(axes.containers)) == (4, 0)
+    assert "bands: ±" in caption
+    axes, caption = drawn_with(8)
+    assert "bars beside the last round: ±" in caption
+    assert len(axes.containers) == 8
+    places = []
+    for number, (point, _, (bar,)) in enumerate(axes.containers):
+        places.append(float(point.get_xdata()[0]))
+        heights = bar.get_segments()[0][:, 1]
+        np.testing.assert_allclose(heights.mean(), 10 * (number + 2) + 5)
+        np.testing.assert_allclose(np.ptp(heights), 2 * 50**0.5)
+    assert min(places) > 2
+    assert len(set(places)) == 8
+    assert max(axes.get_xticks()) <= 2, "no tick where no round is"
+
+
+def test_the_legend_has_short_names_and_the_caption_their_settings(run_of):
+    rows = "DA-FL (gamma=0.5, generator=mean-embedding) + FedAvg", "FedAvg", "FedProx (mu=0.01)", "FedProx (mu=0.1)"
+    runs = [replace(run_of(str(number), clients=number), row=row, column="") for number, row in enumerate(rows, 2)]
+    shown = panels(group(runs)[0])
+    accuracy, _ = draw_all(shown)
+    texts = [text.get_text() for text in accuracy.draw(report_picture.PAGE).legends[0].get_texts()]
+    assert texts == ["DA-FL + FedAvg", "FedAvg", "FedProx, mu=0.01", "FedProx, mu=0.1"]
+    assert accuracy.details == ("DA-FL + FedAvg: gamma=0.5, generator=mean-embedding",)
+
+
+def test_labels_and_legends_of_eight_methods_lie_inside_the_figure_and_beside_each_other(run_of):
+    methods = [f"Method {'x' * (3 * number)}" for number in range(8)]
+    runs = [
+        replace(run_of(f"{each}{name}{seed}", losses=(2.0, 0.01 * (seed + 1)), labels_each=each, clients=number,
+                       seed=seed), row=name, column=f"split {each}")
+        for each in (1, 2, 3) for number, name in enumerate(methods, 2) for seed in (0, 1)
+    ]  # fmt: skip
+    for picture in draw_all(panels(group(runs)[0])):
+        for layout in (report_picture.WIDE_PAGE, *report_picture.PAPER):
+            with rc_context(layout.style()):
+                figure = picture.draw(layout)
+                figure.draw_without_rendering()
+            legend = figure.legends[0].get_window_extent()
+            assert 0 <= legend.x0 <= legend.x1 <= figure.bbox.x1
+            labels = [axes.yaxis.label.get_window_extent() for axes in figure.axes if axes.axison]
+            assert all(figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1 for box in labels)
+            assert not [1 for at, box in enumerate(labels) for other in labels[:at] if box.overlaps(other)]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.numpy import save_file
+from sklearn.datasets import load_digits
 
 from fl_sim.report.figures import samples as module
-from fl_sim.report.figures.samples import BOTTOM, draw, figure_of, images, mosaic, read_samples, write_samples
+from fl_sim.report.figures.samples import BOTTOM, draw, figure_of, images, mosaic, noise, read_samples, write_samples
 
 DA_FL = {
     "kind": "da-fl", "epsilon": 10.0, "delta": 1e-5, "gamma": 0.05, "client_gammas": [], "noise": "secret",
@@ -138,3 +139,20 @@ def test_a_picture_that_fails_is_a_warning(tmp_path, pool, counts, shape, messag
     assert message in warning
     (warning,) = write_samples(tmp_path, tmp_path / "gone", counts, settings())
     assert "FileNotFoundError" in warning
+
+
+def test_images_of_noise_are_framed_and_counted_and_real_digits_are_not(tmp_path):
+    real = (load_digits().images[:7] * 15).astype(np.uint8)[:, None]
+    flat = np.full((1, 1, 8, 8), 100, dtype=np.uint8)
+    assert not noise(np.concatenate([real, flat])).any()
+    made = np.random.default_rng(0).integers(0, 256, size=(3, 1, 8, 8), dtype=np.uint8)
+    save_file(
+        {"inputs": np.concatenate([real, made]), "labels": np.repeat(np.int64([0, 1]), [6, 4])},
+        tmp_path / "pool.safetensors",
+    )
+    figure = draw(read_samples(tmp_path / "pool.safetensors", [[6, 4]]), settings())
+    (axes,) = figure.axes
+    assert [patch.get_xy() for patch in axes.patches] == [(column * 52 - 1, 51) for column in (1, 2, 3)]
+    assert "3 of 10 images look like noise (orange frames)" in words_of(figure)
+    save_file({"inputs": real, "labels": np.zeros(7, dtype=np.int64)}, tmp_path / "pool.safetensors")
+    assert "noise (orange" not in words_of(draw(read_samples(tmp_path / "pool.safetensors", [[7, 0]]), settings()))

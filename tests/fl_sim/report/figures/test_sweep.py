@@ -103,7 +103,8 @@ def test_the_axis_says_what_epsilon_it_is_and_infinity_is_the_last_tick(write_ex
     assert axes.get_xscale() == "log"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "10", "inf\n(no noise,\nno guarantee)"]
     assert axes.get_xticks()[-1] > 15
-    assert axes.get_ylim() == (0, 100)
+    assert axes.get_ylim() == (47.5, 52.5)
+    assert draw(sweep, full_axis=True).axes[0].get_ylim() == (0, 100)
 
 
 def test_a_sweep_of_gamma_says_at_which_epsilon(write_experiment, found):
