@@ -12,11 +12,13 @@ from flwr.app import RecordDict
 from clients.client_task import Client, CustomStart, OnClient
 from fl_sim.engines import wire
 from fl_sim.kinds import is_own_kind
+from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import check_returned
 from fl_sim.params import WriteGuard, check_layout, layout_of
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.tensors import save_state
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalTask, Params, Trained
+from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class TrainingJob:
             check_layout("the weights that start returns", task.params, layout)
         with runtime.drawing("plan", number, server_round):
             plan = algorithm.plan(task)
+        check_returned(plan, LocalPlan, algorithm.plan)
         for layer, before in zip(runtime.layers, came, strict=True):
             plan = layer.planned(before, plan)
         seeded = partial(seed_process, runtime.seed, "local", number, server_round)
@@ -120,6 +123,7 @@ class TrainingJob:
             task, seen = layer.finishing(came, task, seen)
         with runtime.drawing("finish", number, server_round):
             update = algorithm.finish(task, seen)
+        check_returned(update, ClientUpdate, algorithm.finish)
         self.check(algorithm.finish)
         for guard in self.guards[1:]:
             guard.check_bits(algorithm.plan, algorithm.finish)

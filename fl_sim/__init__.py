@@ -17,11 +17,21 @@ from fl_sim.moved import Finder
 if TYPE_CHECKING:
     from fl_sim.errors import RunError, UserError
     from fl_sim.experiment.experiment import Experiment
-    from fl_sim.interface import RunResult, TableResult, run, table
+    from fl_sim.interface import RunResult, TableResult, load_model, run, table
 
 __version__ = "0.1.0"
 
-__all__ = ["Experiment", "RunError", "RunResult", "TableResult", "UserError", "__version__", "run", "table"]
+__all__ = [
+    "Experiment",
+    "RunError",
+    "RunResult",
+    "TableResult",
+    "UserError",
+    "__version__",
+    "load_model",
+    "run",
+    "table",
+]
 
 _HOME = {
     "Experiment": "fl_sim.experiment.experiment",
@@ -29,6 +39,7 @@ _HOME = {
     "RunResult": "fl_sim.interface",
     "TableResult": "fl_sim.interface",
     "UserError": "fl_sim.errors",
+    "load_model": "fl_sim.interface",
     "run": "fl_sim.interface",
     "table": "fl_sim.interface",
 }

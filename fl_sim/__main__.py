@@ -1,5 +1,6 @@
 """The command line: ``fl-sim VERB``. The user's mistake exits with 2, a failed run with 1, an interrupt with 130."""
 
+import logging
 import os
 import sys
 
@@ -17,6 +18,9 @@ def main() -> None:
     """Run the command line. ``--debug`` anywhere lets tracebacks through."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    if debug:
+        logging.getLogger("fl_sim").setLevel(logging.DEBUG)
+        logging.getLogger("fl_sim").addHandler(logging.StreamHandler())
     try:
         code = app(arguments, standalone_mode=False)
         if code == INTERRUPTED:

@@ -7,22 +7,26 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_sim.data import load
 from fl_sim.data.naming import without_settings
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from, experiment_of_run
 from fl_sim.experiment.identity import edited_code, identity_of
-from fl_sim.experiment.job import resolved
+from fl_sim.experiment.job import job_of, resolved
 from fl_sim.kinds import is_settings, kind_of, short_form
 from fl_sim.one_of import as_table
+from fl_sim.params import layout_of
 from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.progress import RunProgress
+from fl_sim.settings import read_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.resuming import on_trust, set_aside
+from fl_sim.simulation.rounds import procedure_of
+from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables import file_or_preset
 from fl_sim.tables.earlier_runs import begin_with_shorter
@@ -31,6 +35,8 @@ from fl_sim.tables.plan import deadline_after, plan_table, read_settings, table_
 from fl_sim.tracking.observers import tracking_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fl_sim.report.table import SeedResult, Table
 
 RESULTS = Path("results")
@@ -57,7 +63,7 @@ class RunResult:
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a row for each round. Raises UserError where pandas is not installed."""
-        return _data_frame(asdict(record) for record in self.rounds)
+        return _data_frame(record.numbers() for record in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,9 @@ def run(
     ``experiment``: an Experiment, or settings as in a TOML file; None is the default experiment. ``out``: by default
     ``results/NAME``, named after the settings. ``data_root``: the first place to look for data sets. ``again``: run
     from the beginning, after moving the run in ``out`` to a folder beside it. ``progress``: show it on standard error.
-    ``track``: trackers, such as "tensorboard,mlflow". ``observer``: an object with methods such as ``finished_round``
-    (docs/tracking.md). Raises UserError for settings that cannot be run, RunError for a failed run; finished rounds
-    are kept.
+    ``track``: trackers, such as "tensorboard,mlflow". ``observer``: an object with methods such as ``finished_round``,
+    which ends the run by returning True, and ``metrics``, which measures the model (docs/tracking.md). Raises UserError
+    for settings that cannot be run, RunError for a failed run; finished rounds are kept.
     """
     root = _data_root(data_root)
     tracking = tracking_of(track)
@@ -133,6 +139,40 @@ def run(
     releases = tuple(PrivacyStatement.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
     return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
+
+
+def load_model(directory: str | Path, *, data_root: str | Path | None = None) -> "nn.Module":
+    """Return the trained model of the finished run in ``directory``, on the CPU and in evaluation mode.
+
+    Its input are records as clients trained on them: normalised by the data set's mean and deviation. The data set is
+    loaded for its shape and classes; ``data_root`` as ``run`` has it. Raises UserError where there is no finished run,
+    and where the run saved no model of its own.
+    """
+    out, root = Path(directory), _data_root(data_root)
+    if not (out / run_directory.CONFIG).exists():
+        raise UserError(f"{out} holds no run ({run_directory.CONFIG} is missing): name the directory that --out named")
+    experiment, facts = experiment_of_run(read_table(out / run_directory.CONFIG)), run_directory.read_result(out)
+    if facts is None or facts.get("status") != "finished":
+        done = len(read_rounds(out))
+        raise UserError(
+            f"{out} holds an unfinished run ({done} of {experiment.rounds} rounds): the command that began it goes on"
+        )
+    path = out / run_directory.MODEL
+    if not path.exists():
+        raise UserError(f"{path} is missing: put it back, or repeat the run with --again (again=True)")
+    tensors = run_directory.read_model(out)
+    if not tensors:
+        raise UserError(f"{out} holds a run of algorithm {kind_of(experiment.algorithm)}, which saves no model")
+    model = procedure_of(job_of(experiment, root)).model()
+    found, wanted = dict(layout_of(tensors)), dict(layout_of(model.state_dict()))
+    counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # evaluation does not use it
+    if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:
+        raise UserError(
+            f"{path} does not fit model {experiment.model}: tensor {wrong[0]} is {found.get(wrong[0], 'missing')} "
+            f"there and {wanted.get(wrong[0], 'unknown')} in the model: put the code of that run back"
+        )
+    model.load_state_dict(tensors, strict=False)
+    return model.eval()
 
 
 def directory_of(experiment: Experiment, out: Path | None, data_root: Path | None) -> tuple[Experiment, Path]:

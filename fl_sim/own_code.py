@@ -110,6 +110,15 @@ def name_of(method: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
 
 
+def check_returned(value: object, kind: type, method: Callable[..., Any]) -> None:
+    """Raise RunError unless ``value``, which ``method`` returned, is a ``kind``; a private one is not quoted."""
+    if not isinstance(value, kind):
+        raise RunError(
+            f"{name_of(method)} returned an object of type {type(value).__name__}, not a {kind.__name__}: mend it, and "
+            "start the same command again"
+        )
+
+
 @contextmanager
 def error_context(what: str) -> Iterator[None]:
     """Convert an exception of the user's own code in this block into a RunError that names its file and line.

@@ -13,7 +13,7 @@ from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
 from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (said so for mypy: it is one of these protocols)
-from fl_sim.own_code import error_context
+from fl_sim.own_code import check_returned, error_context
 from fl_sim.params import WriteGuard, add, scale, subtract
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.settings import Settings
@@ -232,7 +232,9 @@ def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classe
     counts = (1, *[0] * (num_classes - 1))
     whole = {**params, **server.params} if isinstance(algorithm, Sending) else server.params
     with seeded_alone(0, "template"), error_context(f"plan of {type(algorithm).__name__}"):
-        return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts))
+        plan = algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts))
+    check_returned(plan, LocalPlan, algorithm.plan)
+    return plan
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
@@ -243,6 +245,7 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) 
     write_guard = WriteGuard.of(groups_of(server))
     with seeded_alone(0, "template"), error_context(f"finish of {type(algorithm).__name__}"):
         update = algorithm.finish(task, trained)
+    check_returned(update, ClientUpdate, algorithm.finish)
     write_guard.check(algorithm.finish)
     write_guard.check_bits(algorithm.finish)
     return update

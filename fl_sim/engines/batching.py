@@ -3,6 +3,7 @@
 Knows no Ray.
 """
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 
 MAX_DEATHS = 10
 """Workers that may die in one exchange before it is given up: each takes seconds to replace."""
+
+_LOGGER: Final = logging.getLogger("fl_sim")
+"""``--debug`` shows what it is told; a private run keeps that from the screen."""
 
 _TINY = 1e-9  # seconds: a step takes longer
 
@@ -283,6 +287,7 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
 
 def raised(message: Message, error: BaseException) -> Message:
     """Return the reply of a client that raised ``error``."""
+    _LOGGER.debug("a client failed; its traceback:", exc_info=error)
     text = str(error) if isinstance(error, RunError | UserError) else with_place(error)
     return failure(message, CLIENT_RAISED, text)
 

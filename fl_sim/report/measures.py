@@ -7,7 +7,7 @@ deviation (ddof = 1) over seeds.
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -65,7 +65,7 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
 def of_round(record: RoundRecord) -> dict[str, float]:
     """Return a round's numbers, with the names and units of ``measures``; None is left out."""
-    return _numbers(asdict(record))
+    return _numbers(record.numbers())
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:

@@ -1,18 +1,42 @@
 """The evaluation of models: on the test records, and on the validation records of clients."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from numbers import Real
+from typing import Final, Self, TypeAlias
 
-from fl_sim.errors import Diverged
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.job import Job
-from fl_sim.own_code import error_context
+from fl_sim.own_code import error_context, in_one_line
+from fl_sim.seeding import seeded_alone
 from fl_sim.simulation.client_runtime import evaluation_records, threads_of, validation_records
-from fl_sim.store.run_directory import RoundRecord
-from fl_sim.training.evaluation import Confusion, Holdings, OverClients, OwnTests, Scores, area_under_roc
+from fl_sim.store.run_directory import ROUND_FIELDS, RoundRecord
+from fl_sim.training.evaluation import (
+    Confusion,
+    Holdings,
+    OverClients,
+    OwnTests,
+    Scores,
+    area_under_roc,
+    known,
+    ready,
+)
 from fl_sim.training.records import Source
 from fl_sim.types import Params
 from partitions import ByGroup
+
+OwnMetrics: TypeAlias = Callable[[int, nn.Module, TensorDataset], Mapping[str, float]]
+"""(round, model, test records) -> numbers by name: metrics of the user's own."""
+
+_LONGEST_NAME: Final = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +46,8 @@ class Measured:
     ``test``: on the test records, with ``confusion``; both None where the model is not tested. ``clients``: over
     clients' accuracies; None where these are private or no client has records. ``clients_by``: the owners of the test
     records, or the class counts of clients, by which these accuracies are weighted. ``validation``: on the validation
-    records; None without any.
+    records; None without any. ``by_client``: the accuracy of each client, NaN where it has none; clients after the last
+    that has one may be left out.
     """
 
     test: Scores | None
@@ -30,6 +55,7 @@ class Measured:
     confusion: Confusion | None
     clients: OverClients | None
     clients_by: Holdings | OwnTests | None
+    by_client: NDArray[np.float64] | None = None
 
     @classmethod
     def of(
@@ -43,14 +69,15 @@ class Measured:
         """Return the measures of a model with these scores."""
         if test is None:
             return cls(None, validation, None, None, clients_by)
-        confusion, clients = Confusion.of(test, num_classes), None
+        confusion, clients, found = Confusion.of(test, num_classes), None, None
         if clients_by is not None:
             if isinstance(clients_by, OwnTests):
-                found = clients_by.accuracies(test)
+                found = clients_by.by_client(test)
             else:
-                found = clients_by.accuracies(confusion.recalls)
-            clients = OverClients.of(found) if len(found) else None
-        return cls(test, validation, confusion, clients, clients_by)
+                found = clients_by.by_client(confusion.recalls)
+            accuracies = known(found)
+            clients = OverClients.of(accuracies) if len(accuracies) else None
+        return cls(test, validation, confusion, clients, clients_by, found)
 
     def noted_in(self, record: RoundRecord) -> RoundRecord:
         """Return a round's record with these measures."""
@@ -78,20 +105,24 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Measuring:
-    """The records that models of ``job`` are measured on, and ``clients_by`` as in ``Measured``."""
+    """The records that models of ``job`` are measured on, and ``clients_by`` as in ``Measured``.
+
+    ``own_metrics``: metrics of the user's own on the test records, by the name of what has them.
+    """
 
     job: Job
     test: Source
     validation: Source | None
     clients_by: Holdings | OwnTests | None
+    own_metrics: Mapping[str, OwnMetrics] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: Job) -> Self:
+    def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics]) -> Self:
         """Return the records of an experiment, loaded."""
         validation = validation_records(job) if job.num_validated else None
         # The class counts of a client are private where anybody is promised privacy.
         clients_by = None if job.experiment.is_private else _clients_by(job)
-        return cls(job, evaluation_records(job), validation, clients_by)
+        return cls(job, evaluation_records(job), validation, clients_by, own_metrics)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
         """Return the measures of the model ``params``, the last of its run or not.
@@ -103,6 +134,30 @@ class Measuring:
         test = self._scored(params, self.test, "test", when) if is_tested else None
         num_classes = self.job.dataset.num_classes
         return Measured.of(test, num_classes, validation=validation, clients_by=self.clients_by)
+
+    def own(self, params: Params, server_round: int) -> dict[str, float]:
+        """Return the user's own metrics of the model ``params``.
+
+        Each is given a model of its own and public test records alone. Raises RunError for what is no finite number,
+        and for a name that a round's line has already.
+        """
+        found: dict[str, float] = {}
+        for observer, metrics in self.own_metrics.items():
+            what = f"metrics of observer {observer}"
+            model = ready(self.job.model(), params).to(self.job.device)
+            with seeded_alone(self.job.experiment.seed, what, server_round), error_context(what), torch.no_grad():
+                returned = metrics(server_round, model, self._test_records)
+            for name, value in _checked(returned, what, server_round).items():
+                if name in found:
+                    raise RunError(f"{what} returned {name!r}, as another observer does: give it another name")
+                found[name] = value
+        return found
+
+    @cached_property
+    def _test_records(self) -> TensorDataset:
+        """Return the test records as models see them."""
+        inputs = self.test.inputs.clone() if self.test.scale is None else self.test.normalised(self.test.inputs)
+        return TensorDataset(inputs, self.test.labels.clone())
 
     def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)
@@ -129,3 +184,24 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
         if own is not None and own.counts.any():
             return own
     return Holdings.of((job.shards, job.validation), train.labels)
+
+
+def _checked(returned: object, what: str, server_round: int) -> dict[str, float]:
+    """Return the user's own metrics as floats. Raises RunError as ``Measuring.own`` does."""
+    if not isinstance(returned, Mapping):
+        raise RunError(f"{what} returned {in_one_line(repr(returned))}; wanted is a dict of numbers by name")
+    numbers: dict[str, float] = {}
+    for name, value in returned.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+            raise RunError(f"{what} named a number {in_one_line(repr(name))}: wanted is a name of printable letters")
+        if name in ROUND_FIELDS:
+            raise RunError(f"{what} returned {name!r}, which every round has already: give it another name")
+        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
+            value = value.item()  # noqa: PLW2901 (what such a metric is meant to be)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise RunError(
+                f"{what} returned {name} = {in_one_line(repr(value))} after round {server_round}; wanted is a finite "
+                "number: leave it out where it has none"
+            )
+        numbers[name] = float(value)
+    return numbers

@@ -221,7 +221,7 @@ def _clear(out: Path) -> None:
     """
     if (out / run_directory.STATE).exists():
         shutil.rmtree(out / run_directory.STATE)
-    for stale in (run_directory.ROUNDS, run_directory.RESULT, run_directory.MODEL):
+    for stale in (run_directory.ROUNDS, run_directory.RESULT, run_directory.MODEL, run_directory.CLIENTS):
         (out / stale).unlink(missing_ok=True)
 
 
@@ -266,7 +266,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
             f"what a finished run ended with is kept up to {MOST_KEPT // 2**20} MiB, and was not by older versions; "
             f"{_ANEW}"
         )
-    for stale in (run_directory.RESULT, run_directory.MODEL):
+    for stale in (run_directory.RESULT, run_directory.MODEL, run_directory.CLIENTS):
         (out / stale).unlink(missing_ok=True)
     run_directory.write_config(out, settings, run_directory.read_identity(out))
 
@@ -295,7 +295,8 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
             f"seen are covered by no epsilon that was stated; {_ANEW}, and pays from the beginning"
         )
     result = run_directory.read_result(out) or {}
-    if result.get("status") == "finished" and result.get("stopped"):
+    stopped = result.get("stopped") and not result.get("stopped_by_observer")  # more rounds are the user's own wish
+    if result.get("status") == "finished" and stopped:
         raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more of them change nothing")
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
-from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.simulation.run_log import Observer, RunLog, own_metrics_of
 from fl_sim.simulation.stage import Procedure, Run, Stage, done, prepared_strategy, stages_of, tasks_of
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
@@ -61,6 +61,7 @@ class Rounds(Procedure):
     """The procedure of a federated algorithm: one model, trained by clients in rounds."""
 
     algorithm: Algorithm
+    has_rounds: ClassVar[bool] = True
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Run every round that ``log`` does not have yet: begin, draw, ask, aggregate, merge, measure, record.
@@ -73,7 +74,8 @@ class Rounds(Procedure):
                 if preparing := stage.preparing(log):
                     observer.preparing(preparing)
             strategy = prepared_strategy(self.job, self.algorithm, self._on_clients, grid, out, log, observer)
-            run, exchange = Run(self.job, strategy, grid, out, log), self._exchange(strategy, grid, out, log)
+            run = Run(self.job, strategy, grid, out, log, own_metrics_of(observer))
+            exchange = self._exchange(strategy, grid, out, log)
             while len(log.rounds) < experiment.rounds and not strategy.layer.ended(log.rounds):
                 start, server_round = time.perf_counter(), len(log.rounds) + 1
                 rate = experiment.local.rate_in(server_round, experiment.rounds)
@@ -86,7 +88,9 @@ class Rounds(Procedure):
                 seconds = None if experiment.is_private else time.perf_counter() - start
                 record = replace(record, seconds=seconds)
                 _write_round(out, log, strategy, record)
-                observer.finished_round(record)
+                if (ended := observer.finished_round(record)) and len(log.rounds) < experiment.rounds:
+                    log.stopped_by_observer = ended
+                    break
             self._conclude(run, rounds_before)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
@@ -114,12 +118,14 @@ class Rounds(Procedure):
         log.measured = run.measuring.measured(model, when, is_last=is_last)
         if log.measured.test is None and layer.ended([*log.rounds, log.measured.noted_in(record)]):
             log.measured = run.measuring.measured(model, when, is_last=True)
-        return log.measured.noted_in(record)
+        noted = log.measured.noted_in(record)
+        own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
+        return replace(noted, metrics=own) if own else noted
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
         """Log the warnings of all rounds and the final model, and let the stages do their work after the last round."""
         strategy, log = run.strategy, run.log
-        log.stopped = log.stopped or strategy.layer.ended(log.rounds)
+        log.stopped = log.stopped or strategy.layer.ended(log.rounds) or log.stopped_by_observer
         log.warnings += strategy.layer.conclusions(log.rounds)
         rounds_here = len(log.rounds) - rounds_before
         log.warnings += [
@@ -131,9 +137,12 @@ class Rounds(Procedure):
         on_clients = {name: value for name, value in self._whole(last.params).items() if name not in last.params}
         log.fixed = {**fixed_in(self.job.model()), **on_clients}
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
-        if log.measured is None and log.rounds:  # all of them ran before this process
+        ends_untested = log.stopped_by_observer and (log.measured is None or log.measured.test is None)
+        if (log.measured is None or ends_untested) and log.rounds:
+            # All of them ran before this process, or an observer made a round the last that was not known to be.
             model = self._model(log.server, log.server.params)
             log.measured = run.measuring.measured(model, f"after round {len(log.rounds)}: {_CURE}", is_last=True)
+            log.measured_again = log.measured if ends_untested else None
         for stage in log.stages:
             assert isinstance(stage, Stage)
             done(stage, run, "after")

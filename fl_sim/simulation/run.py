@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.serverapp import Grid
 
 from fl_sim.engines.grid import LocalGrid
@@ -20,7 +21,7 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
 from fl_sim.simulation.rounds import procedure_of
-from fl_sim.simulation.run_log import Observer, RunLog, Silent, error_fields, result_of
+from fl_sim.simulation.run_log import Observer, RunLog, Silent, error_fields, own_metrics_of, result_of
 from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
@@ -56,6 +57,7 @@ def run(
         result = finished_result(job.experiment, out, now)
         if result is None:
             _check_budgets(job)
+            _check_metrics(job, observer)
         if result is None or has_leftovers(job.experiment, out):
             out.mkdir(parents=True, exist_ok=True)
             with run_lock(out):
@@ -70,6 +72,37 @@ def _check_budgets(job: Job) -> None:
     for kind in (experiment.algorithm, experiment.aggregator, experiment.preprocess, experiment.calibrate):
         if isinstance(kind, Budgeted):
             kind.check_budget(experiment, records, job.dataset.num_classes)
+
+
+def _check_metrics(job: Job, observer: Observer) -> None:
+    """Raise UserError for metrics of the user's own that would never be measured."""
+    for name in own_metrics_of(observer):
+        if not type(procedure_of(job)).has_rounds:
+            raise UserError(
+                f"observer {name} has metrics of a round's model, and algorithm {kind_of(job.experiment.algorithm)} "
+                "trains none in rounds: leave out its method metrics"
+            )
+        if job.experiment.evaluate.test == "never":
+            raise UserError(
+                f"observer {name} has metrics on the test records, and evaluate.test=never looks at none: set "
+                "evaluate.test=rounds or last, or leave out its method metrics"
+            )
+
+
+def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
+    """Write the model, and where clients' accuracies are known, a line for each client; never in a private run."""
+    run_directory.write_model(out, {**log.fixed, **log.server.model})
+    last = log.measured
+    if last is None or last.by_client is None or job.experiment.is_private:
+        return
+    records = job.shards.sizes + (job.validation.sizes if job.num_validated else 0)
+    accuracies = np.full(len(records), np.nan)
+    accuracies[: len(last.by_client)] = last.by_client
+    lines = [
+        f"{client},{count},{'' if np.isnan(accuracy) else accuracy}\n"
+        for client, (count, accuracy) in enumerate(zip(records.tolist(), accuracies.tolist(), strict=True))
+    ]
+    run_directory.write_text(out / run_directory.CLIENTS, "".join(["client,records,client_accuracy\n", *lines]))
 
 
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
@@ -90,7 +123,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
                 observer.started(experiment, "\n".join(said), first_round)
                 with _off_screen(experiment, out, opened):
                     procedure.run(opened, out, log, observer)
-                run_directory.write_model(out, {**log.fixed, **log.server.model})
+                _write_outcome(job, log, out)
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure

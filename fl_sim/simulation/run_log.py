@@ -19,7 +19,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
 from fl_sim.report.measures import LADDER, Spent, area_under, mean_of_last, reached
-from fl_sim.simulation.measuring import Measured
+from fl_sim.simulation.measuring import Measured, OwnMetrics
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import StateChecksum, write_private
@@ -54,7 +54,8 @@ class FactSource(Protocol):
 class RunLog:
     """The state of a run that is logged.
 
-    ``engine``: its kind; ``trainer``: the trainer of clients, in words. ``measured``: the last measures;
+    ``engine``: its kind; ``trainer``: the trainer of clients, in words. ``stopped``: the reason for an early end;
+    ``stopped_by_observer``: that of an observer. ``measured``: the last measures;
     ``measured_again``: the measures of a model that a stage changed after the last round. ``pooled``: records that all
     clients train on. ``layer``: the outermost layer of the rounds; ``layer_states``: {layer: its part of the
     checkpoint}. ``traffic``: of each client in a round, None without any; ``before`` and ``after`` the rounds: of all
@@ -71,6 +72,7 @@ class RunLog:
     engine: str = ""
     trainer: str = ""
     stopped: str = ""
+    stopped_by_observer: str = ""
     layer: Layer | None = None
     pooled: Pooled | None = None
     stages: tuple[FactSource, ...] = ()
@@ -113,13 +115,22 @@ class Observer(Protocol):
         """Receive the number of replies in the current exchange."""
         ...
 
-    def finished_round(self, record: RoundRecord) -> None:
-        """Receive the record of a round, after ``rounds.jsonl`` and the checkpoint are written."""
+    def finished_round(self, record: RoundRecord) -> str | None:
+        """Receive the record of a round, after ``rounds.jsonl`` and the checkpoint are written.
+
+        Return the reason where the run ends after this round.
+        """
         ...
 
     def ended(self, facts: Mapping[str, Any]) -> None:
         """Receive the content of ``result.json``, also after a failure or an interruption."""
         ...
+
+
+def own_metrics_of(observer: Observer) -> Mapping[str, OwnMetrics]:
+    """Return the metrics of the user's own that an observer has, by the name of what has them."""
+    found: Mapping[str, OwnMetrics] = getattr(observer, "own_metrics", {})
+    return found
 
 
 class Silent:
@@ -191,6 +202,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         **log.facts,
         "privacy": _privacy(job, log, of_stages["preprocess"]),
         "stopped": log.stopped,
+        **({"stopped_by_observer": True} if log.stopped and log.stopped == log.stopped_by_observer else {}),
         "warnings": log.warnings,
         "chain": log.chain,
         "identity": log.identity,

@@ -10,15 +10,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 import numpy as np
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
+from torch import nn
 
 from clients.client_layer import ClientLayer
 from clients.client_task import ClientRuntime, ClientTask
@@ -32,7 +33,7 @@ from fl_sim.own_code import error_context, load_object
 from fl_sim.params import is_finite, layers_after, placed
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.client_runtime import local_settings, read_pool, sizes_trained_on
-from fl_sim.simulation.measuring import Measuring
+from fl_sim.simulation.measuring import Measuring, OwnMetrics
 from fl_sim.simulation.run_log import Observer, RunLog, is_json
 from fl_sim.store import run_directory
 from fl_sim.store.files import user_folder
@@ -54,8 +55,8 @@ RESULT: Final = frozenset({
     "status", "algorithm", "titles", "data", "data_note", "features", "image_shape", "partition", "clients",
     "is_private", "records", "model", "evaluated_model", "num_parameters", "seed", "engine", "trainer", "precision",
     "rounds", "final_accuracy", "best_accuracy", "best_round", "best_chosen_on", "validation",
-    "measures", "bytes", "error", "diverged", "privacy", "stopped", "warnings", "chain", "identity", "seconds",
-    "versions",
+    "measures", "bytes", "error", "diverged", "privacy", "stopped", "stopped_by_observer", "warnings", "chain",
+    "identity", "seconds", "versions",
 })  # fmt: skip
 """The fields of every ``result.json``, whose names no stage may use for its facts."""
 
@@ -71,11 +72,12 @@ class Run:
     grid: Grid
     out: Path
     log: RunLog
+    own_metrics: Mapping[str, OwnMetrics] = field(default_factory=dict)
 
     @cached_property
     def measuring(self) -> Measuring:
         """Return the records that models are measured on, loaded."""
-        return Measuring.of(self.job)
+        return Measuring.of(self.job, self.own_metrics)
 
     @property
     def order(self) -> TaskConfig:
@@ -180,6 +182,8 @@ class Procedure(ABC):
     """The whole run of an algorithm. What is defined here suits one without rounds, whose clients train nothing."""
 
     job: Job
+    has_rounds: ClassVar[bool] = False
+    """True if an observer may end it after a round, and measure the model of a round."""
 
     @abstractmethod
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
@@ -207,6 +211,10 @@ class Procedure(ABC):
     def typical_plan(self) -> LocalPlan:
         """Return a typical local plan, to find the trainers that take such plans."""
         return LocalPlan()
+
+    def model(self) -> nn.Module:
+        """Return the model whose weights a finished run saves, with initial weights."""
+        return self.job.model()
 
     def beginning(self) -> ServerState:
         """Return the first server state."""

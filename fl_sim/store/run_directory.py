@@ -31,6 +31,7 @@ CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER, START = (
 )  # fmt: skip
 PRIVATE_ERRORS, PRIVATE_WARNINGS = "private-errors.log", "private-warnings.log"
 STUDENT = "student.safetensors"
+CLIENTS = "clients.csv"
 
 _LONGEST = 2**28
 """The most bytes of a text file here: those of a million rounds."""
@@ -52,7 +53,7 @@ class RoundRecord:
     classes) on the test records; and the mean, deviation and worst tenth of client accuracies (None under privacy).
     ``bytes_down`` and ``bytes_up``: of the arrays to and from all clients of the round (None if the cohort is secret).
     With a virtual clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness``
-    of updates, in server steps.
+    of updates, in server steps. ``metrics``: the user's own, by name, in rounds that are tested.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -80,9 +81,17 @@ class RoundRecord:
     virtual_seconds: float | None = None
     late: int | None = None
     staleness: float | None = None
+    metrics: Mapping[str, float] | None = field(default=None, hash=False)
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return all numbers of the round by name, the user's own metrics among them."""
+        said = asdict(self)
+        return said | (said.pop("metrics") or {})
 
 
-TESTED = ("test_", "balanced_accuracy", "macro_f1", "auc", "client_")
+ROUND_FIELDS: Final = frozenset(part.name for part in fields(RoundRecord))
+
+TESTED = ("test_", "balanced_accuracy", "macro_f1", "auc", "client_", "metrics")
 """Prefixes of the fields that only rounds with test metrics have."""
 
 MEASURED = (*TESTED, "validation_")
@@ -218,6 +227,14 @@ def write_log(out: Path, content: bytes) -> None:
 def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
     """Write the global model, readable by ``safetensors.torch.load_file``."""
     write_whole(out / MODEL, save({name: value.contiguous() for name, value in params.items()}))
+
+
+def read_model(out: Path) -> Params:
+    """Read the global model that ``write_model`` wrote. Raises UserError if it is damaged."""
+    try:
+        return load(read_whole(out / MODEL))
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{out / MODEL} is damaged ({error}): put it back, or repeat the run with --again") from error
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:

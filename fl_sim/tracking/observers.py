@@ -15,13 +15,15 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from fl_sim.errors import RunError, UserError, in_a_line
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.own_code import in_one_line, load_object
+from fl_sim.own_code import in_one_line, load_object, with_place
 from fl_sim.report.measures import flat_settings, measures, of_round
 from fl_sim.settings import read_table
+from fl_sim.simulation.measuring import OwnMetrics
 from fl_sim.simulation.run_log import Observer, Silent
 from fl_sim.store.files import read_whole, write_whole
 from fl_sim.store.run_directory import CONFIG, RoundRecord, read_result, read_rounds
@@ -35,7 +37,10 @@ SECONDS_TOGETHER: Final = 5.0
 LONGEST_SECONDS: Final = 60.0
 """The timeout for trackers at the end of a run."""
 
-EVENTS: Final = tuple(name for name in vars(Observer) if not name.startswith("_"))
+METRICS: Final = "metrics"
+"""The method of a user's observer that measures the model of a round."""
+
+EVENTS: Final = (*(name for name in vars(Observer) if not name.startswith("_")), METRICS)
 """The methods of an observer; a user's observer has some of them."""
 
 TRACKING: Final = "tracking.json"
@@ -241,6 +246,9 @@ class ObserverList:
                     f"observer {name!r} is a {type(observer).__name__} with none of the methods {', '.join(EVENTS)}"
                 )
         self._observers, self._own = observers, own
+        self.own_metrics: dict[str, OwnMetrics] = {
+            name: getattr(observer, METRICS) for name, observer in own if callable(getattr(observer, METRICS, None))
+        }
         self.has_started = False
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
@@ -256,27 +264,38 @@ class ObserverList:
         """Report the number of replies in the round."""
         self._call("replied", replies)
 
-    def finished_round(self, record: RoundRecord) -> None:
-        """Report a round."""
-        self._call("finished_round", record)
+    def finished_round(self, record: RoundRecord) -> str | None:
+        """Report a round; return the reason where one of the users' observers ends the run by returning True."""
+        reasons = []
+        for name, returned in self._call("finished_round", record):
+            if not (returned is None or isinstance(returned, bool | np.bool_)):
+                raise RunError(
+                    f"observer {name} returned {in_one_line(repr(returned))} from finished_round: return True to end "
+                    "the run after this round, None or False to go on; mend it, and the same command goes on"
+                )
+            if returned:
+                reasons.append(f"observer {name} ended the run after round {record.round}")
+        return "; ".join(reasons) or None
 
     def ended(self, facts: Mapping[str, Any]) -> None:
         """Report the result of the run."""
         self._call("ended", facts)
 
-    def _call(self, event: str, *arguments: object) -> None:
+    def _call(self, event: str, *arguments: object) -> list[tuple[str, object]]:
+        """Call a method of all; return what those of the users return, by name."""
+        returned = []
         for observer in self._observers:
             getattr(observer, event)(*arguments)
         for name, own in self._own:
             method: Callable[..., object] | None = getattr(own, event, None)
             if method is not None:
                 try:
-                    method(*arguments)
+                    returned.append((name, method(*arguments)))
                 except Exception as error:
                     raise RunError(
-                        f"observer {name} failed in {event}: {in_one_line(error)}; mend it, and the same command "
-                        "goes on"
+                        f"observer {name} failed in {event}: {with_place(error)}; mend it, and the same command goes on"
                     ) from error
+        return returned
 
 
 def _to_standard_error(line: str) -> None:

@@ -188,19 +188,24 @@ class Holdings:
         pairs, counts = np.unique(owners * num_classes + labels[records], return_counts=True)
         return cls(pairs // num_classes, pairs % num_classes, counts)
 
-    def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
+    def by_client(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return each client's accuracy: the ``recalls`` of the classes, weighted by its shares of them.
 
         That is the accuracy on test records of which each counts as often as its class does with the client, exactly,
         with nothing drawn. Records of classes that no test record is of (a recall of NaN) count nowhere; clients
-        without others are left out.
+        without others have NaN, and those after the last that has some are left out.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)
         owners, counts = self.owners[tested], self.counts[tested]
         right, held = np.bincount(owners, counts * recall[tested]), np.bincount(owners, counts)
-        found: NDArray[np.float64] = right[held > 0] / held[held > 0]
+        found = np.full(len(held), np.nan)
+        np.divide(right, held, out=found, where=held > 0)
         return found
+
+    def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the accuracies of the clients that have one."""
+        return known(self.by_client(recalls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,19 +240,30 @@ class OwnTests:
         """Return the number of each client's test records."""
         return np.bincount(self.owners[self.owners >= 0], minlength=self.num_clients)
 
-    def accuracies(self, scores: Scores) -> NDArray[np.float64]:
-        """Return the accuracy of every client that has test records, on these."""
+    def by_client(self, scores: Scores) -> NDArray[np.float64]:
+        """Return the accuracy of every client on its own test records, NaN without any."""
         owned = self.owners >= 0
         right = (scores.labels == scores.predicted)[owned]
         counts = self.counts
         sums = np.bincount(self.owners[owned], right, minlength=self.num_clients)
-        return np.asarray(sums[counts > 0] / counts[counts > 0])
+        found = np.full(len(counts), np.nan)
+        np.divide(sums, counts, out=found, where=counts > 0)
+        return found
+
+    def accuracies(self, scores: Scores) -> NDArray[np.float64]:
+        """Return the accuracies of the clients that have test records."""
+        return known(self.by_client(scores))
+
+
+def known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the values that are not NaN."""
+    return values[~np.isnan(values)]
 
 
 def _mean(shares: NDArray[np.float64]) -> float:
     """Return the mean of those that are not NaN; np.nanmean takes ten times as long."""
-    known = shares[~np.isnan(shares)]
-    return float(known.sum() / len(known))
+    values = known(shares)
+    return float(values.sum() / len(values))
 
 
 def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -8,10 +8,14 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save
 
 import fl_sim
 from fl_sim import Experiment
+from fl_sim.experiment.job import job_of
 from strategies.fedprox import FedProx
 
 SMALL = {"model": "logistic", "rounds": 2, "engine": "inprocess"}
@@ -74,6 +78,76 @@ def test_records_go_to_pandas_where_it_is_installed(tmp_path: Path, monkeypatch:
         result.to_pandas()
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     assert [row["test_accuracy"] for row in result.to_pandas()] == [one.test_accuracy for one in result.rounds]
+
+
+NORMALISED = """
+from torch import nn
+
+
+def network(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
+"""
+
+
+@pytest.mark.parametrize("model", ["logistic", "normalised:network"])
+def test_a_finished_runs_model_is_loaded_with_its_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (tmp_path / "normalised.py").write_text(NORMALISED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = {}
+
+    class Remembered:
+        def metrics(self, _round, model, test):
+            seen.update(inputs=test.tensors[0], logits=model(test.tensors[0]))
+            return {}
+
+    settings = {**SMALL, "model": model, "local": {"batch_norm": "average"}}
+    fl_sim.run(settings, out=tmp_path / "run", progress=False, observer=Remembered())
+    loaded = fl_sim.load_model(tmp_path / "run")
+    assert not loaded.training
+    assert torch.equal(loaded(seen["inputs"]), seen["logits"])
+
+
+def test_a_run_without_a_whole_model_is_named(tmp_path: Path) -> None:
+    class Stops:
+        def finished_round(self, record):
+            raise KeyboardInterrupt
+
+    with pytest.raises(fl_sim.UserError, match=r"nothing holds no run \(config.toml is missing\)"):
+        fl_sim.load_model(tmp_path / "nothing")
+    with pytest.raises(KeyboardInterrupt):
+        fl_sim.run(SMALL, out=tmp_path / "run", progress=False, observer=Stops())
+    with pytest.raises(fl_sim.UserError, match=r"holds an unfinished run \(1 of 2 rounds\)"):
+        fl_sim.load_model(tmp_path / "run")
+    fl_sim.run(SMALL, out=tmp_path / "run", progress=False)
+    (tmp_path / "run" / "model.safetensors").write_bytes(save({"1.weight": torch.zeros(2, 2)}))
+    with pytest.raises(fl_sim.UserError, match=r"does not fit model logistic: tensor 1.weight is \(2, 2\) there"):
+        fl_sim.load_model(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(fl_sim.UserError, match=r"model.safetensors is damaged"):
+        fl_sim.load_model(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(fl_sim.UserError, match=r"model.safetensors is missing"):
+        fl_sim.load_model(tmp_path / "run")
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_clients_accuracies_have_their_numbers_but_in_private_runs(tmp_path: Path) -> None:
+    result = fl_sim.run({**SMALL, "partition": "label-2", "clients": 7}, out=tmp_path / "run", progress=False)
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "run" / "clients.csv").read_text())))
+    assert [line["client"] for line in lines] == [str(client) for client in range(7)]
+    accuracies = [float(line["client_accuracy"]) for line in lines]
+    assert sum(accuracies) / 7 == pytest.approx(result.facts["measures"]["client_accuracy"])
+    assert sum(int(line["records"]) for line in lines) == 1437, "all training records"
+    job = job_of(result.experiment)
+    own = np.bincount(job.dataset.train.labels[job.shards[3]], minlength=10)
+    recalls = np.array(result.facts["measures"]["recalls"])
+    assert accuracies[3] == pytest.approx(own @ recalls / own.sum())
+    private = {**SMALL, "aggregator": {"kind": "global-dp", "epsilon": 8}, "sampler": "poisson:0.5", "partition": "iid"}
+    fl_sim.run(private, out=tmp_path / "private", progress=False)
+    assert not (tmp_path / "private" / "clients.csv").exists()
 
 
 def test_bad_input_is_the_users_error() -> None:

@@ -1,6 +1,8 @@
 """The process of a command ends with the command's exit code, and not before what it prints is out."""
 
 import io
+import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fl_sim import __main__ as program
-from fl_sim.errors import UserError
+from fl_sim.errors import RunError, UserError
 
 
 class Ended(BaseException):
@@ -95,3 +97,65 @@ def test_a_refusal_is_one_line_that_steers_no_terminal(monkeypatch: pytest.Monke
         program.main()
     assert end.value.code == 2
     assert capsys.readouterr().err == "error: column 'a\\x1b[2J b' is none; take another\n"
+
+
+MINE = """
+from strategies.fedavg import FedAvg
+
+
+class LatePlan(FedAvg):
+    def plan(self, task):
+        return [][1] if task.server_round == 2 else super().plan(task)
+
+
+class LateFinish(FedAvg):
+    def finish(self, task, trained):
+        return [][1] if task.server_round == 2 else super().finish(task, trained)
+
+
+class WrongPlan(FedAvg):
+    def plan(self, task):
+        return 3
+
+
+class LateWrongFinish(FedAvg):
+    def finish(self, task, trained):
+        return 3 if task.server_round == 2 else super().finish(task, trained)
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("local.label_smoothing=0.1", "model=mlp")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("LatePlan", r"client 0 in round 2 failed: IndexError: list index out of range \(\S+mine.py:7, in plan\)"),
+        ("LateFinish", r"client 0 in round 2 failed: IndexError: list index out of range \(\S+mine.py:12, in finish\)"),
+        ("WrongPlan", r"WrongPlan.plan \(\S+mine.py:16\) returned an object of type int, not a LocalPlan"),
+        (
+            "LateWrongFinish",
+            r"client 0 in round 2 failed: LateWrongFinish.finish \(\S+mine.py:21\) returned an object of type int, not a ",
+        ),
+    ],
+)
+def test_an_error_in_a_method_of_ones_own_names_file_and_line_and_debug_shows_the_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, name: str, said: str, more: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    command = ["fl-sim", "run", f"algorithm=mine:{name}", "model=logistic", "rounds=2", "engine=inprocess", *more]
+    monkeypatch.setattr("sys.argv", [*command, "--out", "run"])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        program.main()
+    told = capsys.readouterr().err
+    assert re.search(rf"^error: {said}", told, re.MULTILINE)
+    assert "Traceback" not in told
+    monkeypatch.setattr("sys.argv", [*command, "--out", "again", "--debug"])
+    logger = logging.getLogger("fl_sim")
+    with pytest.raises(RunError, match=said):
+        program.main()
+    logger.removeHandler(logger.handlers[-1])
+    logger.setLevel(logging.NOTSET)
+    if name.startswith("Late"):
+        assert "Traceback (most recent call last)" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import torch
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
+from torch import nn
 
 from clients.client_task import Client, ClientRuntime
 from clients.teacher import RandomForest, forest_votes, network_votes
@@ -24,6 +25,7 @@ from fl_sim.simulation.forecast import evaluation_work, training_work
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.stage import Procedure
 from fl_sim.simulation.timing import Work, public_records
+from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.loop import resident, to_tensors
 from fl_sim.types import Traffic
 from strategies.answers import UNQUOTED, Asking, answers_to, find_population, in_words, refusal
@@ -73,7 +75,15 @@ class PateProcedure(Procedure):
         """Let the teachers vote, release the labels, train the student."""
         from fl_sim.stages.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
 
-        run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=observer.finished_round)
+        def finished(record: RoundRecord) -> None:
+            if (ended := observer.finished_round(record)) and record.round < self.job.experiment.rounds:
+                log.warnings.append(f"{ended}: not so, as the epochs of PATE's student are no rounds, and all are made")
+
+        run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=finished)
+
+    def model(self) -> nn.Module:
+        """Return the student."""
+        return self.settings.student.network(self.job.dataset.input_shape, self.job.dataset.num_classes)
 
     def work(self) -> tuple[Work, ...]:
         """Return the work of the teachers' training and votes, and of the student's training, which is not timed."""

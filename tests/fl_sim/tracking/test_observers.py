@@ -3,17 +3,23 @@
 import importlib
 import importlib.util
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import fl_sim
 from fl_sim.__main__ import main
 from fl_sim.errors import RunError, UserError
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tracking.trackers import TRACKERS, chosen_trackers
 
 QUICK = {"model": "logistic", "clients": 3, "partition": "iid", "engine": "inprocess", "rounds": 3}
@@ -121,8 +127,16 @@ def test_an_observer_of_a_table_hears_each_cell(module: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
-        ("Broken", RunError, r"^observer \S+:Broken failed in finished_round: ValueError: two lines; mend it"),
-        ("nothing", UserError, "is a str with none of the methods started, preparing, replied, finished_round, ended"),
+        (
+            "Broken",
+            RunError,
+            r"^observer \S+:Broken failed in finished_round: ValueError: two lines \(\S+watching_runs.py:11, in ",
+        ),
+        (
+            "nothing",
+            UserError,
+            "is a str with none of the methods started, preparing, replied, finished_round, ended, metrics",
+        ),
         ("Absent", UserError, "has no 'Absent'"),
     ],
 )
@@ -131,6 +145,103 @@ def test_an_observers_mistake_is_one_line(
 ) -> None:
     with pytest.raises(kind, match=said):
         fl_sim.run(QUICK, out=tmp_path / "run", progress=False, track=f"{module}:{name}")
+
+
+class Ends:
+    """Returns ``answer`` from ``finished_round`` after the second round."""
+
+    def __init__(self, *, answer: object) -> None:
+        self.answer = answer
+
+    def finished_round(self, record: RoundRecord) -> object:
+        return self.answer if record.round == 2 else None
+
+
+@pytest.mark.parametrize("more", [{}, {"evaluate_every": 3}, {"evaluate": {"test": "last"}}])
+def test_an_observer_that_returns_true_ends_the_run_and_more_rounds_extend_it(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    settings = {**QUICK, **more}
+    ended = fl_sim.run(settings, out=tmp_path / "run", progress=False, observer=Ends(answer=True))
+    assert ended.facts["stopped"] == "observer Ends ended the run after round 2"
+    assert (ended.facts["status"], len(ended.rounds)) == ("finished", 2)
+    assert (
+        ended.final_accuracy == fl_sim.run({**QUICK, "rounds": 2}, out=tmp_path / "two", progress=False).final_accuracy
+    )
+    assert fl_sim.run(settings, out=tmp_path / "run", progress=False) == ended, "finished, it is not run again"
+    longer = fl_sim.run({**settings, "rounds": 4}, out=tmp_path / "run", progress=False)
+    assert (longer.facts["stopped"], len(longer.rounds)) == ("", 4)
+    fl_sim.run({**settings, "rounds": 4}, out=tmp_path / "whole", progress=False)
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_what_no_observer_may_return_is_refused_in_words(tmp_path: Path) -> None:
+    assert len(fl_sim.run(QUICK, out=tmp_path / "on", progress=False, observer=Ends(answer=False)).rounds) == 3
+    with pytest.raises(
+        RunError, match=r"^observer Ends returned 'stop' from finished_round: return True to end the run"
+    ):
+        fl_sim.run(QUICK, out=tmp_path / "run", progress=False, observer=Ends(answer="stop"))
+
+
+class Measures:
+    """Has metrics: ``numbers``, and the accuracy as an observer sees it. Spoils the model that it is given."""
+
+    def __init__(self, **numbers: object) -> None:
+        self.numbers = numbers
+
+    def metrics(self, server_round: int, model: nn.Module, test: TensorDataset) -> dict[str, object]:
+        assert not model.training
+        torch.rand(server_round), np.random.rand()  # noqa: NPY002 (as a user may)
+        inputs, labels = test.tensors
+        accuracy = (model(inputs).argmax(1) == labels).double().mean()
+        for value in (*model.parameters(), inputs):
+            value.zero_()
+        return {"seen_accuracy": accuracy, **self.numbers}
+
+
+@pytest.mark.usefixtures("quick_accounting")
+@pytest.mark.parametrize("more", [{}, {"aggregator": "global-dp:1", "sampler": "poisson:0.9"}])
+def test_metrics_of_ones_own_lie_in_the_rounds_line_and_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    settings = {**QUICK, "rounds": 1, **more}
+    found = fl_sim.run(settings, out=tmp_path / "run", progress=False, observer=Measures(calibration=0.25))
+    [line] = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
+    assert line["metrics"] == {"seen_accuracy": pytest.approx(line["test_accuracy"]), "calibration": 0.25}
+    assert read_rounds(tmp_path / "run") == list(found.rounds)
+    [row] = found.to_pandas()
+    assert (row["calibration"], row["seen_accuracy"]) == (0.25, line["metrics"]["seen_accuracy"])
+    if not more:
+        fl_sim.run({**settings, "rounds": 3}, out=tmp_path / "run", progress=False, observer=Measures())
+        fl_sim.run({**settings, "rounds": 3}, out=tmp_path / "plain", progress=False)
+        assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"test_loss": 1.0}, "'test_loss', which every round has already: give it another name"),
+        ({"ece": float("nan")}, "ece = nan after round 1; wanted is a finite number"),
+        ({"ece": "low"}, "ece = 'low' after round 1; wanted is a finite number"),
+        ({"": 1.0}, "named a number '': wanted is a name"),
+    ],
+)
+def test_what_is_no_metric_is_refused_in_words(tmp_path: Path, numbers: dict[str, object], said: str) -> None:
+    with pytest.raises(RunError, match=f"^metrics of observer Measures .*{said}"):
+        fl_sim.run(QUICK, out=tmp_path / "run", progress=False, observer=Measures(**numbers))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"algorithm": "pate"}, "trains none in rounds"), ({"evaluate": {"test": "never", "validation": 0.1}}, "at none")],
+)
+def test_metrics_that_would_never_be_measured_are_refused_before_the_run(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        fl_sim.run({**QUICK, **more}, out=tmp_path / "run", progress=False, observer=Measures())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_server_that_is_down_is_told_once_and_the_run_goes_on(
