@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
+from types import MappingProxyType
 from typing import Final, Self, TypeAlias
 
 import numpy as np
@@ -117,7 +118,7 @@ class Measuring:
     own_metrics: Mapping[str, OwnMetrics] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics]) -> Self:
+    def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
         """Return the records of an experiment, loaded."""
         validation = validation_records(job) if job.num_validated else None
         # The class counts of a client are private where anybody is promised privacy.

@@ -133,7 +133,7 @@ class LateWrongFinish(FedAvg):
         ("WrongPlan", r"WrongPlan.plan \(\S+mine.py:16\) returned an object of type int, not a LocalPlan"),
         (
             "LateWrongFinish",
-            r"client 0 in round 2 failed: LateWrongFinish.finish \(\S+mine.py:21\) returned an object of type int, not a ",
+            r"client 0 in round 2 failed: LateWrongFinish.finish \(\S+mine.py:21\) returned an object of type int",
         ),
     ],
 )

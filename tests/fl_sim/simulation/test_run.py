@@ -77,7 +77,7 @@ def same_model(left: Path, right: Path) -> bool:
 def test_a_run_leaves_the_promised_files_and_keys(tmp_path: Path) -> None:
     result = run(quick(), tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "checkpoint.safetensors", "config.toml", "model.safetensors", "result.json", "rounds.jsonl",
+        "checkpoint.safetensors", "clients.csv", "config.toml", "model.safetensors", "result.json", "rounds.jsonl",
     ]  # fmt: skip
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     wanted = [
