@@ -6,6 +6,7 @@ the clients' records are taken only if ``data.scale=records`` asks for them. A n
 column, describe what the table holds.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -42,6 +43,7 @@ from fl_sim.mistakes import guess
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
+_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # names of IDs: id, patient_id, patientID
 _FEW: Final = 6  # names that a note lists
 
 
@@ -412,12 +414,18 @@ def _oddities(plan: TablePlan) -> list[str]:
         similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given
     ]
     found += [
-        f"column {name!r} is left out: it holds {reason}; data.drop={name} says so, data.text={name} takes its texts"
+        f"column {name!r} is left out: it holds {reason}; data.drop={name} confirms it, and "
+        f"data.category.{name}=A+B takes some of its texts"
         for name, reason in plan.left_out.items()
     ]
     found += [
         f"column {name!r} has another text in every row, as an ID: leave it out by data.drop={name}"
         for name in plan.ids
+    ]
+    found += [
+        f"column {one.name!r} is called like an ID, and models learn from it: leave it out by data.drop={one.name}"
+        for one in plan.features
+        if not one.categories and one.bounds is None and _ID.search(one.name) and one.name not in plan.counting
     ]
     found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in plan.counting if name]
     if any(not one.name for one in plan.features):

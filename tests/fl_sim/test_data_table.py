@@ -239,6 +239,13 @@ def test_a_text_of_its_own_in_every_row_is_told_to_look_like_an_id(tmp_path):
     assert told == ("column 'who' has another text in every row, as an ID: leave it out by data.drop=who",)
 
 
+@pytest.mark.parametrize(("name", "is_id"), [("patient_id", True), ("ID", True), ("patientID", True), ("humid", False)])
+def test_a_column_of_numbers_that_is_called_like_an_id_is_told(tmp_path, name, is_id):
+    text = f"{name},x,label\n" + "".join(f"{i * 7919 % 997},{i % 3},{i % 2}\n" for i in range(12))
+    said = f"column {name!r} is called like an ID, and models learn from it: leave it out by data.drop={name}"
+    assert load(f"csv:{written(tmp_path, text)}:test=0.3").counted == ((said,) if is_id else ())
+
+
 def test_columns_to_leave_out_may_be_typed_with_commas(tmp_path):
     text = ROWS.replace("sex", '"sex, self-told"')
     for drop, names in (("age,sex", ["ward=north", "ward=south"]), ("age", ["sex=f", "sex=m"])):
