@@ -1,5 +1,8 @@
-"""Who knows which feature: the counts only go down."""
+"""Who knows which feature, and plain words: the counts only go down."""
 
+import ast
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,38 @@ def test_no_more_files_know_a_feature_that_is_not_theirs(load_benchmark) -> None
 def test_general_code_asks_for_no_concrete_kind(load_benchmark) -> None:
     house = load_benchmark("house")
     assert house.asked_by_kind(PROJECT) == []
+
+
+def test_docstrings_name_a_thing_and_no_clause() -> None:
+    found, clauses = 0, []
+    for name, tree in _modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                found += 1
+                if re.match(r"(Return|Say|Yield|Give)s? (of )?(what|who|how|whether|which|where|when|why)\b", text):
+                    clauses.append(f"{name}: {text.splitlines()[0]}")
+    assert found > 3000
+    assert len(clauses) <= 0.03 * found, clauses
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, tree in _modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_docs_have_at_most_45_000_words() -> None:
+    assert sum(len(page.read_text().split()) for page in (PROJECT / "docs").rglob("*.md")) <= 45_000
+
+
+def _modules() -> list[tuple[str, ast.Module]]:
+    paths = [
+        path for top in ("fl_sim", "strategies", "clients", "partitions") for path in (PROJECT / top).rglob("*.py")
+    ]
+    return [(str(path.relative_to(PROJECT)), ast.parse(path.read_text())) for path in paths]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class _Typical(Settings):
         """Return the factor of each client's time, relative to a typical device."""
 
 
-class Constant(_Typical):
+class ConstantDevices(_Typical):
     """All devices are alike."""
 
     kind: Literal["constant"] = "constant"

@@ -182,7 +182,7 @@ class Seconds(FileModel):
     total: Duration
 
 
-class Traffic(FileModel):
+class RecordedTraffic(FileModel):
     """Bytes to clients and from clients."""
 
     down: Bytes
@@ -192,7 +192,7 @@ class Traffic(FileModel):
 class BytesFacts(FileModel):
     """The traffic before the first round, by its content; None where it is unknown."""
 
-    before: dict[str, Traffic | None] = {}
+    before: dict[str, RecordedTraffic | None] = {}
 
 
 class MeasureFacts(FileModel):

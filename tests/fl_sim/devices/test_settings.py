@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_sim.devices.settings import Constant, Fleet, LogNormal, Profile, Uniform, digest_of
+from fl_sim.devices.settings import ConstantDevices, Fleet, LogNormal, Profile, Uniform, digest_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run
@@ -18,11 +18,11 @@ def profile(tmp_path: Path, text: str) -> str:
 
 
 def test_constant_devices_have_the_units_that_they_say() -> None:
-    fleet = Constant(seconds_per_step=0.2, download_mbps=8, upload_mbps=4, availability=0.5).fleet(3, seed=0)
+    fleet = ConstantDevices(seconds_per_step=0.2, download_mbps=8, upload_mbps=4, availability=0.5).fleet(3, seed=0)
     assert fleet.step_seconds.tolist() == [0.2] * 3
     assert fleet.record_seconds.tolist() == [0] * 3
     assert (fleet.download[0], fleet.upload[0], fleet.availability[0]) == (1e6, 5e5, 0.5)
-    by_records = Constant(records_per_second=50).fleet(2, seed=0)
+    by_records = ConstantDevices(records_per_second=50).fleet(2, seed=0)
     assert (by_records.step_seconds[0], by_records.record_seconds[0]) == (0, 0.02)
 
 

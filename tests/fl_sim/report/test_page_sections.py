@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fl_sim.report.files import BytesFacts, ResultFile, RunConfig, Seconds, Traffic
+from fl_sim.report.files import BytesFacts, RecordedTraffic, ResultFile, RunConfig, Seconds
 from fl_sim.report.groups import SeedGroup, short_names
 from fl_sim.report.page_sections import target_rows
 from fl_sim.report.runs import SavedRun
@@ -69,13 +69,13 @@ def test_a_target_that_no_run_reaches_is_a_dash_with_the_number_of_runs(run):
 
 
 def test_what_travelled_beforehand_counts_and_what_is_not_told_leaves_the_bytes_out(run):
-    assert _taken(run(0.9, before=Traffic(down=2_000_000, up=500_000))).cells["MB"] == "3.50"
+    assert _taken(run(0.9, before=RecordedTraffic(down=2_000_000, up=500_000))).cells["MB"] == "3.50"
     assert list(_taken(run(0.9, each=None)).cells.values())[:2] == ["1.0", "-"]
 
 
 def test_what_is_not_known_of_one_thing_that_travelled_beforehand_is_not_known_of_all(run):
     done = run(0.9)
-    known = Traffic(down=2_000_000, up=500_000)
+    known = RecordedTraffic(down=2_000_000, up=500_000)
     for before, spent in (([known, known], 5_000_000), ([known, None], None), ([], 0)):
         told = BytesFacts(before={str(number): one for number, one in enumerate(before)})
         result = done.result.model_copy(update={"bytes": told})
