@@ -71,7 +71,7 @@ class ColumnContent:
     ``most``: the limit of different ``texts``; None in ``texts``: there are more. ``as_text``: its numbers are names.
     ``missing``, ``number``, ``text``, ``infinite``: the first such cells. ``spelled``: texts that look like numbers in
     another ``spelling``; ``word``: the first text that does not. ``fraction``: the first text that is a number with a
-    fraction. ``counts``: its numbers are those of the rows.
+    fraction. ``counts``: its numbers are those of the rows. ``are_dates``: all texts looked at are.
     """
 
     name: str
@@ -88,6 +88,7 @@ class ColumnContent:
     word: CellPlace | None = None
     fraction: CellPlace | None = None
     counts: bool = True
+    are_dates: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
         """Survey the next cells, in the rows after ``rows_before`` of ``file``."""
@@ -128,7 +129,9 @@ class ColumnContent:
     def _keep(self, cells: Any) -> None:
         if self.texts is None:
             return
-        self.texts.update(text for text in texts_of(cells).unique().to_pylist() if text is not None)
+        found = [text for text in texts_of(cells).unique().to_pylist() if text is not None]
+        self.are_dates = self.are_dates and all(map(_DATE.fullmatch, found))
+        self.texts.update(found)
         if len(self.texts) > self.most:
             self.texts = None
 
@@ -278,7 +281,7 @@ def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str
         is_text = seen.text is not None and seen.number is None and seen.word is not None and not seen.as_text
         if name in mentioned:
             continue
-        if seen.declared == "time" or (is_text and seen.texts and all(map(_DATE.fullmatch, seen.texts))):
+        if seen.declared == "time" or (is_text and seen.are_dates):
             reasons[name] = "dates"
         elif is_text and seen.texts is None:
             reasons[name] = f"over {seen.most} different texts"

@@ -214,10 +214,11 @@ LABELS = ["a", "b"] * 150
     [
         ([f"n{i}" for i in range(300)], "over 200 different texts"),
         ([f"2020-01-{i % 9 + 1:02}" for i in range(300)], "dates"),
+        ([f"{i % 28 + 1}.{i % 12 + 1}.{1900 + i % 100}" for i in range(300)], "dates"),
         (["", *["3.4.2020 10:15"] * 299], "dates"),
         (pa.array([0] * 300, pa.date32()), "dates"),
     ],
-    ids=["names", "dates", "times", "declared"],
+    ids=["names", "dates", "many dates", "times", "declared"],
 )
 def test_columns_of_dates_and_ids_are_left_out_and_said(tmp_path, cells, reason):
     found = load(f"{as_parquet(tmp_path, day=cells, x=[1.5] * 300, label=LABELS)}:test=0.1")
