@@ -149,7 +149,7 @@ def run_lines(table: Table) -> list[dict[str, Value | None]]:
 def rounds_text(table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
     """Return a line for each run and round. ``rounds``: {directory of a run: its rounds}."""
     lines = [
-        {**_place(same), "dir": same[0].directory, **of_round(record)}
+        of_round(record) | _place(same) | {"dir": same[0].directory}
         for same in _runs(table)
         for record in rounds.get(same[0].directory, ())
     ]

@@ -86,7 +86,8 @@ class RoundRecord:
     def numbers(self) -> dict[str, float | None]:
         """Return all numbers of the round by name, the user's own metrics among them."""
         said = asdict(self)
-        return said | (said.pop("metrics") or {})
+        own = said.pop("metrics") or {}
+        return said | {name: value for name, value in own.items() if name not in ROUND_FIELDS}
 
 
 ROUND_FIELDS: Final = frozenset(part.name for part in fields(RoundRecord))

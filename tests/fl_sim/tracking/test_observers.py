@@ -6,6 +6,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +217,13 @@ def test_metrics_of_ones_own_lie_in_the_rounds_line_and_change_no_bit(
         fl_sim.run({**settings, "rounds": 3}, out=tmp_path / "run", progress=False, observer=Measures())
         fl_sim.run({**settings, "rounds": 3}, out=tmp_path / "plain", progress=False)
         assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+def test_metrics_of_ones_own_never_stand_for_a_rounds_own_number(tmp_path: Path) -> None:
+    fl_sim.run({**QUICK, "rounds": 1}, out=tmp_path / "run", progress=False)
+    [record] = read_rounds(tmp_path / "run")
+    forged = replace(record, metrics={"test_accuracy": 1.0, "own": 0.5}).numbers()
+    assert (forged["test_accuracy"], forged["own"]) == (record.test_accuracy, 0.5)
 
 
 @pytest.mark.parametrize(
