@@ -1,5 +1,7 @@
 """The clients x classes picture of a split: bubbles for few clients (NIID-Bench, Li et al. 2022), else a heat map."""
 
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.report.picture import save
+from fl_sim.report.picture import PAGE, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 _MOST_BUBBLES = 30
 _CELL, _MARGIN = 0.45, 0.75  # inches
-_POINTS = 72
+_POINTS, _TITLE = 72, 11
 _INK = "#1f4e79"
 
 
@@ -28,19 +30,22 @@ def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> N
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"cannot draw to {path}: use a name that ends in {', '.join(SUFFIXES)}")
-    figure = _bubbles(label_counts) if max(label_counts.shape) <= _MOST_BUBBLES else _heat_map(label_counts)
-    figure.suptitle(title, fontsize=11)
+    drawing = _bubbles if max(label_counts.shape) <= _MOST_BUBBLES else _heat_map
+    figure = drawing(label_counts, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path, path.suffix.lower().removeprefix("."))
 
 
-def _bubbles(counts: NDArray[np.int64]) -> "Figure":
+def _bubbles(counts: NDArray[np.int64], title: str) -> "Figure":
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
     num_clients, num_classes = counts.shape
-    width, height = max(num_clients * _CELL + 2 * _MARGIN, 4.5), num_classes * _CELL + 2 * _MARGIN
+    width = max(num_clients * _CELL + 2 * _MARGIN, 4.5)
+    title = _wrapped(title, width)
+    height = num_classes * _CELL + 2 * _MARGIN + title.count("\n") * 1.2 * _TITLE / _POINTS
     wide, high = num_clients * _CELL / width, num_classes * _CELL / height
     figure = Figure(figsize=(width, height))
+    figure.suptitle(title, fontsize=_TITLE, y=1 - 0.1 / height)
     axes = figure.add_axes(((1 - wide) / 2, 0.9 * _MARGIN / height, wide, high))
     clients, classes = np.nonzero(counts)
     share = counts[clients, classes] / counts.max()
@@ -59,6 +64,11 @@ def _bubbles(counts: NDArray[np.int64]) -> "Figure":
     return figure
 
 
+def _wrapped(title: str, width: float) -> str:
+    """Return ``title`` in lines that fit into ``width`` inches."""
+    return textwrap.fill(title, replace(PAGE, width=width).characters(_TITLE))
+
+
 def _write_numbers(axes: "Axes", counts: NDArray[np.int64]) -> None:
     from matplotlib.patheffects import withStroke  # noqa: PLC0415
 
@@ -73,7 +83,7 @@ def _write_numbers(axes: "Axes", counts: NDArray[np.int64]) -> None:
     axes.text(-0.6, above, "records", ha="right", va="bottom", fontsize=7, color="0.35")
 
 
-def _heat_map(counts: NDArray[np.int64]) -> "Figure":
+def _heat_map(counts: NDArray[np.int64], title: str) -> "Figure":
     from matplotlib.colors import PowerNorm  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
@@ -83,6 +93,7 @@ def _heat_map(counts: NDArray[np.int64]) -> "Figure":
         figsize=(float(np.clip(0.1 * num_clients + 2, 7, 13)), float(np.clip(0.28 * num_classes + 2.2, 4, 9))),
         layout="constrained",
     )
+    figure.suptitle(_wrapped(title, figure.get_figwidth()), fontsize=_TITLE)
     sizes, cells = figure.subplots(2, 1, sharex=True, height_ratios=(1, min(max(4, 0.28 * num_classes), 8)))
     _draw_sizes(sizes, counts.sum(axis=1))
     image = cells.imshow(

@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from fl_sim.errors import UserError
+from fl_sim.report.figures import partition as module
 from fl_sim.report.figures.partition import _bubbles, _heat_map, draw_partition
 
 
@@ -31,7 +32,7 @@ def test_the_same_split_has_the_same_bytes(tmp_path, kind):
 
 def test_bubbles_carry_the_counts_and_sizes_and_their_area_is_the_count():
     counts = np.array([[40, 0], [10, 5]])
-    (axes,) = _bubbles(counts).axes
+    (axes,) = _bubbles(counts, "a title").axes
     assert sorted(text.get_text() for text in axes.texts) == sorted(["40", "10", "5", "40", "15", "records"])
     (bubbles,) = axes.collections
     np.testing.assert_allclose(bubbles.get_sizes() / bubbles.get_sizes().max(), [1, 0.25, 0.125])
@@ -39,7 +40,7 @@ def test_bubbles_carry_the_counts_and_sizes_and_their_area_is_the_count():
 
 def test_the_heat_map_holds_every_count_and_leaves_zero_blank():
     counts = np.random.default_rng(0).integers(0, 3, (100, 4))
-    figure = _heat_map(counts)
+    figure = _heat_map(counts, "a title")
     shown = figure.axes[1].images[0].get_array()
     np.testing.assert_array_equal(shown.filled(0), counts.T)
     np.testing.assert_array_equal(shown.mask, counts.T == 0)
@@ -48,3 +49,18 @@ def test_the_heat_map_holds_every_count_and_leaves_zero_blank():
 def test_a_file_type_that_is_no_picture_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"split.txt: use a name that ends in .png, .svg, .pdf"):
         draw_partition(np.ones((2, 2), dtype=np.int64), tmp_path / "split.txt", "")
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3, 10), (40, 10)])
+def test_a_long_title_is_wrapped_and_lies_inside_the_picture_above_its_axes(tmp_path, monkeypatch, shape):
+    figures = []
+    monkeypatch.setattr(module, "save", lambda figure, path, kind: figures.append(figure))
+    title = "npz:/home/somebody/projects/federated/data/a-long-folder/digits.npz, Dir(0.1), 3 clients, seed 0"
+    draw_partition(np.ones(shape, dtype=np.int64), tmp_path / "a.png", title)
+    (figure,) = figures
+    figure.draw_without_rendering()
+    box = figure._suptitle.get_window_extent()
+    assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1
+    assert box.y1 <= figure.bbox.y1
+    inside = [figure.axes[0].get_window_extent(), *(text.get_window_extent() for text in figure.axes[0].texts)]
+    assert max(one.y1 for one in inside) <= box.y0
