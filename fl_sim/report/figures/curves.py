@@ -211,7 +211,10 @@ def _picture(
     caption += [f"Data {data}"] if data else []
     names = _names(panels, styles)
     labels = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
-    details = [f"{names[label]}: {more}" for label in labels if (more := further_settings(label, names[label], ""))]
+    settings: dict[str, list[str]] = {}
+    for label in labels:
+        settings.setdefault(further_settings(label, names[label], ""), []).append(names[label])
+    details = [f"{'; '.join(own)}: {more}" for more, own in settings.items() if more]
     png = drawn(drawing, WIDE_PAGE if len(panels) > 1 else PAGE)
     return Picture(name, heading, tuple(caption), png, tuple(details), drawing)
 

@@ -53,6 +53,25 @@ def test_runs_at_any_depth_become_one_page_and_two_figures_beside_them(runs):
     assert "No privacy guarantee: updates leave the clients without noise" in page
 
 
+def test_accuracies_are_drawn_over_their_range_or_on_request_from_0_to_100_on_the_page_and_in_pictures(runs):
+    run(runs)
+    page, picture = (runs / "report" / name for name in ("report.html", "accuracy.png"))
+    own_range, pixels = page.read_text(), picture.read_bytes()
+    run(runs, "--full-axis")
+    assert '"full":false' in own_range
+    assert '"full":true' in page.read_text()
+    assert picture.read_bytes() != pixels
+
+
+def test_the_page_has_styles_for_paper_and_draws_what_no_screen_has_shown_before_it_prints(runs):
+    run(runs)
+    page = (runs / "report" / "report.html").read_text()
+    assert "@media print" in page
+    assert "@media screen and (prefers-color-scheme: dark)" in page, "paper is light"
+    assert 'addEventListener("beforeprint"' in page
+    assert ".wide.scrolls::before" in page, "a table that is wider than the screen says so"
+
+
 def test_what_it_took_to_a_target_is_told_on_the_screen_on_the_page_and_in_json(runs):
     told = run(runs, "--target", "0.05").stdout
     assert "to 5 %: FedAvg on digits, iid: rounds 1.0 ± 0.0, MB " in told

@@ -481,13 +481,16 @@ def test_with_more_than_four_lines_bars_beside_the_last_round_replace_bands(run_
 
 
 def test_the_legend_has_short_names_and_the_caption_their_settings(run_of):
-    rows = "DA-FL (gamma=0.5, generator=mean-embedding) + FedAvg", "FedAvg", "FedProx (mu=0.01)", "FedProx (mu=0.1)"
+    rows = (
+        "DA-FL (gamma=0.5, generator=mean-embedding) + FedAvg", "FedAvg", "FedProx (mu=0.01)", "FedProx (mu=0.1)",
+        "DA-FL (gamma=0.5, generator=mean-embedding) + SCAFFOLD",
+    )  # fmt: skip
     runs = [replace(run_of(str(number), clients=number), row=row, column="") for number, row in enumerate(rows, 2)]
     shown = panels(group(runs)[0])
     accuracy, _ = draw_all(shown)
     texts = [text.get_text() for text in accuracy.draw(report_picture.PAGE).legends[0].get_texts()]
-    assert texts == ["DA-FL + FedAvg", "FedAvg", "FedProx, mu=0.01", "FedProx, mu=0.1"]
-    assert accuracy.details == ("DA-FL + FedAvg: gamma=0.5, generator=mean-embedding",)
+    assert texts == ["DA-FL + FedAvg", "FedAvg", "FedProx, mu=0.01", "FedProx, mu=0.1", "DA-FL + SCAFFOLD"]
+    assert accuracy.details == ("DA-FL + FedAvg; DA-FL + SCAFFOLD: gamma=0.5, generator=mean-embedding",)
 
 
 def test_labels_and_legends_of_eight_methods_lie_inside_the_figure_and_beside_each_other(run_of):
