@@ -9,6 +9,7 @@ import click
 from fl_sim.cli.screen import say
 from fl_sim.cli.verbs import app
 from fl_sim.errors import RunError, UserError, in_a_line
+from fl_sim.other_words import elsewhere
 
 INTERRUPTED = 130
 """The exit code of a shell and of typer after Ctrl-C."""
@@ -29,8 +30,6 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         if isinstance(error, click.NoSuchOption):
-            from fl_sim.mistakes import elsewhere  # noqa: PLC0415 (imports pydantic)
-
             meant = elsewhere(error.option_name.lstrip("-")) or " (for example rounds=50)"
             say(f"settings are written as key=value, without dashes before them{meant}", err=True)
         sys.exit(error.exit_code)

@@ -103,7 +103,6 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.native.checks": "fl_sim.native.request",
     "fl_sim.native.normals": "fl_sim.native.kernel",
     "fl_sim.native.work": "fl_sim.native.layers",
-    "fl_sim.other_words": "fl_sim.mistakes",
     "fl_sim.own_model": "fl_sim.models",
     "fl_sim.own_sources": "fl_sim.own_code",
     "fl_sim.printable": "fl_sim.mistakes",

@@ -24,7 +24,8 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 from fl_sim import kinds as kinds_module
 from fl_sim.errors import UserError
 from fl_sim.kinds import field_defaults, is_numbered, is_settings, kind_of, kinds
-from fl_sim.mistakes import explain, guess, not_offered, shortened
+from fl_sim.mistakes import explain, guess, shortened
+from fl_sim.other_words import not_offered
 from fl_sim.own_code import IMPORT_PATH, load_object
 
 Json: TypeAlias = dict[str, Any]

@@ -27,7 +27,8 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.reference import Group, groups
 from fl_sim.importing import importing
-from fl_sim.mistakes import elsewhere, guess
+from fl_sim.mistakes import guess
+from fl_sim.other_words import elsewhere
 from fl_sim.tables.labels import took
 from fl_sim.tables.plan import TableSettings, deadline_after, plan_table, table_settings, tuned
 from fl_sim.tracking.trackers import chosen_trackers

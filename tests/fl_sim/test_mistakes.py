@@ -12,7 +12,7 @@ from fl_sim.data.places import find
 from fl_sim.errors import MOST_LETTERS, UserError, as_cell, in_a_line, printable
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.groups import Local
-from fl_sim.mistakes import OTHER_WORDS
+from fl_sim.other_words import OTHER_WORDS
 from fl_sim.settings import kinds_of
 
 LONG = "9" * 5000
