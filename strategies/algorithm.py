@@ -229,6 +229,7 @@ def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classe
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
     with seeded_alone(0, "template"), error_context(f"init of {type(algorithm).__name__}"):
         server = algorithm.init(sent_by(algorithm, params))
+    check_returned(server, ServerState, algorithm.init)
     counts = (1, *[0] * (num_classes - 1))
     whole = {**params, **server.params} if isinstance(algorithm, Sending) else server.params
     with seeded_alone(0, "template"), error_context(f"plan of {type(algorithm).__name__}"):

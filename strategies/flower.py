@@ -18,7 +18,7 @@ from clients.client_layer import ClientLayer
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.kinds import is_own_kind
-from fl_sim.own_code import error_context
+from fl_sim.own_code import check_returned, error_context
 from fl_sim.params import WriteGuard, flattened, is_finite
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.run_directory import RoundRecord
@@ -252,6 +252,7 @@ class _Innermost(Layer):
         write_guard = WriteGuard.of(groups_of(server))
         with error_context(f"merge of {type(algorithm).__name__}"):
             merged = algorithm.merge(server, aggregate)
+        check_returned(merged, ServerState, algorithm.merge)
         write_guard.check(algorithm.merge)
         write_guard.check_bits(algorithm.merge)
         return replace(merged, layers={})

@@ -118,6 +118,16 @@ class WrongPlan(FedAvg):
         return 3
 
 
+class WrongInit(FedAvg):
+    def init(self, params):
+        return params
+
+
+class WrongMerge(FedAvg):
+    def merge(self, server, aggregate):
+        return None
+
+
 class LateWrongFinish(FedAvg):
     def finish(self, task, trained):
         return 3 if task.server_round == 2 else super().finish(task, trained)
@@ -131,9 +141,11 @@ class LateWrongFinish(FedAvg):
         ("LatePlan", r"client 0 in round 2 failed: IndexError: list index out of range \(\S+mine.py:7, in plan\)"),
         ("LateFinish", r"client 0 in round 2 failed: IndexError: list index out of range \(\S+mine.py:12, in finish\)"),
         ("WrongPlan", r"WrongPlan.plan \(\S+mine.py:16\) returned an object of type int, not a LocalPlan"),
+        ("WrongInit", r"WrongInit.init \(\S+mine.py:21\) returned an object of type dict, not a ServerState"),
+        ("WrongMerge", r"WrongMerge.merge \(\S+mine.py:26\) returned an object of type NoneType, not a ServerState"),
         (
             "LateWrongFinish",
-            r"client 0 in round 2 failed: LateWrongFinish.finish \(\S+mine.py:21\) returned an object of type int",
+            r"client 0 in round 2 failed: LateWrongFinish.finish \(\S+mine.py:31\) returned an object of type int",
         ),
     ],
 )
