@@ -29,7 +29,12 @@ function yRange(panel) {
   const lows = found.map(({ y, deviation }) => y - (deviation || 0)), highs = found.map(({ y, deviation }) => y + (deviation || 0));
   if (state.log) return [Math.max(Math.min(...lows), low / 3) / 1.1, Math.max(...highs) * 1.1];
   if (state.measure !== "accuracy") return [0, Math.max(...highs) * 1.05 || 1];
-  if (state.full) return [0, 100];
+  return percentRange(lows, highs);
+}
+
+// The range of an axis of accuracies: that of the values, at least five points, or 0 to 100.
+function percentRange(lows, highs) {
+  if (state.full || !lows.length) return [0, 100];
   const from = Math.max(0, Math.min(...lows)), to = Math.min(100, Math.max(...highs));
   const room = Math.max(0.04 * (to - from), 5 - (to - from)) / 2;
   return [Math.max(0, from - room), Math.min(100, to + room)];

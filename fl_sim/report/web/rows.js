@@ -1,15 +1,15 @@
 // Figures of one row a method: final accuracy, what a target took, how the clients fare.
 
-// Rows of {method, text, marks(x)}: name, drawing, value. `high`: the end of the axis, which begins at 0.
-function rowChart(host, rows, high, unit) {
-  const x = (value) => `${Math.max(0, Math.min(100, (100 * value) / high)).toFixed(2)}%`;
+// Rows of {method, text, marks(x)}: name, drawing, value. The axis reaches from `low` to `high`.
+function rowChart(host, rows, [low, high], unit) {
+  const x = (value) => `${Math.max(0, Math.min(100, (100 * (value - low)) / (high - low))).toFixed(2)}%`;
   const parts = rows.map((row) => make("div", { class: "row" },
     make("div", { class: "name", title: data.methods[row.method].label }, data.methods[row.method].name),
     make("div", { class: "track" }, draw("svg", { "aria-hidden": "true" },
       draw("line", { class: "grid", x1: 0, x2: "100%", y1: 11, y2: 11 }), ...row.marks(x, lineStyle(row.method).stroke))),
     make("div", { class: "value" }, row.text)));
-  const scaleRow = draw("svg", { class: "scale", "aria-hidden": "true" }, ...ticks(0, high, 4).map((value) =>
-    draw("text", { class: "tick", x: x(value), y: 13, "text-anchor": value === 0 ? "start" : value === high ? "end" : "middle" }, number(value))));
+  const scaleRow = draw("svg", { class: "scale", "aria-hidden": "true" }, ...ticks(low, high, low ? 6 : 4).map((value) =>
+    draw("text", { class: "tick", x: x(value), y: 13, "text-anchor": value === low ? "start" : value === high ? "end" : "middle" }, number(value))));
   const bottom = make("div", { class: "row" }, make("div", { class: "name" }), make("div", { class: "track" }, scaleRow,
     make("div", { class: "small axis-name" }, unit)), make("div", { class: "value" }));
   host.replaceChildren(make("div", { class: "rows" }, ...parts, bottom));
@@ -37,12 +37,15 @@ function ordered(lines, value, isDown = true) {
 
 function finalRows(panel, host) {
   const lines = ordered(visible(panel).filter((line) => line.final[0] !== null), (line) => line.final[0]);
+  const alike = data.panels.filter((one) => one.data === panel.data).flatMap(visible).filter((line) => line.final[0] !== null);
+  const range = percentRange(
+    alike.map(({ final }) => final[0] - (final[1] || 0)), alike.flatMap(({ final, best }) => [final[0] + (final[1] || 0), best[0] ?? 0]));
   rowChart(host, lines.map((line) => ({
     method: line.method, text: line.final[2],
     marks: (x, color) => [
       bar(x, line.final[0] - (line.final[1] || 0), line.final[0] + (line.final[1] || 0), color),
       dot(x, line.best[0], color, true), dot(x, line.final[0], color)],
-  })), 100, "test accuracy (%)");
+  })), range, "test accuracy (%)");
 }
 
 const goal = { step: 0, unit: "round" };
@@ -63,7 +66,7 @@ function goalRows(panel, host) {
       method: line.method, text: all || mean === null ? text : `${text} (${at(line).there} of ${at(line).of})`,
       marks: (x, color) => (mean === null ? [] : [bar(x, 0, mean, color, 7), bar(x, mean - (deviation || 0), mean + (deviation || 0), "var(--ink)", 1.5)]),
     };
-  }), high, UNITS[goal.unit]);
+  }), [0, high], UNITS[goal.unit]);
 }
 
 // The target that was asked for, else the highest that all runs of a method got to, else the first.
@@ -84,7 +87,7 @@ function clientRows(panel, host) {
         ...(q.length === 11 ? [bar(x, q[0], q[10], color, 1.5), bar(x, q[1], q[9], color, 9), stroke(x, q[5], "var(--ink)")] : []),
         dot(x, worst, color, true), dot(x, mean, color)],
     };
-  }), 100, "accuracy at a client (%)");
+  }), [0, 100], "accuracy at a client (%)");
 }
 
 function perPanel(paint, wanted = () => true) {

@@ -58,7 +58,11 @@ def test_axes_have_names_and_accuracies_span_their_range_unless_all_of_it_is_ask
         return [float(one) for one in first.locator("text.tick[text-anchor=end]").all_text_contents()]
 
     assert max(ticks()) < 80
+    rows = page.locator(".rows .scale").first.locator("text")
+    assert float(rows.first.text_content()) > 0
+    assert rows.count() >= 3
     page.get_by_label("accuracy from 0 to 100 %").check()
+    assert [rows.first.text_content(), rows.last.text_content()] == ["0", "100"]
     assert (min(ticks()), max(ticks())) == (0, 100)
     page.get_by_label("Show").select_option("loss")
     assert first.locator(".axis-name").text_content() == "test loss (nats)"
