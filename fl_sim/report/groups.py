@@ -19,8 +19,6 @@ _DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}  # of ``evaluate``, which came later
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
-_ALWAYS, _NEVER = "aggregator=", "aggregator=mean"  # in short names: an aggregator may be what makes a run private
-
 Place: TypeAlias = tuple[str, str]
 """A setting's name and the kinds of the tables around it: only values of one kind are compared."""
 
@@ -154,30 +152,6 @@ def parameters(one: SeedGroup) -> str:
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
 
 
-def short_names(labels: Iterable[str]) -> dict[str, str]:
-    """Return {label: its method, with those settings in which labels of the same method differ}.
-
-    An aggregator other than the mean stays in the name.
-
-    >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C, c=2"]).values())
-    ['A, b=1', 'A, b=2', 'B + C']
-    """
-    parts = {label: _method_and_settings(label) for label in labels}
-    short = {}
-    for label, (method, settings) in parts.items():
-        same = [others for name, others in parts.values() if name == method]
-        own = [one for one in settings if one.startswith(_ALWAYS) or not all(one in others for others in same)]
-        short[label] = ", ".join([method, *(one for one in own if one != _NEVER)])
-    return {label: name if list(short.values()).count(name) == 1 else label for label, name in short.items()}
-
-
-def further_settings(label: str, name: str, parameters: str) -> str:
-    """Return ``parameters`` and the settings of ``label`` that are not in ``name``, its short name."""
-    named = _method_and_settings(name)[1]
-    every = dict.fromkeys([*parameters.split(", "), *_method_and_settings(label)[1]])
-    return ", ".join(one for one in every if one and one not in named)
-
-
 def _compared_of(run: SavedRun) -> dict[str, Any]:
     """Return the settings that distinguish a run from others, without those of ``evaluate`` that are not used."""
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
@@ -248,24 +222,3 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.10g}"
     return "none" if value is None else str(value)
-
-
-def _method_and_settings(label: str) -> tuple[str, list[str]]:
-    """Return a label's method, and its settings: those in the method's brackets, and those after the first comma.
-
-    >>> _method_and_settings("A (b=1, c=d (e=2)) + F, g (h=3), i=4")
-    ('A + F', ['b=1', 'c=d (e=2)', 'g (h=3)', 'i=4'])
-    """
-    first, *behind = _outside_brackets(label, ", ")
-    words = _outside_brackets(first, " ")
-    inside = [one for word in words if word.startswith("(") for one in _outside_brackets(word[1:-1], ", ")]
-    return " ".join(word for word in words if not word.startswith("(")), [*inside, *behind]
-
-
-def _outside_brackets(text: str, separator: str) -> list[str]:
-    """Return the parts of ``text`` between those separators that stand in no brackets."""
-    parts: list[str] = []
-    for piece in text.split(separator):
-        is_open = bool(parts) and parts[-1].count("(") > parts[-1].count(")")
-        parts[len(parts) - is_open :] = [parts[-1] + separator + piece] if is_open else [piece]
-    return parts

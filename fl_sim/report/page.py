@@ -18,7 +18,7 @@ import numpy as np
 
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.figures.curves import HEADINGS, MEASURES, OVER_TIME, curve, x_label
-from fl_sim.report.groups import Panel, SeedGroup, short_names
+from fl_sim.report.groups import Panel, SeedGroup
 from fl_sim.report.measures import LADDER, as_percent, mean_and_deviation, spent_by, spread
 from fl_sim.report.page_sections import (
     all_runs,
@@ -36,6 +36,7 @@ from fl_sim.report.page_sections import (
     versions,
 )
 from fl_sim.report.picture import Picture
+from fl_sim.report.row_names import short_names
 from fl_sim.report.runs import Found, SavedRun
 
 _WEB: Final = Path(__file__).parent / "web"

@@ -10,8 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import TypeAlias
 
-from fl_sim.report.groups import Panel, SeedGroup, further_settings, parameters, short_names
+from fl_sim.report.groups import Panel, SeedGroup, parameters
 from fl_sim.report.measures import Reached, as_percent, spread
+from fl_sim.report.row_names import further_settings, short_names
 from fl_sim.report.runs import Found, SavedRun
 from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
 

@@ -17,8 +17,9 @@ from rich.text import Text
 from fl_sim.errors import UserError, in_a_line
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.files import PoolSettings
-from fl_sim.report.groups import group, panels, short_names
+from fl_sim.report.groups import group, panels
 from fl_sim.report.progress import clock
+from fl_sim.report.row_names import short_names
 from fl_sim.report.runs import TABLE, WANTED, SavedRun, name_as_tables_do, places_in, read_json_table, read_run
 from fl_sim.report.table import Table
 from fl_sim.store.files import is_locked

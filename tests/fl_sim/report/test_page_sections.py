@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fl_sim.report.files import BytesFacts, RecordedTraffic, ResultFile, RunConfig, Seconds
-from fl_sim.report.groups import SeedGroup, short_names
+from fl_sim.report.groups import SeedGroup
 from fl_sim.report.page_sections import target_rows
 from fl_sim.report.runs import SavedRun
 from fl_sim.store.run_directory import RoundRecord
@@ -80,9 +80,3 @@ def test_what_is_not_known_of_one_thing_that_travelled_beforehand_is_not_known_o
         told = BytesFacts(before={str(number): one for number, one in enumerate(before)})
         result = done.result.model_copy(update={"bytes": told})
         assert replace(done, result=result).spent_beforehand.bytes == spent
-
-
-def test_short_names_keep_a_setting_and_its_brackets_together() -> None:
-    rows = ["FedAvg", "FedAvg, FedBuff (concurrency=20)", "FedAvg, deadline (deadline=4, late=partial)"]
-    rows += ["DA-FL (gamma=0.1, generator=dp-cgan (steps=5)) + FedAvg"]
-    assert list(short_names(rows).values()) == [*rows[:3], "DA-FL + FedAvg"]

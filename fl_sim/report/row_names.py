@@ -1,0 +1,92 @@
+"""Short names of a table's rows: methods, with the settings in which rows of the same method differ."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+_ALWAYS, _NEVER = "aggregator=", "aggregator=mean"  # in short names: an aggregator may be what makes a run private
+_SETTING = re.compile(r"[\w.]+=")
+
+
+def short_names(labels: Iterable[str]) -> dict[str, str]:
+    """Return {label: its method, with those settings in which labels of the same method differ}.
+
+    An aggregator other than the mean stays in the name, and so do brackets without a setting.
+
+    >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())
+    ['A, b=1', 'A, b=2', 'B + C (ours)']
+    """
+    parts = {label: (method_of(label), settings_of(label)) for label in labels}
+    short = {}
+    for label, (method, _) in parts.items():
+        same = [settings for name, settings in parts.values() if name == method]
+        common = set.intersection(*map(set, same))
+        short[label] = _keeping(
+            label, lambda one, common=common: one != _NEVER and (one.startswith(_ALWAYS) or one not in common)
+        )
+    return {label: name if list(short.values()).count(name) == 1 else label for label, name in short.items()}
+
+
+def method_of(label: str) -> str:
+    """Return a label without its settings.
+
+    >>> method_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
+    'A + F, G'
+    """
+    return _keeping(label, lambda _: False)
+
+
+def settings_of(label: str) -> list[str]:
+    """Return the settings of a label: those in brackets, and those behind a comma.
+
+    >>> settings_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
+    ['b=1', 'c=d (e=2)', 'h=3', 'i=4']
+    """
+    return [one for part in _outside_brackets(label, ", ") for one in _settings_in(part)]
+
+
+def further_settings(label: str, name: str, parameters: str) -> str:
+    """Return ``parameters`` and the settings of ``label`` that are not in ``name``, its short name."""
+    named = settings_of(name)
+    every = dict.fromkeys([*parameters.split(", "), *settings_of(label)])
+    return ", ".join(one for one in every if one and one not in named)
+
+
+def _keeping(label: str, is_kept: Callable[[str], bool]) -> str:
+    """Return ``label`` with those of its settings that ``is_kept`` says."""
+    parts = []
+    for part in _outside_brackets(label, ", "):
+        if _SETTING.match(part):
+            parts += [part] * is_kept(part)
+            continue
+        words = []
+        for word in _outside_brackets(part, " "):
+            if inside := _in_brackets(word):
+                kept = ", ".join(filter(is_kept, inside))
+                words += [f"({kept})"] if kept else []
+            else:
+                words.append(word)
+        parts.append(" ".join(words))
+    return ", ".join(parts)
+
+
+def _settings_in(part: str) -> Iterator[str]:
+    if _SETTING.match(part):
+        yield part
+        return
+    for word in _outside_brackets(part, " "):
+        yield from _in_brackets(word)
+
+
+def _in_brackets(word: str) -> list[str]:
+    """Return the settings of a word in brackets, none of another word."""
+    inside = _outside_brackets(word[1:-1], ", ") if word.startswith("(") and word.endswith(")") else []
+    return inside if all(map(_SETTING.match, inside)) else []
+
+
+def _outside_brackets(text: str, separator: str) -> list[str]:
+    """Return the parts of ``text`` between those separators that stand in no brackets."""
+    parts: list[str] = []
+    for piece in text.split(separator):
+        is_open = bool(parts) and parts[-1].count("(") > parts[-1].count(")")
+        parts[len(parts) - is_open :] = [parts[-1] + separator + piece] if is_open else [piece]
+    return parts
