@@ -14,7 +14,8 @@ from rich.text import Text
 from fl_sim.cli.screen import say
 from fl_sim.errors import in_a_line, printable
 from fl_sim.privacy.bill import Bill
-from fl_sim.report.table import MEASURES, Table, differences, notes, targets, texts
+from fl_sim.report.captions import notes
+from fl_sim.report.table import MEASURES, Table, differences, targets, texts
 from fl_sim.report.table_files import as_json, markdown
 from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables.filling import TableState, conclude
@@ -179,5 +180,7 @@ def _table_grid(table: Table) -> RichTable:
         for measure in MEASURES:
             grid.add_column(Text(f"{in_a_line(column)}\n{measure}"), justify="right")
     for row, cells in texts(table):
-        grid.add_row(Text(in_a_line(row)), *(Text(text, "bold green" if best else "") for text, best in cells))
+        grid.add_row(
+            Text(in_a_line(table.label(row))), *(Text(text, "bold green" if best else "") for text, best in cells)
+        )
     return grid

@@ -270,6 +270,8 @@ class TableFile(FileModel):
     upper_bounds: list[str]
     cells: list[CellFile]
     caption: list[str]
+    labels: dict[str, str] = {}
+    reference: str = ""
 
 
 def read_json(path: Path) -> Any:

@@ -257,7 +257,8 @@ def _rows(about: About, table: Table) -> Iterator[str]:
     for row in table.rows:
         for measure in measures:
             cells = [_cell(table, row, column, measure, best[column, measure]) for column in table.columns]
-            yield _line(row if measure == "last" else f"{row}, best round", cells)
+            label = table.label(row)
+            yield _line(label if measure == "last" else f"{label}, best round", cells)
             for one in about.published:
                 figures = _figures(one, row, table.columns)
                 if any(figures) and one.measure == measure:

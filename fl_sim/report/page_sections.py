@@ -185,7 +185,7 @@ def table_section(place: Path, table: Table) -> str:
     measures = "".join(_head(measure, "n") for _ in table.columns for measure in MEASURES)
     rows = [
         _row(
-            [HtmlCell(row), *(HtmlCell(text, "", "n", best) for text, best in cells)],
+            [HtmlCell(table.label(row)), *(HtmlCell(text, "", "n", best) for text, best in cells)],
             is_bound=row in table.upper_bounds,
         )
         for row, cells in texts(table)
@@ -225,7 +225,7 @@ def failures(found: Found, groups: Groups) -> list[str]:
         for one in table.results:
             if one.status != "finished" and (path := place / one.directory) not in listed:
                 listed.add(path)  # the upper bound is in several columns
-                lines.append((f"{one.status}: {one.row}, {one.column}, seed {one.seed}", one.error, path))
+                lines.append((f"{one.status}: {table.label(one.row)}, {one.column}, seed {one.seed}", one.error, path))
     if not lines:
         return []
     items = "".join(
@@ -241,7 +241,7 @@ def comparison(groups: Groups) -> str:
     methods = []
     for some in groups.values():
         names = short_names(label for label, _ in some)
-        notes = [further_settings(label, names[label], parameters(one)) for label, one in some]
+        notes = [further_settings(one.runs[0].row or label, names[label], parameters(one)) for label, one in some]
         methods += [HtmlCell(names[label], note) for (label, _), note in zip(some, notes, strict=True)]
     every = [one for some in groups.values() for _, one in some]
     first = [one.runs[0] for one in every]

@@ -28,7 +28,8 @@ _DEEPEST = 6
 class SavedRun:
     """A run directory. ``settings``: all of ``config.toml``; ``result`` None: there is no ``result.json``.
 
-    ``row`` and ``column``: the names of its method and its split in the table above it, each empty unless unique.
+    ``row`` and ``column``: the names of its method and its split in the table above it, each empty unless unique;
+    ``label``: the short label of the row.
     ``identity``: of the user's own records and code, as far as the run states it.
     """
 
@@ -39,6 +40,7 @@ class SavedRun:
     result: ResultFile | None
     row: str = ""
     column: str = ""
+    label: str = ""
     identity: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -218,8 +220,9 @@ def read_json_table(place: Path) -> Table:
             file = TableFile.model_validate(content)
             results = tuple(result for cell in file.cells for result in _seeds(cell))
             return Table(
-                tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, tuple(file.caption)
-            )
+                tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, tuple(file.caption),
+                labels=file.labels, reference=file.reference,
+            )  # fmt: skip
     raise ValueError(
         f"{TABLE} is of version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: take the "
         "fl-sim that wrote it, or let 'fl-sim table' of this one write it again from its runs"
@@ -250,15 +253,18 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
     """Return ``runs`` with the row and the column of ``tables`` that each belongs to, where these are unique."""
     places: dict[Path, list[SeedResult]] = {}
+    labels: dict[Path, set[str]] = {}
     for place, table in tables.items():
         for result in table.results:
             places.setdefault(place / result.directory, []).append(result)
+            labels.setdefault(place / result.directory, set()).add(table.label(result.row))
     named = []
     for run in runs:
         rows = {one.row for one in places.get(run.path, ())}
         columns = {one.column for one in places.get(run.path, ())}
-        row, column = ("".join(names) if len(names) == 1 else "" for names in (rows, columns))
-        named.append(replace(run, row=row, column=column))
+        own = labels.get(run.path, ())
+        row, column, label = ("".join(names) if len(names) == 1 else "" for names in (rows, columns, own))
+        named.append(replace(run, row=row, column=column, label=label))
     return named
 
 

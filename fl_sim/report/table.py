@@ -5,21 +5,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
-from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.files import PrivacyStatement
-from fl_sim.report.measures import ENOUGH, FEWEST, LADDER, Difference, Value, difference, mean_and_deviation, spread
+from fl_sim.report.measures import FEWEST, LADDER, Difference, Value, difference, mean_and_deviation, spread
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
 Measure: TypeAlias = Literal["last", "best"]
 MEASURES: tuple[Measure, Measure] = ("last", "best")
 
-DIFFERENCES = "Difference to the row with the highest mean after the last round, in points, and its 95 % interval"
+DIFFERENCES = "Difference to {} after the last round, in points, and its 95 % interval"
+HIGHEST = "the row with the highest mean"
 
-_MOST_WARNINGS = 8
-
+_LAST_TEN, _TEN = "accuracy_of_last_ten_percent", 10
 _MEGABYTE: Final = 1e6
 _FURTHER: Final = {
-    "accuracy_of_last_ten_percent": "Mean accuracy of the last ten rounds, in percent",
+    _LAST_TEN: "Mean accuracy of the last ten rounds, in percent",
     "balanced_accuracy_percent": "Balanced accuracy after the last round, in percent",
     "macro_f1_percent": "Macro-F1 after the last round, in percent",
     "auc_percent": "AUC after the last round, in percent",
@@ -66,6 +65,8 @@ class Table:
 
     ``bill``: the privacy cost of all runs together (``Bill.to_json``); None while runs are missing.
     ``tuning``: the results of a search for settings by row and column, in the form of ``table.json``.
+    ``labels``: {row: its short label}; older tables have none. ``reference``: the row that others are compared with,
+    empty for the one with the highest mean.
     """
 
     rows: tuple[str, ...]
@@ -76,6 +77,12 @@ class Table:
     settings: Mapping[str, Any] = field(default_factory=dict)
     bill: tuple[Mapping[str, Any], ...] | None = None
     tuning: tuple[Mapping[str, Any], ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    reference: str = ""
+
+    def label(self, row: str) -> str:
+        """Return the name under which a row is shown."""
+        return self.labels.get(row, row)
 
     def at(self, row: str, column: str) -> list[SeedResult]:
         """Return the cell's results, one per seed."""
@@ -100,9 +107,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Lead:
-    """The ``row`` with the highest mean in a column, None if no row competes.
+    """The ``row`` that others are compared with in a column, None if no row competes.
 
-    ``others``: {row: its difference to the leading row, paired by seed}, None with too few seeds finished in both.
+    ``others``: {row: its difference to that row, paired by seed}, None with too few seeds finished in both.
     """
 
     row: str | None
@@ -122,23 +129,15 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
 
 
 def lead(table: Table, column: str, measure: Measure) -> Lead:
-    """Find the leading row among those that compete: no upper bound, and all seeds finished."""
-    means = {}
-    for row in table.rows:
-        results = table.at(row, column)
-        mean, _ = mean_and_deviation(percentages(results, measure))
-        if row not in table.upper_bounds and mean is not None and all(one.status == "finished" for one in results):
-            means[row] = mean
+    """Compare with the row of the highest mean among those that compete: no upper bound, and all seeds finished."""
+    means = _means(table, column, measure)
     first = max(means, key=lambda row: means[row], default=None)
-    if first is None:
-        return Lead(None, {})
-    of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
-    others = {}
-    for row in table.rows:
-        if row != first and row not in table.upper_bounds:
-            pairs = [(one.accuracy(measure), of_first.get(one.seed)) for one in table.at(row, column)]
-            others[row] = difference([(own, best) for own, best in pairs if own is not None and best is not None])
-    return Lead(first, others)
+    return Lead(None, {}) if first is None else _against(table, first, column, measure)
+
+
+def compared(table: Table, column: str) -> Lead:
+    """Compare the rows after the last round with the table's reference, or with the row of the highest mean."""
+    return _against(table, table.reference, column, "last") if table.reference else lead(table, column, "last")
 
 
 def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
@@ -156,10 +155,23 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
     return {ahead.row} if ahead.row is not None and is_best else set()
 
 
+def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
+    """Return the best row, or all rows with the highest mean, as printed, if the seeds are too few for a test."""
+    if most_seeds(table) >= FEWEST:
+        return best_rows(table, column, measure)
+    means = {row: round(mean, 1) for row, mean in _means(table, column, measure).items()}
+    return {row for row, mean in means.items() if len(means) > 1 and mean == max(means.values())}
+
+
+def most_seeds(table: Table) -> int:
+    """Return the number of seeds of the cell that has most."""
+    return max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
+
+
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return (row, [(text, is the best of its column)]) with two entries per column: last round, best round."""
+    """Return (row, [(text, is bold)]) with two entries per column: last round, best round."""
     heads = [(column, measure) for column in table.columns for measure in MEASURES]
-    winners = {head: best_rows(table, *head) for head in heads}
+    winners = {head: bold_rows(table, *head) for head in heads}
     return [
         (row, [(cell_text(table.at(row, head[0]), head[1]), row in winners[head]) for head in heads])
         for row in table.rows
@@ -167,16 +179,18 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def differences(table: Table) -> Grid | None:
-    """Return the difference of every row to the one with the highest mean; None if no interval can be given."""
-    leads = [lead(table, column, "last") for column in table.columns]
+    """Return the difference of every row to the one it is compared with; None if no interval can be given."""
+    leads = [compared(table, column) for column in table.columns]
     if not any(found for one in leads for found in one.others.values()):
         return None
     rows = []
     for row in (row for row in table.rows if row not in table.upper_bounds):
         found = [one.others.get(row) for one in leads]
         cells = ["-" if one is None else f"{one.mean:+.1f} [{one.low:+.1f}, {one.high:+.1f}]" for one in found]
-        rows.append((row, ["highest mean" if row == one.row else cell for one, cell in zip(leads, cells, strict=True)]))
-    return Grid(DIFFERENCES, table.columns, rows)
+        own = "reference" if table.reference else "highest mean"
+        shown = [own if row == one.row else cell for one, cell in zip(leads, cells, strict=True)]
+        rows.append((table.label(row), shown))
+    return Grid(DIFFERENCES.format(table.label(table.reference) or HIGHEST), table.columns, rows)
 
 
 def targets(table: Table) -> Grid | None:
@@ -190,7 +204,8 @@ def targets(table: Table) -> Grid | None:
         return None
     heads = [f"{column}, {chosen[column]} %" for column in columns]
     rows = [
-        (row, [_cost(table.at(row, column), f"reached.{chosen[column]}") for column in columns]) for row in table.rows
+        (table.label(row), [_cost(table.at(row, column), f"reached.{chosen[column]}") for column in columns])
+        for row in table.rows
     ]
     timed = any(name.endswith(".virtual_seconds") for one in table.results for name in one.measures)
     clock = ", virtual seconds" if timed else ""
@@ -201,63 +216,43 @@ def further(table: Table) -> list[Grid]:
     """Return a grid for each further measure that any run has."""
     grids = []
     for name, title in _FURTHER.items():
-        if any(name in one.measures for one in table.results):
+        if any(_has(one, name) for one in table.results):
             rows = []
             for row in table.rows:
                 cells = [table.at(row, column) for column in table.columns]
-                values = [[one.measures[name] for one in cell if name in one.measures] for cell in cells]
-                rows.append((row, [_spread(some, len(cell)) for some, cell in zip(values, cells, strict=True)]))
+                values = [[one.measures[name] for one in cell if _has(one, name)] for cell in cells]
+                rows.append(
+                    (table.label(row), [_spread(some, len(cell)) for some, cell in zip(values, cells, strict=True)])
+                )
             grids.append(Grid(title, table.columns, rows))
     return grids
 
 
-def notes(table: Table) -> list[str]:
-    """Return the lines of the caption: content, warnings of runs, then all else, with privacy and failures."""
-    statements: dict[str, list[tuple[PrivacyStatement, ...]]] = {}
+def _has(one: SeedResult, name: str) -> bool:
+    """Return True if a run has a measure that means what its title says: fewer than ten rounds have no last ten."""
+    return name in one.measures and (name != _LAST_TEN or one.measures.get("rounds_done", _TEN) >= _TEN)
+
+
+def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
+    """Return the mean of every row that competes in a column: no upper bound, and all seeds finished."""
+    means = {}
     for row in table.rows:
-        finished = [one.statements for one in table.results if (one.row, one.status) == (row, "finished")]
-        statements |= {row: finished} if finished else {}
-    failures = [one for one in table.results if one.status == "failed"]
-    bill = [str(bill["in_words"]) for bill in table.bill or ()]
-    if table.bill is None and any(result.guarantee for result in table.results):
-        bill = ["The privacy cost of all runs together is stated once the table is complete."]
-    return [
-        *table.caption[:1],
-        *_warnings(table),
-        *table.caption[1:],
-        *_significance(table),
-        *privacy_notes(statements),
-        *bill,
-        *(f"failed: {one.row}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
-    ]
+        results = table.at(row, column)
+        mean, _ = mean_and_deviation(percentages(results, measure))
+        if row not in table.upper_bounds and mean is not None and all(one.status == "finished" for one in results):
+            means[row] = mean
+    return means
 
 
-def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]]) -> list[str]:
-    """Return a line for each guarantee with the rows that give it, and a line for the rows without any.
-
-    ``rows``: {row: the statements of each of its runs}. A row's epsilon is the largest of its runs, each by itself: the
-    bill has the cost of all runs together.
-    """
-    promises: dict[tuple[str, str], dict[str, tuple[float, tuple[float, float]]]] = {}
-    for row, runs in rows.items():
-        for one in (one for statements in runs for one in statements if one.protects):
-            said = promises.setdefault((f"of a {one.unit}, delta {one.delta or 0:g}", one.limits), {})
-            own, (whole, delta) = one.epsilon or 0.0, one.of_run
-            largest, largest_whole = said.get(row, (0.0, (0.0, 0.0)))
-            said[row] = max(largest, own), max(largest_whole, (whole or 0.0, delta))
-    lines = []
-    for (where, limits), epsilons in promises.items():
-        of_rows = []
-        for row, (epsilon, (whole, delta)) in epsilons.items():
-            more = f" (the whole run {rounded_up(whole, 3)} at delta {delta:.4g})" if whole > epsilon else ""
-            of_rows.append(f"{row} epsilon {rounded_up(epsilon, 3)}{more}")
-        lines.append(f"Privacy of each run by itself, {where}: {', '.join(of_rows)}. {limits}".strip())
-    protected = {row: [any(one.protects for one in statements) for statements in runs] for row, runs in rows.items()}
-    bare = {row: some for row, some in protected.items() if not all(some)}
-    names = ", ".join(f"{row} (in some runs)" if any(some) else row for row, some in bare.items())
-    if len(bare) == len(rows) and not any(map(any, bare.values())):
-        names = "all methods"
-    return [*lines, *([f"No privacy guarantee: {names}."] if bare else [])]
+def _against(table: Table, first: str, column: str, measure: Measure) -> Lead:
+    """Compare every row that is no upper bound with ``first``."""
+    of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
+    others = {}
+    for row in table.rows:
+        if row != first and row not in table.upper_bounds:
+            pairs = [(one.accuracy(measure), of_first.get(one.seed)) for one in table.at(row, column)]
+            others[row] = difference([(own, best) for own, best in pairs if own is not None and best is not None])
+    return Lead(first, others)
 
 
 def _spread(values: Sequence[float], wanted: int) -> str:
@@ -288,31 +283,3 @@ def _cost(results: Sequence[SeedResult], target: str) -> str:
     text += "" if virtual is None else f", {virtual:.4g} s"
     text += "" if sent is None else f", {sent:.3g} MB"
     return text + ("" if len(there) == len(results) else f" ({len(there)} of {len(results)})")
-
-
-def _warnings(table: Table) -> list[str]:
-    """Return the warnings of finished runs that are not in the caption, with the runs; the most frequent first."""
-    runs: dict[str, list[str]] = {}
-    for one in table.results:
-        for warning in dict.fromkeys(one.warnings):
-            if one.status == "finished" and f"{warning}." not in table.caption:
-                runs.setdefault(warning, []).append(f"{one.row}, {one.column}, seed {one.seed}")
-    lines = []
-    for warning, (first, *others) in sorted(runs.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(others)} other {'run' if len(others) == 1 else 'runs'}" if others else ""
-        lines.append(f"{first}{more}: {warning.rstrip('.')}.")
-    left = len(lines) - _MOST_WARNINGS
-    return [*lines[:_MOST_WARNINGS], *([f"{left} more: warnings and stopped in result.json of the runs."] * (left > 0))]
-
-
-def _significance(table: Table) -> list[str]:
-    """Return the meaning of bold, or the reason why nothing is bold."""
-    seeds = max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
-    if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:  # nothing to compare
-        return []
-    if seeds < FEWEST:
-        few = "One seed" if seeds == 1 else "Two seeds"
-        return [f"{few}: no row is bold; fewer than {FEWEST} seeds give no interval of a difference between two rows."]
-    interval = f"Student's t, from {ENOUGH} seeds on BCa bootstrap; not corrected for the number of rows"
-    condition = "the 95 % interval of every other row's difference to it, paired by seed, excludes 0"
-    return [f"Bold: the highest mean, if {condition} ({interval})."]

@@ -1,7 +1,7 @@
 """The files of a table: for people (Markdown, LaTeX) and for programs (JSON, tidy CSV).
 
-``table.md`` and the LaTeX ``table`` environment include further tables and notes. ``table.json`` is in percent unless a
-name says otherwise. ``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a column for each
+``table.md`` includes further tables and notes. ``table.tex`` is one LaTeX ``table`` environment with notes;
+``table-further.tex`` has the further tables. ``table.json`` is in percent unless a name says otherwise. ``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a column for each
 number; names and units are those of ``fl_sim.report.measures``.
 """
 
@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from fl_sim.errors import as_cell, in_a_line
+from fl_sim.report.captions import notes
 from fl_sim.report.measures import Value, mean_and_deviation, of_round
 from fl_sim.report.table import (
     MEASURES,
-    Grid,
     Lead,
     SeedResult,
     Table,
+    compared,
     differences,
     further,
-    lead,
-    notes,
     percentages,
     targets,
     texts,
@@ -43,15 +42,24 @@ VERSION = 2
 """Of ``table.json``. Version 1 has no ``version``, no ``measures`` and no ``difference``; it can still be read."""
 
 _FIRST: Final = ("row", "column", "seed", "status")
-_LAST: Final = ("dir", "error")
+_LAST: Final = ("label", "dir", "error")
+_FURTHER_TEX: Final = "table-further.tex"
+
+_GREEK: Final = "alpha|beta|gamma|delta|epsilon|eta|lambda|mu|rho|sigma|tau|theta"
+_FORMULA: Final = re.compile(rf"(?<![\w.])({_GREEK})( ?= ?| (?=\d))(-?\d+(?:\.\d+)?)(?:e([+-]\d+))?(?![\w.]*\w)")
+"""A parameter with a Greek name and its value, such as ``mu=0.1`` or ``delta 1e-05``."""
 
 
 def write_table(out: Path, table: Table) -> None:
-    """Write ``table.md``, ``table.csv``, ``table.tex`` and ``table.json``, each whole or not at all."""
+    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files, each whole or not at all."""
     remove_partial(out)  # of a table whose process was killed
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
     write_text(out / "table.tex", latex(table, out.resolve().name) + "\n")
+    if more := latex_further(table, out.resolve().name):
+        write_text(out / _FURTHER_TEX, more + "\n")
+    else:
+        (out / _FURTHER_TEX).unlink(missing_ok=True)
     write_text(out / "table.json", json.dumps(as_json(table), indent=2) + "\n")
 
 
@@ -63,7 +71,9 @@ def write_rounds(out: Path, table: Table, rounds: Mapping[str, Sequence[RoundRec
 def markdown(table: Table) -> str:
     """Return the table in Markdown, with further tables and notes."""
     heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
-    rows = [(row, [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)]
+    rows = [
+        (table.label(row), [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)
+    ]
     below = "\n".join(f"{in_a_line(note)}  " for note in notes(table))
     return "\n\n".join([_markdown_grid(heads, rows), *further_paragraphs(table), below]).rstrip()
 
@@ -77,26 +87,29 @@ def further_paragraphs(table: Table) -> list[str]:
 
 
 def latex(table: Table, label: str) -> str:
-    """Return a LaTeX ``table`` environment: caption, table, differences to the best row, costs of targets, and notes.
+    """Return a LaTeX ``table`` environment: caption, accuracies and notes.
 
     ``label`` follows ``tab:``. The environment needs the packages booktabs and graphicx.
     """
     caption, *below = notes(table) or [""]
-    label = re.sub(r"[^a-zA-Z0-9:.-]+", "-", label).strip("-") or "results"
+    under = [r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in below),
+             r"\end{minipage}"]  # fmt: skip
     return "\n".join([
         r"% \usepackage{booktabs,graphicx}",
-        r"\begin{table}[tbp]",
-        r"\centering",
-        rf"\caption{{{_escape(caption)}}}",
-        rf"\label{{tab:{label}}}",
-        r"\small",
-        *_tabular(table),
-        *_tabular_below(differences(table)),
-        *_tabular_below(targets(table)),
-        *([r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in below),
-           r"\end{minipage}"] if below else []),
-        r"\end{table}",
+        *_environment(caption, _label(label), [*_tabular(table), *(under if below else [])]),
     ])  # fmt: skip
+
+
+def latex_further(table: Table, label: str) -> str:
+    """Return a ``table`` environment for each further table: differences, costs of targets, measures; may be empty."""
+    grids = [grid for grid in (differences(table), targets(table), *further(table)) if grid]
+    parts = []
+    for number, grid in enumerate(grids, 1):
+        heads = [_line(["Method", *map(_escape, grid.heads)])]
+        lines = [_line([_escape(row), *map(_escape, cells)]) for row, cells in grid.rows]
+        tabular = _fitted(heads, lines, len(grid.heads))
+        parts.append("\n".join(_environment(f"{grid.title}.", f"{_label(label)}-{number}", tabular)))
+    return "\n\n".join([r"% \usepackage{booktabs,graphicx}", *parts]) if parts else ""
 
 
 def as_json(table: Table) -> dict[str, Any]:
@@ -104,12 +117,14 @@ def as_json(table: Table) -> dict[str, Any]:
 
     A row and a column without a common run have no cell.
     """
-    leads = {column: lead(table, column, "last") for column in table.columns}
+    leads = {column: compared(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
     return {
         "version": VERSION,
         "unit": "percent",
         "rows": list(table.rows),
+        "labels": {row: table.label(row) for row in table.rows},
+        "reference": table.reference,
         "columns": list(table.columns),
         "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
         "cells": [
@@ -137,7 +152,7 @@ def run_lines(table: Table) -> list[dict[str, Value | None]]:
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings,
          "final_accuracy_percent": same[0].accuracy("last"), "best_accuracy_percent": same[0].accuracy("best"),
-         **same[0].measures, "dir": same[0].directory, "error": same[0].error}
+         **same[0].measures, "label": table.label(same[0].row), "dir": same[0].directory, "error": same[0].error}
         for same in _runs(table)
     ]  # fmt: skip
     settings = dict.fromkeys(name for one in table.results for name in one.settings)
@@ -176,17 +191,24 @@ def _tabular(table: Table) -> list[str]:
     for row, cells in texts(table):
         lines += [r"\midrule"] if row == first_bound else []
         shown = (rf"\textbf{{{_escape(text)}}}" if best else _escape(text) for text, best in cells)
-        lines.append(_line([_escape(row), *shown]))
+        lines.append(_line([_escape(table.label(row)), *shown]))
     return _fitted(heads, lines, last - 1)
 
 
-def _tabular_below(grid: Grid | None) -> list[str]:
-    """Return a further tabular with its title."""
-    if grid is None:
-        return []
-    heads = [_line(["Method", *map(_escape, grid.heads)])]
-    lines = [_line([_escape(row), *map(_escape, cells)]) for row, cells in grid.rows]
-    return [rf"{_escape(grid.title)}:\par\smallskip", *_fitted(heads, lines, len(grid.heads))]
+def _environment(caption: str, label: str, content: Sequence[str]) -> list[str]:
+    return [
+        r"\begin{table}[tbp]",
+        r"\centering",
+        rf"\caption{{{_escape(caption)}}}",
+        rf"\label{{tab:{label}}}",
+        r"\small",
+        *content,
+        r"\end{table}",
+    ]
+
+
+def _label(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9:.-]+", "-", text).strip("-") or "results"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -209,7 +231,26 @@ def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> lis
 
 
 def _escape(text: str) -> str:
-    escaped = "".join(_SPECIAL.get(character, character) for character in in_a_line(text))
+    """Return ``text`` for LaTeX, with parameters of Greek names as formulas."""
+    line = in_a_line(text)
+    parts, end = [], 0
+    for found in _FORMULA.finditer(line):
+        parts += [_escape_words(line[end : found.start()]), _formula(found)]
+        end = found.end()
+    return "".join([*parts, _escape_words(line[end:])])
+
+
+def _formula(found: re.Match[str]) -> str:
+    """Return a parameter and its value as a formula, such as ``$\\delta=10^{-5}$``."""
+    name, _, number, power = found.groups()
+    value = number
+    if power:
+        value = ("" if number == "1" else rf"{number}\times ") + f"10^{{{int(power)}}}"
+    return rf"$\{'varepsilon' if name == 'epsilon' else name}={value}$"
+
+
+def _escape_words(text: str) -> str:
+    escaped = "".join(_SPECIAL.get(character, character) for character in text)
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
 
 

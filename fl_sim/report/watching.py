@@ -140,7 +140,7 @@ class Watcher:
         """Return the runs of tables that have not started; an upper bound, in several columns, runs once."""
         missing = {}
         for place, table in tables.items():
-            names = short_names(table.rows)
+            names = {**short_names(table.rows), **table.labels}
             for one in table.results:
                 path = place / one.directory
                 if one.status == "missing" and path not in begun:

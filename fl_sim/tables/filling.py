@@ -76,7 +76,10 @@ class TableState:
         plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
         settings = json.loads(self.settings.model_dump_json())  # unlike model_dump without inf, which is no JSON
-        table = Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
+        table = Table(
+            plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
+            reference=plan.reference,
+        )  # fmt: skip
         if (search := self.settings.tune) is None:
             return table
         lines = (*plan.caption, *search_caption(self.choices, search))
@@ -135,7 +138,7 @@ def fill(
     labels = {}
     for cell in reversed(board.plan.cells):
         column = data_label(cell.experiment.data) if cell.row in board.plan.upper_bounds else cell.column
-        labels[cell.name] = f"{cell.row}, {column}, {board.plan.over.replace('_', ' ')} {cell.seed}"
+        labels[cell.name] = f"{board.plan.labels[cell.row]}, {column}, {board.plan.over.replace('_', ' ')} {cell.seed}"
     written, is_behind = -math.inf, False
     try:
         with closing(runner.run_all_of(CELLS, board.plan.runs, labels, tracking)) as events:

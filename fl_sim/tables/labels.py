@@ -3,13 +3,16 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fl_sim.data.naming import short_label, without_settings
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Evaluate, Local
 from fl_sim.kinds import Captioned, field_defaults, is_none, is_settings, kind_of, short_form, title_of
+from fl_sim.report.row_names import method_of, settings_of, short_names
 from fl_sim.settings import default_of
 from fl_sim.types import Dataset
 from strategies.algorithm import Advising, Noted
@@ -33,6 +36,16 @@ _RARE = {
 }  # fmt: skip
 """Local settings that a caption names only if a cell differs from the default."""
 
+_LOCAL = tuple(
+    f"local.{name}"
+    for name in ("epochs", "steps", "batch_size", "optimizer", "schedule", "learning_rate", "momentum", "weight_decay")
+)
+
+_IN_SETTINGS = {
+    "clients", "rounds", "model", "features", "normalise", *_LOCAL, *(f"local.{name}" for name in _RARE),
+}  # fmt: skip
+"""Settings that the caption's line of settings states row by row."""
+
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
@@ -41,14 +54,53 @@ def data_label(name: str) -> str:
     return _DATA.get(name) or short_label(name)
 
 
-def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
+@dataclass(frozen=True)
+class RowName:
+    """The full name of a row, ``method``, and the ``further`` settings in it, by key.
+
+    ``experiment``: one of the row's. ``chosen``: True for a name that the user gave.
+    """
+
+    method: str
+    further: Mapping[str, str]
+    experiment: Experiment
+    is_chosen: bool = False
+
+
+def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
+    """Return {row: (its short label, its settings that neither the label nor the caption's settings state)}.
+
+    A label names those settings in which rows of the same method differ, with their defaults. No two are equal.
+    """
+    spanned: dict[str, dict[str, str]] = {}
+    for one in rows.values():
+        spanned.setdefault(method_of(one.method), {}).update(one.further)
+    whole = {}
+    for row, one in rows.items():
+        every = {key: one.further.get(key) or _value_at(one.experiment, key) for key in spanned[method_of(one.method)]}
+        whole[row] = ", ".join([one.method, *(f"{key}={value}" for key, value in every.items() if value)])
+    short = short_names(whole[row] for row, one in rows.items() if not one.is_chosen)
+    labels = {row: row if one.is_chosen else short[whole[row]] for row, one in rows.items()}
+    found = {}
+    for row, one in rows.items():
+        shown = labels[row] if list(labels.values()).count(labels[row]) == 1 else row
+        named = [] if one.is_chosen else settings_of(shown)
+        left = [
+            text for text in settings_of(whole[row]) if text not in named and text.partition("=")[0] not in _IN_SETTINGS
+        ]
+        method = method_of(one.method)
+        found[row] = (shown, ", ".join([method, *left] if one.is_chosen and method != shown else left))
+    return found
+
+
+def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
     """Return the label of a method: preprocessing, algorithm, and a server that does not wait for all clients.
 
-    ``varied``: parameters of the preprocessing that are named even with their default values.
+    ``varied``: parameters of the preprocessing that are named even with their default values; ``own``: of the rest.
     """
-    name = label(experiment.algorithm)
+    name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
-        name = f"{name}, {label(experiment.server)}"
+        name = f"{name}, {label(experiment.server, own)}"
     if is_none(experiment.preprocess):
         return name
     return f"{label(experiment.preprocess, varied)} + {name}"
@@ -59,6 +111,17 @@ def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
     chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, Captioned)]
     fields = {name for one in chosen for name in field_defaults(type(one))}
     return frozenset(name for name in fields if len({str(getattr(one, name, "")) for one in chosen}) > 1)
+
+
+def varied_parameters(chosen: Iterable[Any]) -> dict[type, frozenset[str]]:
+    """Return {class: the parameters in which settings of this class differ}."""
+    kinds: dict[type, list[Any]] = {}
+    for one in chosen:
+        kinds.setdefault(type(one), []).append(one)
+    return {
+        kind: frozenset(name for name in field_defaults(kind) if len({str(getattr(one, name)) for one in some}) > 1)
+        for kind, some in kinds.items()
+    }
 
 
 def label(settings: Any, also: Collection[str] = ()) -> str:
@@ -86,31 +149,43 @@ def text(value: Any) -> str:
 
 
 def caption(
-    experiments: Sequence[Experiment], notes: Mapping[str, str], shares: Mapping[str, float], *, has_bound: bool
+    experiments: Sequence[Experiment],
+    notes: Mapping[str, str],
+    shares: Mapping[str, float],
+    *,
+    has_bound: bool,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    settings: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the caption of a table of federated ``experiments``, one statement a line.
+    """Return the caption of a table of federated ``experiments``: what its numbers are, then labelled lines.
 
-    ``notes``: a note on each data set. ``shares``: the share of the largest class in its test records.
+    ``notes``: a note on each data set. ``shares``: the share of the largest class in its test records. ``rows`` and
+    ``columns``: the labels of each experiment's row and column, which values that differ are stated with.
+    ``settings``: of rows that stand in no other line.
     """
+    told = partial(_with_places, rows=rows, columns=columns)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
     algorithms: list[tuple[object, float]] = [(e.algorithm, e.local.momentum) for e in experiments]
     advice = [one.advice(momentum) for one, momentum in algorithms if isinstance(one, Advising)]
     noted = {data_label(e.data): notes.get(e.data) for e in experiments}
-    measures = f"last: after the last round; best: {_best(experiments)}"
+    data = ", ".join(f"{name} (here: {note})" if note else name for name, note in noted.items())
+    methods = "; ".join(f"{row}: {given}" for row, given in (settings or {}).items() if given)
     bound = (
-        "Centralized is the upper bound: the same model and optimiser with all training records in one place and as "
-        f"many {'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total; it does not "
-        "compete."
+        "Centralized: upper bound, the same model and optimiser on all training records in one place, and as many "
+        f"{'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total; does not compete."
     )
     return (
-        f"Test accuracy in percent, {spread(experiments)}. {measures}.",
-        f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
-        *([f"Majority-class baseline (test accuracy): {baselines}."] if baselines else []),
+        f"Test accuracy in percent; last: after the last round; best: {_best(experiments)}.",
+        f"Data: {data}.",
+        f"Settings: {_federation(experiments, told)}; {_training(experiments, told)}; {_exchange(experiments, told)}.",
+        f"Seeds: {spread(experiments)}.",
+        *([f"Baseline: the most frequent class of the test records, {baselines}."] if baselines else []),
+        *([f"Methods: {methods}."] if methods else []),
         *_captions([e.preprocess for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *_captions([e.calibrate for e in experiments]),
         *(f"{one}." for one in dict.fromkeys(advice) if one),
-        *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
 
@@ -207,47 +282,49 @@ def _best(experiments: Sequence[Experiment]) -> str:
     return chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and so optimistic"
 
 
-def _federation(experiments: Sequence[Experiment]) -> str:
-    def further(name: str, values: Iterable[str], default: str = "none") -> str:
-        listed = _values(values)
-        return "" if listed == default else f", {name} {listed}"
-
-    attacks = [f"{_short(e.attack)} by {e.attack.clients} of them" if e.attack.clients else "none" for e in experiments]
+def _federation(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]], str]) -> str:
     return (
-        f"{_values(e.clients for e in experiments)} clients, "
-        f"sampler {_values(short_form(e.sampler) for e in experiments)}, "
-        f"aggregator {_values(short_form(e.aggregator) for e in experiments)}"
-        f"{further('attack', attacks)}"
-        f"{further('compress', (short_form(e.compress) for e in experiments))}, "
-        f"model {_values(e.model for e in experiments)}"
-        f"{further('normalise', (e.normalise for e in experiments), 'published')}"
-        f"{further('features', (e.features for e in experiments))}"
-        f"{further('devices', (_short(e.devices) for e in experiments))}"
+        f"{told(e.clients for e in experiments)} clients, model {told(e.model for e in experiments)}"
+        f"{_unless('normalise', told(e.normalise for e in experiments), 'published')}"
+        f"{_unless('features', told(e.features for e in experiments))}"
+        f"{_unless('devices', told(_short(e.devices) for e in experiments))}"
     )
 
 
-def _training(experiments: Sequence[Experiment]) -> str:
+def _exchange(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]], str]) -> str:
+    attacks = [f"{_short(e.attack)} by {e.attack.clients} of them" if e.attack.clients else "none" for e in experiments]
+    return (
+        f"sampler {told(short_form(e.sampler) for e in experiments)}, "
+        f"aggregator {told(short_form(e.aggregator) for e in experiments)}"
+        f"{_unless('attack', told(attacks))}"
+        f"{_unless('compress', told(short_form(e.compress) for e in experiments))}"
+    )
+
+
+def _unless(name: str, values: str, default: str = "none") -> str:
+    return "" if values == default else f", {name} {values}"
+
+
+def _training(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]], str]) -> str:
     local = [e.local for e in experiments]
     further = ""
     for name, words in _RARE.items():
         values = [getattr(one, name) for one in local]
         if {*values} - {0, "none"}:
-            further += f", {words} {_values(values)}"
-    optimizers = _values(_OPTIMIZER[one.optimizer] for one in local)
+            further += f", {words} {told(values)}"
     return (
-        f"{_values(e.rounds for e in experiments)} rounds of {_lengths(local)}, "
-        f"batch size {_values(one.batch_size for one in local)}, {optimizers} with learning rate "
-        f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
-        f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
-        f"{further}"
+        f"{told(e.rounds for e in experiments)} rounds of {told(map(_length, local))}, "
+        f"batch size {told(one.batch_size for one in local)}, {told(_OPTIMIZER[one.optimizer] for one in local)} with "
+        f"{told(short_form(one.schedule) for one in local)} learning rate {told(one.learning_rate for one in local)}, "
+        f"momentum {told(one.momentum for one in local)}, "
+        f"weight decay {told(one.weight_decay for one in local)}{further}"
     )
 
 
-def _lengths(local: Sequence[Local]) -> str:
+def _length(local: Local) -> str:
     """Return the length of local training in a round, in epochs or steps."""
-    epochs, steps = _values(one.epochs for one in local if one.epochs), _values(one.steps for one in local if one.steps)
-    units = [(epochs, "epoch"), (steps, "step")]
-    return ", ".join(f"{found} local {unit}{'' if found == '1' else 's'}" for found, unit in units if found)
+    number, unit = (local.steps, "step") if local.steps else (local.epochs, "epoch")
+    return f"{number} local {unit}{'' if number == 1 else 's'}"
 
 
 def _captions(chosen: Sequence[Any]) -> list[str]:
@@ -264,3 +341,30 @@ def _captions(chosen: Sequence[Any]) -> list[str]:
 
 def _values(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values))
+
+
+def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """Return the most frequent value, and the others with the rows, or else the columns, that have them.
+
+    >>> _with_places([0.9, 0.0, 0.9], rows=["A", "B", "C"], columns=["x"] * 3)
+    '0.9 (0 for B)'
+    """
+    texts = [_short(value) for value in values]
+    for places in (rows, columns) if len(set(texts)) > 1 else ():
+        found = dict(zip(places, texts, strict=bool(places)))
+        if all(found.get(place) == text for place, text in zip(places, texts, strict=bool(places))) and found:
+            by_text: dict[str, list[str]] = {}
+            for place, text in found.items():
+                by_text.setdefault(text, []).append(place)
+            usual = max(by_text, key=lambda text: len(by_text[text]))
+            others = (f"{text} for {', '.join(some)}" for text, some in by_text.items() if text != usual)
+            return f"{usual} ({'; '.join(others)})"
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _value_at(experiment: Experiment, key: str) -> str:
+    """Return the value of a dotted key as text, empty where the experiment has no such setting."""
+    value: Any = experiment
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return "" if value is None else _short(value)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +17,22 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides, with_values
 from fl_sim.importing import importing
 from fl_sim.kinds import kind_of, short_form
-from fl_sim.mistakes import explain, shortened
+from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.settings import Settings, flat, read_table
-from fl_sim.tables.labels import SEEDS, caption, data_label, differences, label, method, run_name, seed_of_means, text
+from fl_sim.tables.labels import (
+    SEEDS,
+    RowName,
+    caption,
+    data_label,
+    differences,
+    label,
+    method,
+    row_labels,
+    run_name,
+    seed_of_means,
+    text,
+    varied_parameters,
+)
 from fl_sim.tables.tuning_space import Tune
 
 if TYPE_CHECKING:
@@ -31,6 +44,8 @@ MOST_CELLS = 10_000
 T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
+_LABEL = "label"
+"""A key of an entry of ``grid.algorithm``: the name that the user gave its row."""
 
 Point: TypeAlias = Mapping[str, Any]
 """The settings of a cell that differ from the base, by their dotted keys."""
@@ -60,7 +75,9 @@ class TableSettings(Settings):
 
     ``grid`` may be several such grids, ``[[grid]]`` in a file: the table has the cells of all of them.
     ``tune``: the search for settings before the cells run; None: no search.
-    An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``.
+    An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``,
+    and its ``label`` is the name of its row. ``reference``: the row that others are compared with, by its name or its
+    short label; empty: the one with the highest mean.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -69,6 +86,7 @@ class TableSettings(Settings):
     )
     centralized: bool = True
     tune: Tune | None = None
+    reference: str = ""
 
     @property
     def grids(self) -> list[dict[str, Any]]:
@@ -101,6 +119,12 @@ class Plan:
     caption: tuple[str, ...]
     over: str = "seed"
     """The kind of seed in which the cells of a row and column differ."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """{row: its short label}."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """{row: its settings that neither its label nor another line of the caption states}."""
+    reference: str = ""
+    """The row that others are compared with; empty: the one with the highest mean."""
 
     @property
     def runs(self) -> dict[str, Experiment]:
@@ -133,8 +157,8 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     others = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key == "centralized":
-            changed["centralized"] = value
+        if key in {"centralized", "reference"}:
+            changed[key] = value
         elif key.startswith("tune."):
             if key.split(".")[1] in {"space", "spaces"}:
                 raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
@@ -180,10 +204,13 @@ def plan_table(
         known = values_of.setdefault(key, [])
         known += [value for value in values if value not in known]
     varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(values_of)
+    own = varied_parameters(part for _, one in placed for part in (one.experiment.algorithm, one.experiment.server))
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
+    names: dict[str, RowName] = {}
     for point, one in placed:
-        row = ", ".join([method(one.experiment, varied), *_further(point, over)])
+        row, name = _row(point, one.experiment, varied, own, _further(point, over), values_of)
+        names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
         seed = getattr(one.experiment, over)  # None: an upper bound has no split and no cohorts
@@ -193,13 +220,17 @@ def plan_table(
             one_kind, other = (kind_of(each.experiment.algorithm) for each in (cells[place], cell))
             raise UserError(
                 f"two cells stand in row {row}, column {one.column}, seed {place[2]}: {one_kind} and {other} have one "
-                "title, or the row does not name their difference; give each class a title of its own"
+                "title, or the row does not name their difference; give each class a title, or each entry of "
+                "grid.algorithm a label, of its own"
             )
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
     ordered = sorted(cells.values(), key=lambda cell: (rows.index(cell.row), columns.index(cell.column)))
-    words = _caption(ordered, bounds, [one for _, one in placed])
-    return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words, over)
+    found = row_labels({row: names[row] for row in rows})
+    labels, left_out = ({row: both[part] for row, both in found.items()} for part in (0, 1))
+    plan = Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), (), over, labels, left_out)
+    reference = _reference(settings.reference, plan)
+    return replace(plan, reference=reference, caption=_caption(plan, [one for _, one in placed]))
 
 
 def tuned(
@@ -215,7 +246,8 @@ def tuned(
         replace(cell, experiment=one.experiment, name=one.name, point=point)
         for cell, point, one in zip(plan.cells, points, placed, strict=True)
     )
-    return replace(plan, cells=cells, caption=_caption(cells, plan.upper_bounds, placed))
+    plan = replace(plan, cells=cells)
+    return replace(plan, caption=_caption(plan, placed))
 
 
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
@@ -262,6 +294,7 @@ def as_federation(point: Point) -> Point:
 def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
     """Return the experiment of a point. Raises UserError that names the point."""
     with _naming(point):
+        point = {key: value for key, value in point.items() if key != _LABEL}
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
         return experiment_from(with_values(table, [(key, value) for key, value in point.items() if "." in key]))
 
@@ -280,15 +313,35 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
     return job
 
 
-def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
-    federated = [cell.experiment for cell in cells if cell.row not in bounds]
+def _reference(wanted: str, plan: Plan) -> str:
+    """Return the row that is called ``wanted``. Raises UserError if there is none."""
+    found = [row for row in plan.rows if wanted in {row, plan.labels[row]}]
+    if wanted and not found:
+        known = list(plan.labels.values())
+        raise UserError(
+            f"reference = {shortened(repr(wanted))}: no row has this name{guess(wanted, known)}; rows are "
+            f"{', '.join(known)}"
+        )
+    return found[0] if wanted else ""
+
+
+def _caption(plan: Plan, placed: Iterable["_Placed"]) -> tuple[str, ...]:
+    shown = [cell for cell in plan.cells if cell.row not in plan.upper_bounds] or plan.cells
     notes: dict[str, str] = {}
     shares: dict[str, float] = {}
     for one in placed:
         notes[one.experiment.data] = one.data_note
         if one.experiment.evaluate.test != "never":
             shares[one.experiment.data] = one.largest_class
-    return caption(federated or [cell.experiment for cell in cells], notes, shares, has_bound=bool(bounds))
+    return caption(
+        [cell.experiment for cell in shown],
+        notes,
+        shares,
+        has_bound=bool(plan.upper_bounds),
+        rows=[plan.labels[cell.row] for cell in shown],
+        columns=[cell.column for cell in shown],
+        settings={plan.labels[row]: left_out for row, left_out in plan.settings.items()},
+    )
 
 
 class _Placed(NamedTuple):
@@ -325,15 +378,39 @@ def _all_placed(
     return [(point, placed[place]) for place, point in enumerate(given)]
 
 
-def _further(point: Point, over: str) -> list[str]:
+def _row(
+    point: Point,
+    experiment: Experiment,
+    varied: Collection[str],
+    own: Mapping[type, frozenset[str]],
+    further: Mapping[str, str],
+    spanned: Collection[str],
+) -> tuple[str, RowName]:
+    """Return the name of a point's row, which ``further`` settings are part of, and what its short label is made of.
+
+    A name that the user gave stands for all settings but those that are ``spanned`` by the grid.
+    """
+    chosen = str(point.get(_LABEL, ""))
+    named = {key: value for key, value in further.items() if not chosen or key in spanned}
+    row = ", ".join([chosen or method(experiment, varied), *(f"{key}={value}" for key, value in named.items())])
+    of_kinds = own[type(experiment.algorithm)] | own[type(experiment.server)]
+    return row, RowName(method(experiment, varied, of_kinds), further, experiment, is_chosen=bool(chosen))
+
+
+def _further(point: Point, over: str) -> dict[str, str]:
     """Return the further parts of a row's name: settings that span the table but neither columns nor means."""
-    named = {*AXES, over, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
+    named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
-    return [f"{key}={text(value)}" for key, value in further if key.split(".")[0] not in named]
+    return {key: text(value) for key, value in further if key.split(".")[0] not in named}
 
 
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table that sets it and more."""
+    if isinstance(entry, dict) and _LABEL in entry:
+        others = {key: value for key, value in entry.items() if key != _LABEL}
+        if not isinstance(entry[_LABEL], str) or not entry[_LABEL].strip():
+            raise UserError(f"{_LABEL} = {entry[_LABEL]!r} in grid.algorithm: give the name of the row as text")
+        return {**_together(others, grid), _LABEL: entry[_LABEL].strip()}
     if not isinstance(entry, dict) or "kind" in entry or not set(entry) & set(Experiment.model_fields):
         return {"algorithm": entry}
     spanned = {key.split(".")[0] for key in grid} - {"algorithm"} | {"data", "partition", "seed"}
