@@ -1,0 +1,137 @@
+"""The lines below a table: its caption, the meaning of bold, privacy, warnings and failures."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from fl_sim.privacy.terms import Adjacency, rounded_up
+from fl_sim.report.files import PrivacyStatement
+from fl_sim.report.measures import ENOUGH, FEWEST
+from fl_sim.report.table import Table, most_seeds
+
+_MOST_WARNINGS: Final = 8
+_MOST_NAMES: Final = 4
+"""Of rows without a guarantee: more of them are "all other methods"."""
+
+_CHANGES: Final = {Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one", Adjacency.REPLACE_ONE: "replacing one"}
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+
+
+def notes(table: Table) -> list[str]:
+    """Return the lines below a table: its caption, then bold, privacy, warnings and failures."""
+    statements: dict[str, list[tuple[PrivacyStatement, ...]]] = {}
+    for row in table.rows:
+        finished = [one.statements for one in table.results if (one.row, one.status) == (row, "finished")]
+        statements |= {table.label(row): finished} if finished else {}
+    failures = [one for one in table.results if one.status == "failed"]
+    bill = [str(bill["in_words"]) for bill in table.bill or ()]
+    if table.bill is None and any(result.guarantee for result in table.results):
+        bill = ["The privacy cost of all runs together is stated once the table is complete."]
+    return [
+        *table.caption,
+        *_bold(table),
+        *privacy_notes(statements, are_all=len(statements) == len(table.rows)),
+        *bill,
+        *_warnings(table),
+        *(f"Failed: {table.label(one.row)}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
+    ]
+
+
+def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, are_all: bool = True) -> list[str]:
+    """Return the guarantees with the rows that give them, their limits, and the rows without any.
+
+    ``rows``: {row: the statements of each of its runs}; ``are_all``: the table has no other rows. A row's epsilon is
+    the largest of its runs, each by itself: the bill has the cost of all runs together.
+    """
+    promises: dict[str, dict[str, tuple[float, tuple[float, float]]]] = {}
+    limits: dict[str, dict[str, dict[str, None]]] = {"Covered": {}, "Not covered": {}}
+    for row, runs in rows.items():
+        for one in (one for statements in runs for one in statements if one.protects):
+            of_row = promises.setdefault(_where(one), {})
+            own, (whole, delta) = one.epsilon or 0.0, one.of_run
+            largest, largest_whole = of_row.get(row, (0.0, (0.0, 0.0)))
+            of_row[row] = max(largest, own), max(largest_whole, (whole or 0.0, delta))
+            for what, text in ("Covered", one.covers), ("Not covered", one.does_not_cover):
+                for sentence in _sentences(text):
+                    limits[what].setdefault(sentence, {})[f"{row} ({one.unit})"] = None
+    lines = []
+    if promises:
+        found = "; ".join(f"{where}: {', '.join(_epsilons(of_row))}" for where, of_row in promises.items())
+        lines = [f"Privacy of each run by itself (terms: docs/privacy.md), {found}."]
+        owners = {f"{row} ({unit})" for row, runs in rows.items() for some in runs for unit in _units(some)}
+        lines += [f"{what}: {_by_owner(said, owners)}" for what, said in limits.items() if said]
+    protected = {row: [any(one.protects for one in statements) for statements in runs] for row, runs in rows.items()}
+    bare = {row: some for row, some in protected.items() if not all(some)}
+    names = ", ".join(f"{row} (in some runs)" if any(some) else row for row, some in bare.items())
+    if not any(map(any, bare.values())):
+        if len(bare) == len(rows):
+            names = "all methods"
+        elif len(bare) > _MOST_NAMES and are_all:
+            names = "all other methods"
+    return [*lines, *([f"No privacy guarantee: {names}."] if bare else [])]
+
+
+def _where(one: PrivacyStatement) -> str:
+    """Return unit, adjacency and delta."""
+    change = _CHANGES.get(Adjacency(one.adjacency), one.adjacency)
+    return f"of a {one.unit} ({change}), delta {one.delta or 0:g}"
+
+
+def _units(statements: Iterable[PrivacyStatement]) -> list[str]:
+    return [one.unit for one in statements if one.protects]
+
+
+def _epsilons(of_row: Mapping[str, tuple[float, tuple[float, float]]]) -> Iterable[str]:
+    for row, (epsilon, (whole, delta)) in of_row.items():
+        more = f" (the whole run {rounded_up(whole, 3)} at delta {delta:.4g})" if whole > epsilon else ""
+        yield f"{row} epsilon {rounded_up(epsilon, 3)}{more}"
+
+
+def _sentences(text: str) -> list[str]:
+    """Return the sentences of a text, each with its full stop."""
+    whole = f"{text.rstrip().rstrip('.')}." if text.strip() else ""
+    return [one for one in _SENTENCE_END.split(whole) if one]
+
+
+def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
+    """Return every sentence once, after the rows that it is about if it is not about all of them."""
+    of_owners: dict[tuple[str, ...], list[str]] = {}
+    for sentence, owners in said.items():
+        of_owners.setdefault(tuple(owners), []).append(sentence)
+    return " ".join(
+        f"{'' if set(owners) == everyone else f'[{", ".join(owners)}] '}{' '.join(sentences)}"
+        for owners, sentences in of_owners.items()
+    )
+
+
+def _warnings(table: Table) -> list[str]:
+    """Return the warnings of finished runs that are not in the caption, with the runs; the most frequent first."""
+    runs: dict[str, list[str]] = {}
+    for one in table.results:
+        for warning in dict.fromkeys(one.warnings):
+            if one.status == "finished" and not any(f"{warning}." in line for line in table.caption):
+                place = f"{table.label(one.row)}, {one.column}, seed {one.seed}"
+                runs.setdefault(warning, []).append(place)
+    lines = []
+    for warning, (first, *others) in sorted(runs.items(), key=lambda item: -len(item[1])):
+        more = f" and {len(others)} other {'run' if len(others) == 1 else 'runs'}" if others else ""
+        lines.append(f"{first}{more}: {warning.rstrip('.')}.")
+    left = len(lines) - _MOST_WARNINGS
+    lines = [
+        *lines[:_MOST_WARNINGS],
+        *([f"{left} more: warnings and stopped in result.json of the runs."] * (left > 0)),
+    ]
+    return [f"Warnings: {lines[0]}", *lines[1:]] if lines else []
+
+
+def _bold(table: Table) -> list[str]:
+    """Return the meaning of bold."""
+    seeds = most_seeds(table)
+    if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:  # nothing to compare
+        return []
+    if seeds < FEWEST:
+        few = "one seed" if seeds == 1 else "two seeds"
+        return [f"Bold: the highest mean, untested: {few} give no interval of a difference, {FEWEST} do."]
+    interval = f"Student's t, from {ENOUGH} seeds on BCa bootstrap; not corrected for the number of rows"
+    condition = "the 95 % interval of every other row's difference to it, paired by seed, excludes 0"
+    return [f"Bold: the highest mean, if {condition} ({interval})."]
