@@ -13,7 +13,10 @@ _MOST_WARNINGS: Final = 8
 _MOST_NAMES: Final = 4
 """Of rows without a guarantee: more of them are "all other methods"."""
 
-_CHANGES: Final = {Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one", Adjacency.REPLACE_ONE: "replacing one"}
+_CHANGES: Final[Mapping[str, str]] = {
+    Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
+    Adjacency.REPLACE_ONE: "replacing one",
+}
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
@@ -73,7 +76,7 @@ def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, a
 
 def _where(one: PrivacyStatement) -> str:
     """Return unit, adjacency and delta."""
-    change = _CHANGES.get(Adjacency(one.adjacency), one.adjacency)
+    change = _CHANGES.get(one.adjacency, one.adjacency)
     return f"of a {one.unit} ({change}), delta {one.delta or 0:g}"
 
 
@@ -98,10 +101,10 @@ def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str
     of_owners: dict[tuple[str, ...], list[str]] = {}
     for sentence, owners in said.items():
         of_owners.setdefault(tuple(owners), []).append(sentence)
-    return " ".join(
-        f"{'' if set(owners) == everyone else f'[{", ".join(owners)}] '}{' '.join(sentences)}"
-        for owners, sentences in of_owners.items()
-    )
+    parts = []
+    for some, sentences in of_owners.items():
+        parts += [*([] if set(some) == everyone else [f"[{', '.join(some)}]"]), *sentences]
+    return " ".join(parts)
 
 
 def _warnings(table: Table) -> list[str]:
@@ -114,8 +117,8 @@ def _warnings(table: Table) -> list[str]:
                 runs.setdefault(warning, []).append(place)
     lines = []
     for warning, (first, *others) in sorted(runs.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(others)} other {'run' if len(others) == 1 else 'runs'}" if others else ""
-        lines.append(f"{first}{more}: {warning.rstrip('.')}.")
+        also = f" and {len(others)} other {'run' if len(others) == 1 else 'runs'}" if others else ""
+        lines.append(f"{first}{also}: {warning.rstrip('.')}.")
     left = len(lines) - _MOST_WARNINGS
     lines = [
         *lines[:_MOST_WARNINGS],
@@ -130,8 +133,7 @@ def _bold(table: Table) -> list[str]:
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:  # nothing to compare
         return []
     if seeds < FEWEST:
-        few = "one seed" if seeds == 1 else "two seeds"
-        return [f"Bold: the highest mean, untested: {few} give no interval of a difference, {FEWEST} do."]
+        return [f"Bold: the highest mean, untested, as fewer than {FEWEST} seeds give no interval of a difference."]
     interval = f"Student's t, from {ENOUGH} seeds on BCa bootstrap; not corrected for the number of rows"
     condition = "the 95 % interval of every other row's difference to it, paired by seed, excludes 0"
     return [f"Bold: the highest mean, if {condition} ({interval})."]

@@ -120,11 +120,11 @@ def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
 
 
 def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
-    """Return a label for each group: that of its table's row, else its method and the settings in which ``groups`` differ.
+    """Return a label for each group: its table row's, else its method and the settings in which ``groups`` differ.
 
     ``left_out``: a setting that no label may contain. A table's row may contain it, and so is not used.
     """
-    rows = [names.pop() if len(names := {run.label for run in one.runs}) == 1 else "" for one in groups]
+    rows = [names.pop() if len(names := {run.label or run.row for run in one.runs}) == 1 else "" for one in groups]
     if all(rows) and len(set(rows)) == len(rows) and not left_out:
         return rows
     flat = []

@@ -1,7 +1,8 @@
 """Short names of a table's rows: methods, with the settings in which rows of the same method differ."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 
 _ALWAYS, _NEVER = "aggregator=", "aggregator=mean"  # in short names: an aggregator may be what makes a run private
 _SETTING = re.compile(r"[\w.]+=")
@@ -19,10 +20,8 @@ def short_names(labels: Iterable[str]) -> dict[str, str]:
     short = {}
     for label, (method, _) in parts.items():
         same = [settings for name, settings in parts.values() if name == method]
-        common = set.intersection(*map(set, same))
-        short[label] = _keeping(
-            label, lambda one, common=common: one != _NEVER and (one.startswith(_ALWAYS) or one not in common)
-        )
+        common = set(same[0]).intersection(*same)
+        short[label] = _keeping(label, partial(_is_shown, common))
     return {label: name if list(short.values()).count(name) == 1 else label for label, name in short.items()}
 
 
@@ -49,6 +48,10 @@ def further_settings(label: str, name: str, parameters: str) -> str:
     named = settings_of(name)
     every = dict.fromkeys([*parameters.split(", "), *settings_of(label)])
     return ", ".join(one for one in every if one and one not in named)
+
+
+def _is_shown(common: Collection[str], setting: str) -> bool:
+    return setting != _NEVER and (setting.startswith(_ALWAYS) or setting not in common)
 
 
 def _keeping(label: str, is_kept: Callable[[str], bool]) -> str:

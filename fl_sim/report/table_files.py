@@ -1,8 +1,9 @@
 """The files of a table: for people (Markdown, LaTeX) and for programs (JSON, tidy CSV).
 
-``table.md`` includes further tables and notes. ``table.tex`` is one LaTeX ``table`` environment with notes;
-``table-further.tex`` has the further tables. ``table.json`` is in percent unless a name says otherwise. ``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a column for each
-number; names and units are those of ``fl_sim.report.measures``.
+``table.md`` includes further tables and notes. ``table.tex`` is one LaTeX ``table`` environment with notes, and
+``table-further.tex`` has the further tables. ``table.json`` is in percent unless a name says otherwise.
+``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a column for each number; names and
+units are those of ``fl_sim.report.measures``.
 """
 
 import csv
@@ -241,7 +242,7 @@ def _escape(text: str) -> str:
 
 
 def _formula(found: re.Match[str]) -> str:
-    """Return a parameter and its value as a formula, such as ``$\\delta=10^{-5}$``."""
+    """Return a parameter and its value as a formula."""
     name, _, number, power = found.groups()
     value = number
     if power:

@@ -82,7 +82,7 @@ class TableState:
         )  # fmt: skip
         if (search := self.settings.tune) is None:
             return table
-        lines = (*plan.caption, *search_caption(self.choices, search))
+        lines = (*plan.caption, *search_caption(self.choices, search, plan.labels))
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _result(self, cell: Cell) -> SeedResult:
@@ -235,8 +235,13 @@ def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, A
     ]  # fmt: skip
 
 
-def search_caption(choices: Sequence[SearchResult], tune: Tune) -> tuple[str, ...]:
-    """Return the part of a table's caption about the searches: their plan, cost and results."""
+def search_caption(
+    choices: Sequence[SearchResult], tune: Tune, labels: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return the part of a table's caption about the searches: their plan, cost and results.
+
+    ``labels``: {row: its short label}.
+    """
     if not choices:
         return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
     cost = _cost(one for choice in choices for one in choice.tried)
@@ -265,9 +270,11 @@ def search_caption(choices: Sequence[SearchResult], tune: Tune) -> tuple[str, ..
         f"{'' if held_out else 'train on all training records and '}look at the test records once, at the end."
     )
     chosen: dict[str, list[str]] = {}
+    shown = labels or {}
     for choice in choices:
         values = ", ".join(f"{key}={text(value)}" for key, value in choice.best.trial.values.items())
-        chosen.setdefault(choice.search.cell.row, []).append(f"{choice.search.cell.column} {values}")
+        row = choice.search.cell.row
+        chosen.setdefault(shown.get(row, row), []).append(f"{choice.search.cell.column} {values}")
     rows = [f"{row}, chosen: {'; '.join(found)}." for row, found in chosen.items()]
     ends = [f"{choice.search.title}: {', '.join(choice.at_end)}" for choice in choices if choice.at_end]
     wider = f"Chosen at an end of what could be drawn, so a wider space may do better: {'; '.join(ends)}."

@@ -180,12 +180,15 @@ def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
     out = tmp_path / "out"
     assert typed(monkeypatch, str(tmp_path / "grid.toml"), "--jobs", "1", "--out", str(out)) == 0
     printed = capsys.readouterr()
-    assert "| DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD |" in printed.out
-    assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf, generator=mean-embedding) + FedAvg" in printed.out
-    alone = "Privacy of each run by itself, of a record, delta 1e-05: "
+    assert "| DA-FL + SCAFFOLD |" in printed.out
+    assert "No privacy guarantee: FedAvg, DA-FL + FedAvg" in printed.out
+    alone = (
+        "Privacy of each run by itself (terms: docs/privacy.md), of a record (adding or removing one), delta 1e-05: "
+    )
     (line,) = [line for line in printed.out.splitlines() if line.startswith(alone)]
-    assert "DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD epsilon 9.91. It covers: the pool" in line
-    assert "The main task is NOT private" in line
+    assert "DA-FL + SCAFFOLD epsilon 9.91." in line
+    assert "\nCovered: the pool" in printed.out
+    assert "\nNot covered: The main task is NOT private" in printed.out
     assert "before the first round clients make synthetic records" in printed.err
 
     results = [json.loads(path.read_text()) for path in out.glob("cells/da-fl-*/result.json")]

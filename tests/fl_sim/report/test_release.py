@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from fl_sim.report.captions import privacy_notes
 from fl_sim.report.files import PrivacyStatement
-from fl_sim.report.table import privacy_notes
 
 
 def release(
@@ -17,14 +17,14 @@ def release(
 
 @pytest.mark.parametrize("epsilons", list(itertools.permutations([1.0, 3.0, 2.0])))
 def test_a_rows_epsilon_is_the_largest_of_its_runs_in_any_order(epsilons: tuple[float, ...]) -> None:
-    [line] = privacy_notes({"A": [[release(one)] for one in epsilons], "B": [[release(0.5)]]})
+    line, *_ = privacy_notes({"A": [[release(one)] for one in epsilons], "B": [[release(0.5)]]})
     assert "A epsilon 3, B epsilon 0.5." in line
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_the_whole_run_costs_is_said_and_is_the_largest_too(order: int) -> None:
     runs = [[release(1.0, whole=(40.0, 2e-5))], [release(2.0, whole=(50.0, 3e-5))], [release(1.5)]][::order]
-    [line] = privacy_notes({"A": runs})
+    line, *_ = privacy_notes({"A": runs})
     assert "A epsilon 2 (the whole run 50 at delta 3e-05)." in line
 
 

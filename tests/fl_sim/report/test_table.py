@@ -4,9 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from fl_sim.report.captions import notes
 from fl_sim.report.files import PrivacyStatement
-from fl_sim.report.table import SeedResult, Status, Table, best_rows, further, notes, targets, texts
-from fl_sim.report.table_files import as_json, latex, markdown, write_table
+from fl_sim.report.table import SeedResult, Status, Table, best_rows, further, targets, texts
+from fl_sim.report.table_files import as_json, latex, latex_further, markdown, run_lines, write_table
 
 
 def result(row: str, column: str, seed: int, last: float | None, status: Status = "finished") -> SeedResult:
@@ -64,15 +65,25 @@ def test_one_noisy_row_behind_the_runner_up_is_enough_for_no_bold() -> None:
     assert "**" not in markdown(table(*rows))
 
 
-def test_fewer_than_three_seeds_have_no_bold_row_and_no_interval_and_say_so() -> None:
-    for number, told in ((1, "One seed: no row is bold"), (2, "Two seeds: no row is bold")):
+def test_fewer_than_three_seeds_have_the_highest_mean_in_bold_and_no_interval_and_say_so() -> None:
+    for number, shown in ((1, "90.0"), (2, "90.5 ± 0.7")):
         few = table(*seeds("A", "x", 0.90, 0.91)[:number], *seeds("B", "x", 0.5, 0.51)[:number])
+        assert f"| A | **{shown}** | **" in markdown(few)
+        assert r"\textbf{90." in latex(few, "t")
         for text in (markdown(few), latex(few, "t")):
-            assert told in text
-            assert "**" not in text
-            assert "textbf" not in text
+            assert "Bold: the highest mean, untested, as fewer than 3 seeds give no interval of a difference." in text
             assert "Difference to" not in text
+            assert text.count("**") in {0, 4}
+        assert best_rows(few, "x", "last") == set()
         assert [cell["difference"] for cell in as_json(few)["cells"]] == [None, None]
+
+
+def test_rows_that_print_the_same_highest_mean_are_all_bold_and_bounds_and_lone_rows_are_not() -> None:
+    tied = table(result("A", "x", 0, 0.90001), result("B", "x", 0, 0.9), result("C", "x", 0, 0.8))
+    assert markdown(tied).count("| **90.0** |") == 2
+    bound = table(result("A", "x", 0, 0.5), result("Centralized", "x", 0, 0.9), bounds=frozenset({"Centralized"}))
+    assert "**" not in markdown(bound)
+    assert "Bold" not in markdown(bound)
 
 
 def test_upper_bound_does_not_compete() -> None:
@@ -99,7 +110,7 @@ def test_a_cell_without_all_its_seeds_says_so_and_does_not_compete() -> None:
     assert "| B | 50.0 ± 0.0 |" in shown
     assert "| C | failed | failed |" in shown
     assert "| D | - | - |" in shown
-    assert "failed: C, x, seed 1: client 3 in round 2 diverged" in shown
+    assert "Failed: C, x, seed 1: client 3 in round 2 diverged" in shown
 
 
 def test_a_row_that_failed_hinders_no_other_and_one_that_is_not_done_does() -> None:
@@ -115,9 +126,10 @@ def test_what_runs_warned_of_is_told_once_with_the_run_and_not_where_the_caption
     runs = [replace(one, warnings=(few, "A caption")) for one in seeds("DA-FL", "x", 0.5, 0.6, 0.7)]
     failed = replace(result("C", "x", 0, None, "failed"), warnings=("it has an error to tell",))
     told = notes(table(*runs, replace(result("B", "x", 0, 0.5), warnings=(stopped, few)), failed))
-    assert f"DA-FL, x, seed 0 and 3 other runs: {few}." in told
-    assert f"B, x, seed 0: {stopped}." in told
-    assert [told[0], told[1].rpartition(": ")[2]] == ["A caption.", f"{few}."]  # before all that is usually said
+    assert told[-3:-1] == [
+        f"Warnings: DA-FL, x, seed 0 and 3 other runs: {few}.", f"B, x, seed 0: {stopped}.",
+    ]  # fmt: skip
+    assert told[-1].startswith("Failed: C, x, seed 0")
     assert told.count("A caption.") == 1
     assert not [line for line in told if (line.endswith("A caption.") and line != "A caption.") or "to tell" in line]
 
@@ -127,8 +139,8 @@ def test_of_many_different_remarks_the_commonest_are_told_and_the_others_counted
         replace(one, warnings=(f"stopped after {one.seed}", *(["common"] * (one.seed > 3))))
         for one in seeds("A", "x", *[0.5] * 12)
     ]
-    told = [line for line in notes(table(*runs)) if line.startswith("A, x") or "more" in line]
-    assert told[0] == "A, x, seed 4 and 7 other runs: common."
+    told = [line for line in notes(table(*runs)) if "A, x" in line or "more" in line]
+    assert told[0] == "Warnings: A, x, seed 4 and 7 other runs: common."
     assert len(told) == 9
     assert told[-1] == "5 more: warnings and stopped in result.json of the runs."
 
@@ -157,21 +169,43 @@ def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_
     told = notes(
         table(with_releases("A", 0, POOL), with_releases("A", 1, larger), with_releases("B", 0, other, client))
     )
-    limits = "It covers: the pool alone. It does not cover: The main task is NOT private."
-    of_client = "It covers: all updates. It does not cover: The server."
+    change = "(adding or removing one)"
     assert told[2:] == [
-        f"Privacy of each run by itself, of a record, delta 1e-05: A epsilon 9.88, B epsilon 1. {limits}",
-        f"Privacy of each run by itself, of a client, delta 0.0001: B epsilon 3. {of_client}",
+        f"Privacy of each run by itself (terms: docs/privacy.md), of a record {change}, delta 1e-05: A epsilon 9.88, B "
+        f"epsilon 1; of a client {change}, delta 0.0001: B epsilon 3.",
+        "Covered: [A (record), B (record)] the pool alone. [B (client)] all updates.",
+        "Not covered: [A (record), B (record)] The main task is NOT private. [B (client)] The server.",
         "The privacy cost of all runs together is stated once the table is complete.",
     ]
+
+
+def test_a_sentence_that_several_rows_share_is_said_once_and_others_with_their_rows() -> None:
+    noisy = POOL.model_copy(update={"does_not_cover": "The main task is NOT private. Steps are public."})
+    told = notes(table(with_releases("A", 0, POOL), with_releases("B", 0, noisy), with_releases("C", 0, POOL)))
+    assert "Covered: the pool alone." in told
+    assert "Not covered: The main task is NOT private. [B (record)] Steps are public." in told
+
+
+def test_the_adjacency_of_a_guarantee_is_told() -> None:
+    other = POOL.model_copy(update={"adjacency": "replace-one"})
+    line = notes(table(with_releases("A", 0, POOL), with_releases("B", 0, other)))[2]
+    assert "of a record (adding or removing one), delta 1e-05: A epsilon 9.5" in line
+    assert "of a record (replacing one), delta 1e-05: B epsilon 9.5" in line
+
+
+def test_many_rows_without_a_guarantee_are_all_others_once_every_row_is_done() -> None:
+    rows = [with_releases(str(number), 0) for number in range(5)]
+    assert notes(table(with_releases("A", 0, POOL), *rows))[-2] == "No privacy guarantee: all other methods."
+    waiting = table(with_releases("A", 0, POOL), *rows, result("W", "x", 0, None, "missing"))
+    assert notes(waiting)[-2] == "No privacy guarantee: 0, 1, 2, 3, 4."
 
 
 def test_the_bill_of_all_runs_is_told_and_kept_for_programs() -> None:
     bill = {"unit": "record", "epsilon": 19.0, "in_words": "Privacy of all 2 runs together: epsilon 19."}
     done = replace(table(with_releases("A", 0, POOL), with_releases("A", 1, POOL)), bill=(bill,))
     assert notes(done)[-1] == bill["in_words"]
-    for text in (markdown(done), latex(done, "t")):
-        assert "Privacy of all 2 runs together: epsilon 19." in text
+    assert "Privacy of all 2 runs together: epsilon 19." in markdown(done)
+    assert r"Privacy of all 2 runs together: $\varepsilon=19$." in latex(done, "t")
     assert as_json(done)["bill"] == [bill]
     assert as_json(table(with_releases("A", 0, POOL)))["bill"] is None
 
@@ -251,8 +285,8 @@ def test_what_a_target_took_is_told_for_the_highest_that_all_runs_of_a_row_reach
     bound = [reaching("C", seed, at_80=(1, 1), at_90=(1, 1), at_95=(2, 1)) for seed in (0, 1)]
     filled = table(*fast, *half, *[replace(one, row="None") for one in (half[1], half[1])], *bound,
                    bounds=frozenset({"C"}))  # fmt: skip
-    for text in (markdown(filled), latex(filled, "t").replace(" & ", " | ").replace(" \\\\", " |")):
-        assert "Rounds to a test accuracy, and MB from and to all clients until then:" in text
+    for text in (markdown(filled), latex_further(filled, "t").replace(" & ", " | ").replace(" \\\\", " |")):
+        assert "Rounds to a test accuracy, and MB from and to all clients until then" in text
         assert "x, 80 " in text
         assert "A | 3.5, 1 MB |" in text
         assert "B | 10, 1.23 MB (1 of 2) |" in text
@@ -276,6 +310,40 @@ def test_further_measures_have_a_table_each_with_mean_and_deviation_and_a_dash_w
     assert "| A | 81.0 ± 1.4 |" in below
     assert "| B | - |" in below
     assert "Balanced accuracy" not in shown
+
+
+def test_fewer_than_ten_rounds_have_no_last_ten() -> None:
+    name = "accuracy_of_last_ten_percent"
+    five, twenty = (
+        replace(result(row, "x", 0, 0.9), measures={name: 80.0, "rounds_done": rounds})
+        for row, rounds in (("A", 5), ("B", 20))
+    )
+    assert further(table(five)) == []
+    (grid,) = further(table(five, twenty))
+    assert list(grid.rows) == [("A", ["-"]), ("B", ["80.0"])]
+
+
+def test_rows_are_shown_by_their_labels_and_keep_their_names_for_programs() -> None:
+    rows = [*seeds("A (b=1)", "x", 0.80, 0.70, 0.90), *seeds("B", "x", 0.750, 0.649, 0.851)]
+    failed = replace(result("A (b=1)", "x", 3, None, "failed"), warnings=())
+    named = replace(table(*rows, failed), labels={"A (b=1)": "A"})
+    assert "(b=1)" not in markdown(named) + latex(named, "t") + latex_further(named, "t")
+    assert "Failed: A, x, seed 3" in markdown(named)
+    content = as_json(named)
+    assert (content["rows"], content["labels"]) == (["A (b=1)", "B"], {"A (b=1)": "A", "B": "B"})
+    assert {cell["row"] for cell in content["cells"]} == {"A (b=1)", "B"}
+    assert {(line["row"], line["label"]) for line in run_lines(named)} == {("A (b=1)", "A"), ("B", "B")}
+
+
+def test_differences_are_to_the_reference_where_the_user_gave_one() -> None:
+    rows = [*seeds("A", "x", 0.80, 0.70, 0.90), *seeds("B", "x", 0.750, 0.649, 0.851)]
+    chosen = replace(table(*rows), reference="B", labels={"B": "Base"})
+    shown = markdown(chosen)
+    assert "Difference to Base after the last round, in points, and its 95 % interval:" in shown
+    assert "| A | +5.0 [+4.8, +5.2] |" in shown
+    assert "| Base | reference |" in shown
+    assert "| A | **80.0 ± 10.0** |" in shown  # bold is still the highest mean
+    assert [(cell["difference"] or {}).get("to") for cell in as_json(chosen)["cells"]] == ["B", None]
 
 
 def run(row: str, column: str, seed: int, **measures: float) -> SeedResult:

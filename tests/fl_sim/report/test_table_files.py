@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.report.captions import notes
 from fl_sim.report.measures import flat_settings, measures, of_round
-from fl_sim.report.table import DIFFERENCES, SeedResult, Table, notes
-from fl_sim.report.table_files import as_json, csv_text, latex, markdown, rounds_text
+from fl_sim.report.table import DIFFERENCES, HIGHEST, SeedResult, Table
+from fl_sim.report.table_files import as_json, csv_text, latex, latex_further, markdown, rounds_text
 from fl_sim.store.run_directory import RoundRecord
 
 AWKWARD = r"100 % of $x_1 & #2 {a} ~ ^ \ [b] <c> |d| ±"
@@ -37,7 +38,7 @@ def table(columns: int = 1) -> Table:
     return Table(rows, names, frozenset({"Centralized"}), results, ("What is shown.", f"Note: {AWKWARD}."))
 
 
-def test_it_is_one_environment_with_caption_label_and_both_tabulars() -> None:
+def test_it_is_one_environment_with_caption_label_accuracies_and_notes() -> None:
     assert latex(table(), "label_skew hard").splitlines() == [
         r"% \usepackage{booktabs,graphicx}",
         r"\begin{table}[tbp]",
@@ -59,7 +60,23 @@ def test_it_is_one_environment_with_caption_label_and_both_tabulars() -> None:
         r"\bottomrule",
         r"\end{tabular}}",
         r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip",
-        f"{DIFFERENCES.replace('%', chr(92) + '%')}:" + r"\par\smallskip",
+        r"\begin{minipage}{\linewidth}\footnotesize",
+        NOTE,
+        rf"{notes(table())[2].replace('%', chr(92) + '%')}\par",
+        r"No privacy guarantee: all methods.\par",
+        r"\end{minipage}",
+        r"\end{table}",
+    ]
+
+
+def test_further_tables_are_environments_of_their_own() -> None:
+    assert latex_further(table(), "label_skew hard").splitlines() == [
+        r"% \usepackage{booktabs,graphicx}",
+        r"\begin{table}[tbp]",
+        r"\centering",
+        rf"\caption{{{DIFFERENCES.format(HIGHEST).replace('%', chr(92) + '%')}.}}",
+        r"\label{tab:label-skew-hard-1}",
+        r"\small",
         r"\setbox0=\hbox{%",
         r"\begin{tabular}{lr}",
         r"\toprule",
@@ -70,13 +87,23 @@ def test_it_is_one_environment_with_caption_label_and_both_tabulars() -> None:
         r"\bottomrule",
         r"\end{tabular}}",
         r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip",
-        r"\begin{minipage}{\linewidth}\footnotesize",
-        NOTE,
-        rf"{notes(table())[2].replace('%', chr(92) + '%')}\par",
-        r"No privacy guarantee: all methods.\par",
-        r"\end{minipage}",
         r"\end{table}",
     ]
+    assert latex_further(replace(table(), results=()), "t") == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ("FedProx (mu=0.01)", r"FedProx ($\mu=0.01$)"),
+        ("X (epsilon = 10, delta=1e-05)", r"X ($\varepsilon=10$, $\delta=10^{-5}$)"),
+        ("Y (lambda=2.5e-3, gamma=half, mu_1=2)", r"Y ($\lambda=2.5\times 10^{-3}$, gamma=half, mu\_1=2)"),
+        ("Z (server.eta=1)", "Z (server.eta=1)"),
+    ],
+)
+def test_parameters_with_greek_names_are_formulas(row: str, shown: str) -> None:
+    one = SeedResult(row, "x", 0, "finished", "d", 0.5, 0.5)
+    assert f"\n{shown} & 50.0" in latex(Table((row,), ("x",), frozenset(), (one,), ("A.",)), "t")
 
 
 @pytest.mark.parametrize("columns", [1, 3, 7])
@@ -90,13 +117,13 @@ def test_every_environment_and_brace_is_closed_and_every_line_has_all_columns(co
     bare = re.sub(r"\\[{}]", "", text)
     assert bare.count("{") == bare.count("}")
     rows = [line for line in text.splitlines() if re.match(r"(B|Centralized) &", line)]
-    assert [line.replace(r"\&", "").count("&") for line in rows] == [2 * columns, 2 * columns, columns]
+    assert [line.replace(r"\&", "").count("&") for line in rows] == [2 * columns, 2 * columns]
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_pdflatex_compiles_it(tmp_path: Path) -> None:
     wide, narrow = latex(table(7), "wide"), latex(table(), "narrow")
-    document = rf"\documentclass{{article}}\usepackage{{booktabs,graphicx}}\begin{{document}}{wide}{narrow}"
+    document = rf"\documentclass{{article}}\usepackage{{booktabs,graphicx}}\begin{{document}}{wide}{narrow}{latex_further(table(), 'more')}"
     (tmp_path / "paper.tex").write_text(document + r"Tables \ref{tab:wide}, \ref{tab:narrow}.\end{document}")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.report.table import Table, notes
+from fl_sim.report.captions import notes
+from fl_sim.report.table import Table
 from fl_sim.report.watching import Watcher
 from fl_sim.simulation.forecast import Estimate
 from fl_sim.simulation.run import run

@@ -96,16 +96,22 @@ def test_an_upper_bound_trains_as_long_as_one_client_where_any_of_them_goes_by_s
     by_steps, by_epochs = (experiment_from({"local": one}) for one in ({"steps": 5}, {"epochs": 2}))
     for experiments, told in (([by_epochs, by_steps], "steps as one client"), ([by_epochs], "epochs")):
         assert f"and as many {told} in total" in caption(experiments, {}, {}, has_bound=True)[-1]
-    lengths = caption([by_epochs, by_steps], {}, {}, has_bound=False)[1]
+    lengths = caption([by_epochs, by_steps], {}, {}, has_bound=False)[2]
     assert "rounds of 2 local epochs, 5 local steps, batch" in lengths
 
 
 def test_values_that_differ_between_cells_are_all_told_in_the_order_of_the_cells_once_each() -> None:
     cells = [{"clients": 4, "local": {"epochs": 1}}, {"clients": 30, "local": {"epochs": 1, "clip_norm": 2.5}}]
-    line = caption([experiment_from(one) for one in [*cells, cells[0]]], {}, {}, has_bound=False)[1]
-    assert "; 4, 30 clients, " in line
+    experiments = [experiment_from(one) for one in [*cells, cells[0]]]
+    line = caption(experiments, {}, {}, has_bound=False)[2]
+    assert "Settings: 4, 30 clients, " in line
     assert "rounds of 1 local epoch, batch" in line
-    assert "gradients clipped to norm 0.0, 2.5" in line
+    assert "gradients clipped to norm 0, 2.5" in line
+    by_row = caption(experiments, {}, {}, has_bound=False, rows=["A", "B", "C"], columns=["x"] * 3)[2]
+    assert "Settings: 4 (30 for B) clients, " in by_row
+    assert "gradients clipped to norm 0 (2.5 for B)" in by_row
+    by_column = caption(experiments, {}, {}, has_bound=False, rows=["A"] * 3, columns=["x", "y", "x"])[2]
+    assert "clipped to norm 0 (2.5 for y)" in by_column
 
 
 def test_epochs_on_the_server_are_told_where_any_row_has_them() -> None:

@@ -50,11 +50,11 @@ def test_a_table_has_means_over_the_seed_that_has_several_values_and_rows_for_th
     assert [(cell.row, cell.seed, cell.experiment.partition_seed) for cell in plan.cells] == [
         ("FedAvg", 4, 4), ("FedAvg", 5, 5), ("Centralized", 3, None),
     ]  # fmt: skip
-    assert "mean ± sample standard deviation over partition seeds 4, 5; seed 3." in plan.caption[0]
+    assert "mean ± sample standard deviation over partition seeds 4, 5; seed 3." in plan.caption[3]
     both = plan_table(settings(model_seed=[4, 5], seed=[0, 1], partition=["iid"]))
     assert (both.rows, both.over) == (("FedAvg, model_seed=4", "FedAvg, model_seed=5"), "seed")
     assert [cell.seed for cell in both.cells] == [0, 1, 0, 1]
-    assert "over seeds 0, 1; model_seed 4, 5." in both.caption[0]
+    assert "over seeds 0, 1; model_seed 4, 5." in both.caption[3]
 
 
 def test_a_seed_apart_takes_a_list_on_the_command_line(tmp_path: Path) -> None:
@@ -282,21 +282,63 @@ def test_the_caption_says_how_clients_train_where_that_is_not_the_default() -> N
         ).caption
     )
     assert (
-        "weight decay 1e-05, gradients clipped to norm 0.0, 10.0, label smoothing 0.0, 0.1, images moved by flip."
+        "weight decay 1e-05, gradients clipped to norm 0 (10 for FedProx), label smoothing 0 (0.1 for FedProx), images "
+        "moved by flip; "
     ) in told
     told = " ".join(
         plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.optimizer": "adam"}])).caption
     )
-    assert ", SGD, Adam with learning rate 0.01 (constant), momentum 0.9, 0.0, " in told
+    assert ", SGD (Adam for FedProx) with constant learning rate 0.01, momentum 0.9 (0 for FedProx), " in told
     told = " ".join(plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.steps": 100}])).caption)
-    assert " rounds of 1 local epoch, 100 local steps, batch size" in told
+    assert " rounds of 1 local epoch (100 local steps for FedProx), batch size" in told
     assert "clipped" not in " ".join(plan_table(settings()).caption)
+
+
+def test_rows_of_one_method_show_what_sets_them_apart_and_others_have_their_settings_in_one_line() -> None:
+    plan = plan_table(settings(algorithm=["fedprox", {"kind": "fedprox", "mu": 0.1}, da_fl(gamma=0.5)]))
+    assert plan.rows[:2] == ("FedProx", "FedProx (mu=0.1)")
+    assert list(plan.labels.values()) == ["FedProx (mu=0.01)", "FedProx (mu=0.1)", "DA-FL + FedAvg"]
+    (line,) = [line for line in plan.caption if line.startswith("Methods:")]
+    assert line.startswith("Methods: DA-FL + FedAvg: gamma=0.5")
+    epochs = plan_table(settings(algorithm=["fedavg", {"algorithm": "fedavg", "local.epochs": 2}]))
+    assert list(epochs.labels.values()) == ["FedAvg, local.epochs=1", "FedAvg, local.epochs=2"]
+    alone = plan_table(settings(algorithm=[{"algorithm": "fedavg", "local.epochs": 2}]))
+    assert list(alone.labels.values()) == ["FedAvg"]
+    assert "1 rounds of 2 local epochs" in alone.caption[2]
+    assert not [line for line in alone.caption if line.startswith("Methods:")]
+
+
+def test_a_label_names_a_row_of_the_users_own_with_what_the_grid_spans_besides() -> None:
+    strong = {"kind": "fedprox", "mu": 1, "label": "Strong"}
+    slow = {"algorithm": "fedavg", "local.epochs": 2, "label": "Slow"}
+    plan = plan_table(settings(algorithm=["fedprox", strong, slow], clients=[3, 4]))
+    assert plan.rows == (
+        "FedProx, clients=3", "FedProx, clients=4", "Strong, clients=3", "Strong, clients=4", "Slow, clients=3",
+        "Slow, clients=4",
+    )  # fmt: skip
+    assert plan.labels["Strong, clients=3"] == "Strong, clients=3"
+    assert {cell.experiment.algorithm.mu for cell in plan.cells if cell.row.startswith("Strong")} == {1}
+    (line,) = [line for line in plan.caption if line.startswith("Methods:")]
+    assert "Strong, clients=3: FedProx, mu=1; " in line
+    unnamed = plan_table(settings(algorithm=["fedprox", {"kind": "fedprox", "mu": 1}, slow], clients=[3, 4]))
+    assert list(plan.runs) == list(unnamed.runs)  # a finished run stays finished under another name
+    with pytest.raises(UserError, match="label = 3 in grid.algorithm: give the name of the row as text"):
+        plan_table(settings(algorithm=[{"kind": "fedprox", "label": 3}]))
+
+
+def test_the_reference_is_a_row_by_its_name_or_its_label() -> None:
+    table = settings(algorithm=["fedavg", {"kind": "fedprox", "mu": 1}])
+    for wanted in ("FedProx (mu=1)", "FedProx"):
+        assert plan_table(table.model_copy(update={"reference": wanted})).reference == "FedProx (mu=1)"
+    assert plan_table(table).reference == ""
+    with pytest.raises(UserError, match="reference = 'FedAgv': no row has this name .*; rows are FedAvg, FedProx"):
+        plan_table(table.model_copy(update={"reference": "FedAgv"}))
 
 
 def test_the_caption_has_the_majority_class_baseline() -> None:
     labels = load("digits").test.labels
     share = 100 * max((labels == label).sum() for label in set(labels)) / len(labels)
-    told = f"Majority-class baseline (test accuracy): digits {share:.1f} %."
+    told = f"Baseline: the most frequent class of the test records, digits {share:.1f} %."
     assert told in plan_table(settings()).caption
 
 
