@@ -170,9 +170,10 @@ def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_
         table(with_releases("A", 0, POOL), with_releases("A", 1, larger), with_releases("B", 0, other, client))
     )
     change = "(adding or removing one)"
+    record, client = f"of a record {change}, delta 1e-05", f"of a client {change}, delta 0.0001"
+    each = "Privacy of each run by itself (terms: docs/privacy.md)"
     assert told[2:] == [
-        f"Privacy of each run by itself (terms: docs/privacy.md), of a record {change}, delta 1e-05: A epsilon 9.88, B "
-        f"epsilon 1; of a client {change}, delta 0.0001: B epsilon 3.",
+        f"{each}, {record}: A epsilon 9.88, B epsilon 1; {client}: B epsilon 3.",
         "Covered: [A (record), B (record)] the pool alone. [B (client)] all updates.",
         "Not covered: [A (record), B (record)] The main task is NOT private. [B (client)] The server.",
         "The privacy cost of all runs together is stated once the table is complete.",

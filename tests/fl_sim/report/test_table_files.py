@@ -72,6 +72,7 @@ def test_it_is_one_environment_with_caption_label_accuracies_and_notes() -> None
 def test_further_tables_are_environments_of_their_own() -> None:
     assert latex_further(table(), "label_skew hard").splitlines() == [
         r"% \usepackage{booktabs,graphicx}",
+        "",
         r"\begin{table}[tbp]",
         r"\centering",
         rf"\caption{{{DIFFERENCES.format(HIGHEST).replace('%', chr(92) + '%')}.}}",
@@ -122,8 +123,8 @@ def test_every_environment_and_brace_is_closed_and_every_line_has_all_columns(co
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_pdflatex_compiles_it(tmp_path: Path) -> None:
-    wide, narrow = latex(table(7), "wide"), latex(table(), "narrow")
-    document = rf"\documentclass{{article}}\usepackage{{booktabs,graphicx}}\begin{{document}}{wide}{narrow}{latex_further(table(), 'more')}"
+    wide, narrow, more = latex(table(7), "wide"), latex(table(), "narrow"), latex_further(table(), "more")
+    document = rf"\documentclass{{article}}\usepackage{{booktabs,graphicx}}\begin{{document}}{wide}{narrow}{more}"
     (tmp_path / "paper.tex").write_text(document + r"Tables \ref{tab:wide}, \ref{tab:narrow}.\end{document}")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

@@ -322,7 +322,7 @@ def test_a_label_names_a_row_of_the_users_own_with_what_the_grid_spans_besides()
     assert "Strong, clients=3: FedProx, mu=1; " in line
     unnamed = plan_table(settings(algorithm=["fedprox", {"kind": "fedprox", "mu": 1}, slow], clients=[3, 4]))
     assert list(plan.runs) == list(unnamed.runs)  # a finished run stays finished under another name
-    with pytest.raises(UserError, match="label = 3 in grid.algorithm: give the name of the row as text"):
+    with pytest.raises(UserError, match=r"label = 3 in grid.algorithm: give the name of the row as text"):
         plan_table(settings(algorithm=[{"kind": "fedprox", "label": 3}]))
 
 
@@ -331,7 +331,7 @@ def test_the_reference_is_a_row_by_its_name_or_its_label() -> None:
     for wanted in ("FedProx (mu=1)", "FedProx"):
         assert plan_table(table.model_copy(update={"reference": wanted})).reference == "FedProx (mu=1)"
     assert plan_table(table).reference == ""
-    with pytest.raises(UserError, match="reference = 'FedAgv': no row has this name .*; rows are FedAvg, FedProx"):
+    with pytest.raises(UserError, match=r"reference = 'FedAgv': no row has this name .*; rows are FedAvg, FedProx"):
         plan_table(table.model_copy(update={"reference": "FedAgv"}))
 
 
