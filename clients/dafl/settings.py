@@ -60,9 +60,9 @@ class DaFl(Settings):
         made_by = values([kind_of(one.generator) for one in chosen])
         epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
         line = (
-            f"DA-FL: before round 1 every client releases synthetic records, gamma = {gammas} times as many as it holds, "
-            f"made by {made_by}; budget epsilon = {epsilon} at delta = {delta} for labels and generator together; clients "
-            f"train on {values([one.train_on for one in chosen])} records."
+            f"DA-FL: before round 1 every client releases synthetic records, gamma = {gammas} times as many as it "
+            f"holds, made by {made_by}; budget epsilon = {epsilon} at delta = {delta} for labels and generator "
+            f"together; clients train on {values([one.train_on for one in chosen])} records."
         )
         if any(one.server_epochs for one in chosen):
             epochs = values([one.server_epochs for one in chosen])
