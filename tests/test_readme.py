@@ -1,6 +1,7 @@
 """The README is short, and what it names is there. tests/docs/test_blocks.py runs its commands and examples."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,17 @@ def test_the_main_job_is_the_first_command() -> None:
     assert README.index("6 GB") < README.index(first)
     head, *rows = re.findall(r"^\| (\w[^|]*) \| (.*) \|$", README, re.MULTILINE)
     plan = plan_table(read_settings(file_or_preset("digits")[0], []), None)
-    assert [name for name, _ in rows[:12]] == list(plan.rows)
+    assert [name for name, _ in rows[: len(plan.rows)]] == list(plan.labels.values())
     assert head[1].split(" | ") == [f"{column} {what}" for column in plan.columns for what in ("last", "best")]
     assert [line for line in plan.caption if line not in README] == []
+
+
+def test_the_main_table_fits_a_screen_with_its_captions() -> None:
+    table, _, below = README.partition("| Method |")[2].partition("\n\n")
+    captions = below.partition("\n\n")[0].splitlines()
+    shown = [part for line in captions for part in textwrap.wrap(line, 140)]
+    assert len(table.splitlines()) + 1 + len(shown) <= 36
+    assert captions[-1].startswith("Privacy of all ")
 
 
 def test_a_row_of_its_table_is_what_the_run_gives(tmp_path: Path) -> None:

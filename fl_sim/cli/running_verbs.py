@@ -121,11 +121,12 @@ def table(  # noqa: PLR0913 (one parameter per option)
     A preset's name means the preset in every folder; a file of that name is ./NAME. The same command resumes a table
     after a crash or Ctrl-C, and repeats no finished cell. Writes table.md, table.csv (a line a run), table.tex (for a
     paper) and table.json after every cell, rounds.csv (a line a round) at the end, and a run directory for each cell
-    under DIR/cells. Bold marks the significantly best methods, which needs three seeds.
+    under DIR/cells. Bold marks the significantly best method; with fewer than three seeds, the highest mean.
 
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
     any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
-    "da-fl", epsilon = 10}}. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
+    "da-fl", epsilon = 10}}, and its label names the row. reference = "FedAvg" is the row that others are compared with,
+    in place of the one with the highest mean. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
     one. Several [[grid]] make one table of the runs of all of them. [tune] searches for the settings of every method
     first, at the same cost for each and without the test records: trials, rounds, halving, validation, search, seed,
     data, and the spaces [tune.space] and [tune.spaces.METHOD], of lists or {low = 0.001, high = 0.1, log = true}.
