@@ -126,10 +126,11 @@ def table(  # noqa: PLR0913 (one parameter per option)
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
     any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
     "da-fl", epsilon = 10}}, and its label names the row. reference = "FedAvg" is the row that others are compared with,
-    in place of the one with the highest mean. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
-    one. Several [[grid]] make one table of the runs of all of them. [tune] searches for the settings of every method
-    first, at the same cost for each and without the test records: trials, rounds, halving, validation, search, seed,
-    data, and the spaces [tune.space] and [tune.spaces.METHOD], of lists or {low = 0.001, high = 0.1, log = true}.
+    in place of the one with the highest mean. centralized = false leaves out the upper bound. A key=value takes a list
+    where the grid has one. Several [[grid]] make one table of the runs of all of them. [tune] searches for the settings
+    of every method first, at the same cost for each and without the test records: trials, rounds, halving, validation,
+    search, seed, data, and the spaces [tune.space] and [tune.spaces.METHOD], of lists or {low = 0.001, high = 0.1, log
+    = true}.
 
     For example:
 
