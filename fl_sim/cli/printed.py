@@ -140,6 +140,8 @@ def print_table(board: TableState, out: Path, *, json_output: bool) -> None:
         say(json.dumps(as_json(table)))
     elif console.is_terminal:
         console.print(_table_grid(table))
+        for note in notes(table):
+            console.print(printable(note), highlight=False, markup=False)
         for further in filter(None, (differences(table), targets(table))):
             grid = RichTable("Method", title=Text(in_a_line(further.title)))
             for head in further.heads:
@@ -147,8 +149,6 @@ def print_table(board: TableState, out: Path, *, json_output: bool) -> None:
             for row, cells in further.rows:
                 grid.add_row(Text(in_a_line(row)), *(Text(in_a_line(cell)) for cell in cells))
             console.print(grid)
-        for note in notes(table):
-            console.print(printable(note), highlight=False, markup=False)
     else:
         say(markdown(table))
     for problem in problems:

@@ -9,6 +9,7 @@ from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.measures import ENOUGH, FEWEST
 from fl_sim.report.table import Table, most_seeds
 
+_SEEDS: Final = "Seeds:"
 _MOST_WARNINGS: Final = 8
 _MOST_NAMES: Final = 4
 """Of rows without a guarantee: more of them are "all other methods"."""
@@ -30,9 +31,11 @@ def notes(table: Table) -> list[str]:
     bill = [str(bill["in_words"]) for bill in table.bill or ()]
     if table.bill is None and any(result.guarantee for result in table.results):
         bill = ["The privacy cost of all runs together is stated once the table is complete."]
+    bold = _bold(table)
+    caption = [f"{line} {bold}" if bold and line.startswith(_SEEDS) else line for line in table.caption]
     return [
-        *table.caption,
-        *_bold(table),
+        *caption,
+        *([bold] if bold and caption == [*table.caption] else []),
         *privacy_notes(statements, are_all=len(statements) == len(table.rows)),
         *bill,
         *_warnings(table),
@@ -127,13 +130,13 @@ def _warnings(table: Table) -> list[str]:
     return [f"Warnings: {lines[0]}", *lines[1:]] if lines else []
 
 
-def _bold(table: Table) -> list[str]:
-    """Return the meaning of bold."""
+def _bold(table: Table) -> str:
+    """Return the meaning of bold, empty where there is nothing to compare."""
     seeds = most_seeds(table)
-    if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:  # nothing to compare
-        return []
+    if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
+        return ""
     if seeds < FEWEST:
-        return [f"Bold: the highest mean, untested, as fewer than {FEWEST} seeds give no interval of a difference."]
+        return f"Bold: the highest mean, untested, as fewer than {FEWEST} seeds give no interval of a difference."
     interval = f"Student's t, from {ENOUGH} seeds on BCa bootstrap; not corrected for the number of rows"
     condition = "the 95 % interval of every other row's difference to it, paired by seed, excludes 0"
-    return [f"Bold: the highest mean, if {condition} ({interval})."]
+    return f"Bold: the highest mean, if {condition} ({interval})."

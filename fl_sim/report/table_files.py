@@ -70,13 +70,15 @@ def write_rounds(out: Path, table: Table, rounds: Mapping[str, Sequence[RoundRec
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, with further tables and notes."""
+    """Return the table in Markdown, with notes and further tables."""
     heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
     rows = [
         (table.label(row), [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)
     ]
     below = "\n".join(f"{in_a_line(note)}  " for note in notes(table))
-    return "\n\n".join([_markdown_grid(heads, rows), *further_paragraphs(table), below]).rstrip()
+    return "\n\n".join(
+        [part for part in (_markdown_grid(heads, rows), below.rstrip(), *further_paragraphs(table)) if part]
+    )
 
 
 def further_paragraphs(table: Table) -> list[str]:

@@ -175,17 +175,18 @@ def caption(
         "Centralized: upper bound, the same model and optimiser on all training records in one place, and as many "
         f"{'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total; does not compete."
     )
+    baseline = f" Baseline: the most frequent class of the test records, {baselines}." if baselines else ""
+    remarks = [f"Methods: {methods}."] if methods else []
+    remarks += [f"{one}." for one in dict.fromkeys(advice) if one]
     return (
         f"Test accuracy in percent; last: after the last round; best: {_best(experiments)}.",
-        f"Data: {data}.",
+        f"Data: {data}.{baseline}",
         f"Settings: {_federation(experiments, told)}; {_training(experiments, told)}; {_exchange(experiments, told)}.",
         f"Seeds: {spread(experiments)}.",
-        *([f"Baseline: the most frequent class of the test records, {baselines}."] if baselines else []),
-        *([f"Methods: {methods}."] if methods else []),
+        *([" ".join(remarks)] if remarks else []),
         *_captions([e.preprocess for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *_captions([e.calibrate for e in experiments]),
-        *(f"{one}." for one in dict.fromkeys(advice) if one),
         *([bound] if has_bound else []),
     )
 
