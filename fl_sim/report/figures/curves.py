@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from fl_sim.report.groups import Panel, SeedGroup, further_settings, short_names
+from fl_sim.report.groups import Panel, SeedGroup
 from fl_sim.report.measures import mean_and_deviation, spent_by
 from fl_sim.report.picture import (
     PAGE,
@@ -26,6 +26,7 @@ from fl_sim.report.picture import (
     styled,
     with_grid,
 )
+from fl_sim.report.row_names import further_settings, short_names
 from fl_sim.store.run_directory import RoundRecord
 
 if TYPE_CHECKING:
@@ -210,10 +211,10 @@ def _picture(
     caption = [f"{heading}: {what}. {drawn_as}"]
     caption += [f"Data {data}"] if data else []
     names = _names(panels, styles)
-    labels = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
+    whole = {label: one.runs[0].row or label for panel in panels for label, one in panel.lines if not one.is_bound}
     settings: dict[str, list[str]] = {}
-    for label in labels:
-        settings.setdefault(further_settings(label, names[label], ""), []).append(names[label])
+    for label, row in whole.items():
+        settings.setdefault(further_settings(row, names[label], ""), []).append(names[label])
     details = [f"{'; '.join(own)}: {more}" for more, own in settings.items() if more]
     png = drawn(drawing, WIDE_PAGE if len(panels) > 1 else PAGE)
     return Picture(name, heading, tuple(caption), png, tuple(details), drawing)
