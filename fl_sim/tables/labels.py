@@ -358,9 +358,14 @@ def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequenc
             for place, text in found.items():
                 by_text.setdefault(text, []).append(place)
             usual = max(by_text, key=lambda text: len(by_text[text]))
-            others = (f"{text} for {', '.join(some)}" for text, some in by_text.items() if text != usual)
+            others = (f"{text} for {', '.join(map(_quoted, some))}" for text, some in by_text.items() if text != usual)
             return f"{usual} ({'; '.join(others)})"
     return ", ".join(dict.fromkeys(texts))
+
+
+def _quoted(place: str) -> str:
+    """Return a name, in quotes if it has a comma."""
+    return f"'{place}'" if "," in place else place
 
 
 def _value_at(experiment: Experiment, key: str) -> str:

@@ -78,7 +78,8 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
     settings = TableSettings(base=IID, grid={"aggregator": ["mean", "krum:2"], "attack": ["none", "alie:3"]})
     plan = plan_table(settings)
     assert "FedAvg, aggregator=krum:2, attack=alie:3" in plan.rows
-    assert "attack none, alie:3 by 3 of them" in plan.caption[1]
+    attacked = "'FedAvg, attack=alie:3', 'FedAvg, aggregator=krum:2, attack=alie:3'"
+    assert f"attack none (alie:3 by 3 of them for {attacked})" in plan.caption[2]
     [no_attack] = {caption for caption in plan_table(TableSettings(base=IID)).caption if "attack" in caption} or {""}
     assert not no_attack
 
