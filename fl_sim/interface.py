@@ -68,7 +68,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TableResult:
-    """The table, as far as it is filled, and the ``directory`` of the table and its runs."""
+    """The ``table``, as far as it is filled, and the ``directory`` of the table and its runs."""
 
     directory: Path
     table: "Table" = field(repr=False)

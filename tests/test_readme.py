@@ -40,17 +40,17 @@ def test_the_main_table_fits_a_screen_with_its_captions() -> None:
     table, _, below = README.partition("| Method |")[2].partition("\n\n")
     captions = below.partition("\n\n")[0].splitlines()
     shown = [part for line in captions for part in textwrap.wrap(line, 140)]
-    assert len(table.splitlines()) + 1 + len(shown) <= 36
+    assert len(table.splitlines()) + 1 + len(shown) <= 40
     assert captions[-1].startswith("Privacy of all ")
 
 
 def test_a_row_of_its_table_is_what_the_run_gives(tmp_path: Path) -> None:
-    [fedavg] = re.findall(r"^\| FedAvg \| ([\d.]+) \|", README, re.MULTILINE)
+    [mean] = re.findall(r"^\| NaiveMix \| ([\d.]+) ± [\d.]+ \|", README, re.MULTILINE)
     plan = plan_table(read_settings(file_or_preset("digits")[0], []), None)
-    [cell] = [cell for cell in plan.cells if (cell.row, cell.column) == ("FedAvg", plan.columns[0])]
+    cell = next(one for one in plan.cells if "NaiveMix" in one.row and one.column == plan.columns[0])
     result = fl_sim.run(cell.experiment, out=tmp_path, progress=False)
     assert result.final_accuracy is not None
-    assert abs(100 * result.final_accuracy - float(fedavg)) < 2  # processors differ in last bits
+    assert abs(100 * result.final_accuracy - float(mean)) < 3  # one seed of three; across CPU types rounding differs
 
 
 @pytest.mark.usefixtures("quick_accounting")

@@ -211,7 +211,10 @@ _TUNED_ON = {
         "the radius of DA-FL's generator gaussian, how coarse DA-FL's generator mean-embedding takes colours to be, "
         "and how features=whitened-scattering whitens"
     ),
-    DIGITS: "how many synthetic records the preset digits asks clients for",
+    DIGITS: (
+        "how many synthetic records the preset digits asks clients for, and the learning rates, momenta and further "
+        "settings of its methods"
+    ),
 }
 
 KNOWN: dict[str, KnownSet] = {known.name: known for known in _ALL}
