@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from flwr.serverapp import Grid
@@ -27,6 +27,9 @@ from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
 from fl_sim.store.private import PrivateLog, prints_to, warnings_to
 from strategies.layer import layer_kinds
+
+MOST_LISTED: Final = 5_000
+"""Clients in ``clients.csv``: with more it is not written, so that a client that is never met costs no space."""
 
 
 def run(
@@ -90,12 +93,12 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 
 
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
-    """Write the model, and where clients' accuracies are known, a line for each client; never in a private run."""
-    run_directory.write_model(out, {**log.fixed, **log.server.model})
+    """Write the model, and a line for each client if accuracies are known and clients not too many; never if private."""
+    """Write the model, and a line for each client if accuracies are known and clients are few; never if private."""
     last = log.measured
-    if last is None or last.by_client is None or job.experiment.is_private:
+    if last is None or last.by_client is None or job.experiment.is_private or len(job.shards.sizes) > MOST_LISTED:
         return
-    records = job.shards.sizes + (job.validation.sizes if job.num_validated else 0)
+    records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)
     accuracies = np.full(len(records), np.nan)
     accuracies[: len(last.by_client)] = last.by_client
     lines = [

@@ -129,8 +129,8 @@ class Observer(Protocol):
 
 def own_metrics_of(observer: Observer) -> Mapping[str, OwnMetrics]:
     """Return the metrics of the user's own that an observer has, by the name of what has them."""
-    found: Mapping[str, OwnMetrics] = getattr(observer, "own_metrics", {})
-    return found
+    found = getattr(observer, "own_metrics", {})
+    return found if isinstance(found, Mapping) else {}  # what answers to any name has none
 
 
 class Silent:

@@ -69,7 +69,7 @@ def test_a_dry_run_shows_what_would_run_and_runs_nothing(
     monkeypatch.chdir(tmp_path)
     small = ["model=logistic", "rounds=2", "--dry-run", "--json"]
     if verb[0] == "table":
-        small += ["algorithm=fedavg", "partition=iid", "centralized=false"]
+        small += ["algorithm=fedavg", "partition=iid", "centralized=false", "seed=0"]
     assert typed(monkeypatch, *verb, *small) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["runs"]) == {"run": 1, "table": 1, "sweep": 2}[verb[0]]

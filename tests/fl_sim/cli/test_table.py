@@ -17,9 +17,9 @@ from fl_sim.__main__ import main
 from fl_sim.tables import PRESETS
 
 ROOT = Path(__file__).parents[3]
-QUICK = ["model=logistic", "rounds=2", "algorithm=fedavg,scaffold", "partition=label-1"]
+QUICK = ["model=logistic", "rounds=2", "algorithm=fedavg,scaffold", "partition=label-1", "seed=0"]
 ONE = [*QUICK, "rounds=1", "algorithm=fedavg", "centralized=false", "--jobs", "1"]
-LONG = ["model=logistic", "rounds=300", "algorithm=fedavg,scaffold", "partition=label-1"]
+LONG = ["model=logistic", "rounds=300", "algorithm=fedavg,scaffold", "partition=label-1", "seed=0"]
 MEDIUM = [*LONG, "rounds=30", "centralized=false", "--jobs", "1"]
 PATIENCE = 120.0
 """Seconds for what takes one on an idle machine."""

@@ -122,6 +122,7 @@ TABLE = [
     "rounds=4",
     "algorithm=fedavg,scaffold",
     "partition=label-1",
+    "seed=0",
     "centralized=false",
     "--jobs=1",
 ]
