@@ -93,8 +93,8 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 
 
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
-    """Write the model, and a line for each client if accuracies are known and clients not too many; never if private."""
     """Write the model, and a line for each client if accuracies are known and clients are few; never if private."""
+    run_directory.write_model(out, {**log.fixed, **log.server.model})
     last = log.measured
     if last is None or last.by_client is None or job.experiment.is_private or len(job.shards.sizes) > MOST_LISTED:
         return
