@@ -1,4 +1,4 @@
-"""``fl-sim data`` and ``partition``: the data sets on this machine, their content, and their splits into clients."""
+"""The code of ``fl-sim data`` and ``partition``: data sets on this machine, their content, and partitions."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _QUANTILES: Final = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 
 
 
 def show_found(data_root: Path | None, *, json_output: bool) -> None:
-    """Print the data sets that are found, and the folders that are searched for the others."""
+    """Print the data sets that are found on this machine, and the folders that are searched."""
     found = {name: find(name, data_root) for name in NAMES}
     if json_output:
         searched = [
@@ -49,9 +49,10 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
 
 
 def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -> None:
-    """Compare the data sets ``names``, or all that are found, with their published checksums, shapes and counts.
+    """Compare data sets with their published checksums, shapes and counts, and print the results.
 
-    Raises RunError if a file is damaged or one of ``names`` is missing.
+    ``names``: the data sets; empty: all data sets that are found. Raises RunError if a file is damaged, or if a data
+    set of ``names`` is missing.
     """
     wanted = names or [name for name in NAMES if find(name, data_root)]
     checks = []
@@ -74,9 +75,9 @@ def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -
 def show_card(
     arguments: list[str], sheet: Path | None, data_root: Path | None, *, with_records: bool, json_output: bool
 ) -> None:
-    """Print the card of a data set, and draw some of its images into the file ``sheet``.
+    """Print the description of a data set, and draw some of its images into the file ``sheet``.
 
-    Raises UserError for an unknown name, and for a sheet of records that are not images.
+    Raises UserError for an unknown name, and for a ``sheet`` if the records are not images.
     """
     from fl_sim.experiment.experiment import experiment_from, with_overrides  # noqa: PLC0415 (slow, only here)
 
@@ -97,7 +98,7 @@ def show_card(
 
 
 def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
-    """Print sizes and label counts of every client, and draw them into the file ``plot``."""
+    """Print the number of records and the label counts of every client; draw them into the file ``plot`` if given."""
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
         from fl_sim.experiment.job import shards_of  # noqa: PLC0415
@@ -139,7 +140,7 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return the card with each text on one line: names from files may hold line breaks."""
+    """Return the description with each text on one line, because names from files may contain line breaks."""
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):

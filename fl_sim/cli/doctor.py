@@ -1,4 +1,4 @@
-"""``fl-sim doctor``: versions, processor, trainer, GPU, Ray, data sets, caches and ledgers, and a self-test."""
+"""The code of ``fl-sim doctor``: versions, hardware, trainer, data sets, caches and ledgers, and a self-test."""
 
 import json
 import os
@@ -32,7 +32,7 @@ FOLDERS: Final = {
     "features": ("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache"),
     "ledgers": ("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state"),
 }
-"""{a folder that outlives runs: the variable that names it, that of its parent, the default parent}."""
+"""{permanent folder: (environment variable of the folder, variable of its parent folder, default parent folder)}."""
 
 _SELF_TEST: Final = {
     "data": "digits", "model": "logistic", "partition": "iid", "clients": 4, "rounds": 5, "seed": 0,
@@ -44,7 +44,7 @@ _MEGABYTE: Final = 1e6
 
 
 def examine(data_root: Path | None, *, json_output: bool) -> None:
-    """Print what is installed and found, and the result of the self-test. Raises RunError where something is wrong."""
+    """Print the state of the installation and the result of the self-test. Raise RunError if a check fails."""
     with waiting() as show:
         show("looks at data sets, caches and ledgers")
         report: dict[str, Any] = {
@@ -79,9 +79,10 @@ def _version(name: str) -> str | None:
 
 
 def _installation() -> dict[str, Any]:
-    """Return version and place of fl-sim, and whether another project's files share its import package.
+    """Return version and folder of fl-sim, and the problem if another project uses the same import package.
 
-    Another project on GitHub has the same import package and the same command; pip installs both over each other.
+    Another project on GitHub has the same import package and the same command. pip then overwrites files of one project
+    with files of the other.
     """
     place, problems = Path(fl_sim.__file__).parent, []
     strangers = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
@@ -126,7 +127,7 @@ def _folder(name: str, variable: str, base_variable: str, base: str) -> dict[str
 
 
 def _self_test() -> dict[str, Any]:
-    """Return seconds and accuracy of five rounds of FedAvg on the embedded digits, run twice: the bits must agree."""
+    """Run FedAvg for five rounds twice with one seed. Return seconds, accuracy, and True if the bits are equal."""
     start, problems = time.perf_counter(), []
     folder = Path(tempfile.mkdtemp(prefix="fl-sim-doctor-"))
     try:

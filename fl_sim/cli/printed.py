@@ -1,4 +1,4 @@
-"""Plans and tables on the screen: in colour at a terminal, as plain text in a pipe, as JSON on request."""
+"""Printed plans and tables: in colour on a terminal, as plain text elsewhere, as JSON on request."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from fl_sim.tables.filling import TableState, conclude
 from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words
 
 _WIDTH: Final = 140
-"""Characters of a line that goes to no terminal."""
+"""Width of a line in characters if the output is not a terminal."""
 
 _MOST_TIMED: Final = 8
-"""Kinds of work that are listed on the screen; ``--json`` lists all."""
+"""Largest number of timed kinds of work that are printed; ``--json`` lists all of them."""
 
 _ROUGH: Final = (
     "The time for privacy accounting was up: some of these epsilons are the RDP accountant's alone, and what the runs "
@@ -35,9 +35,10 @@ _ROUGH: Final = (
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Forecasts of ``runs``, ``jobs`` of them at a time, after the unfinished ``searches``.
+    """The forecasts of ``runs``, with ``jobs`` runs in parallel, and of the unfinished ``searches`` before them.
 
-    ``watch``: the measured times; None: nothing was timed. ``is_rough``: some epsilon of a bill is by RDP alone.
+    ``bills``: the privacy costs of all runs together. ``watch``: the measured times, None if no time was measured.
+    ``is_rough``: True if any epsilon in ``bills`` was computed by RDP alone.
     """
 
     runs: Sequence[Forecast]
@@ -48,7 +49,7 @@ class PlanReport:
     is_rough: bool
 
     def print(self) -> None:
-        """Print a line for each run, the total time, the measured times and the privacy bill."""
+        """Print a line for each run, the total time, the measured times, and the privacy cost of all runs together."""
         console = Console()
         console = console if console.is_terminal else Console(width=_WIDTH)
         console.print(_run_grid(self.runs))
@@ -81,7 +82,7 @@ class PlanReport:
             say(_ROUGH)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values; seconds are null where nothing was timed."""
+        """Return the report as JSON values. Seconds are null if no time was measured."""
         return {
             "jobs": self.jobs,
             "seconds": seconds_together(self.runs, self.jobs),
@@ -121,7 +122,7 @@ class PlanReport:
 
 
 def short(seconds: float) -> str:
-    """Return a time that was measured in three digits.
+    """Return a measured time in seconds as text, with three significant digits and a suitable unit.
 
     >>> [short(seconds) for seconds in (4.21e-7, 0.0123, 1.5)]
     ['0.421 us', '12.3 ms', '1.5 s']
@@ -133,7 +134,7 @@ def short(seconds: float) -> str:
 
 
 def print_table(board: TableState, out: Path, *, json_output: bool) -> None:
-    """Write and print the table as far as it is filled, and warn of its files that cannot be read."""
+    """Write and print the table with the results so far. Print a warning for each file that cannot be read."""
     table, problems = conclude(board, out)
     console = Console()
     if json_output:

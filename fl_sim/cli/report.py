@@ -1,4 +1,4 @@
-"""``fl-sim report``, ``watch`` and ``export``: a page of runs, their live progress, and their metrics for trackers."""
+"""The code of ``fl-sim report`` (page of runs), ``watch`` (live progress) and ``export`` (metrics for trackers)."""
 
 import json
 import os
@@ -48,11 +48,11 @@ def write_report(
     directories: list[Path], out: Path | None, *, paper: bool, pictures: bool, target: float | None, json_output: bool,
     full_axis: bool = False,
 ) -> None:  # fmt: skip
-    """Write the page and its figures, and print their paths and the runs that could not be shown.
+    """Write the report page and its figures. Print the paths of the files, and the runs that could not be shown.
 
-    ``paper``: also write diagrams as PDF and SVG, as wide as a paper's column and as its text. ``pictures``: find
-    images for synthetic feature vectors. ``target``: a test accuracy in [0, 1] whose cost is reported. ``full_axis``:
-    draw accuracies from 0 to 100 %, not over their own range.
+    ``paper``: True also writes diagrams as PDF and SVG, in the widths of one column and of the text of a paper.
+    ``pictures``: True finds images for synthetic feature vectors. ``target``: a test accuracy in [0, 1]; the cost until
+    it is reached is reported. ``full_axis``: True draws accuracies from 0 to 100 %, instead of over their own range.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
@@ -104,9 +104,10 @@ def write_report(
 
 
 def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:
-    """Show the runs in ``directory`` every ``every`` seconds until all have ended, or until Ctrl-C.
+    """Show the state of the runs in ``directory`` every ``every`` seconds, until all runs have ended or Ctrl-C.
 
-    ``once``: show them once. Without a terminal, plain text is written at the start, after each run and at the end.
+    ``once``: True shows the state only once. Without a terminal, plain text is printed at the start, and again after
+    each change of the state of a run.
     """
     watcher = Watcher(directory)
     watched = watcher.look()
@@ -126,7 +127,7 @@ def watch_directory(directory: Path, *, every: float, once: bool, json_output: b
 
 
 def write_gallery(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
-    """Write DIR/README.md from the folders in DIR (and DIR/leaderboard.toml, if there is one), and print its path."""
+    """Write DIR/README.md, the gallery page or, if DIR/leaderboard.toml exists, the leaderboard; print its path."""
     if len(directories) > 1 or out is not None:
         raise UserError("--gallery takes one DIR, which holds a folder for each table, and writes DIR/README.md")
     (directory,) = directories
@@ -144,10 +145,10 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 
 
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
-    """Return images whose features are near ``vectors``, and show the progress of the search.
+    """Return images whose features are close to ``vectors``, and show the progress of the search.
 
-    Only the vectors, the shape of the images and the public transform are used. Raises ValueError if the shape is
-    unknown, or if this version does not have the transform or it does not make such vectors.
+    The search uses only the vectors, the shape of the images and the public feature transform. Raises ValueError if the
+    shape is unknown, if this version does not have the transform, or if the transform does not make such vectors.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (torch: a plain report needs none of it)
 
@@ -179,7 +180,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
 
 def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_output: bool) -> None:
-    """Send every run in or below ``directories`` to ``trackers``, and print their places there.
+    """Send every run in ``directories`` and their subfolders to ``trackers``, and print the runs' places there.
 
     Raises UserError if there is no run, RunError if a tracker failed or a run could not be read.
     """
@@ -229,7 +230,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple
 
 
 def _root(directory: Path) -> str:
-    """Return the relative path from the page to the repository's root, which the names of table files start from."""
+    """Return the relative path from the gallery page to the root of the repository, for links to table definitions."""
     inside = directory.resolve()
     for number, above in enumerate([inside, *inside.parents]):
         if (above / "benchmarks").is_dir():
@@ -238,7 +239,10 @@ def _root(directory: Path) -> str:
 
 
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
-    """Return the shape of the images behind the vectors. Older runs did not record it; that of known sets is public."""
+    """Return the shape of the images from which the feature vectors were computed: (channels, height, width).
+
+    Older runs did not record the shape; for these, the shape of a known public data set is used.
+    """
     known = KNOWN.get(run.config.data)
     recorded = run.result.image_shape if run.result else None
     match tuple(recorded or (known.shape if known else ())):

@@ -1,6 +1,6 @@
-"""``fl-sim run``, ``table``, ``sweep``, ``plan`` and ``settings``: experiments are explained, forecast and run.
+"""The code of ``fl-sim run``, ``table``, ``sweep``, ``plan`` and ``settings``.
 
-torch and Flower are imported after all settings are checked: an error in them is reported at once.
+torch and Flower are imported only after all settings are checked, so that an invalid setting is reported at once.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fl_sim.tables.tuning import Search
 
 ANSWER_SECONDS: Final = 20.0
-"""After this time no further PLD is computed for a plan."""
+"""Seconds after which ``fl-sim plan`` starts no further PLD computation."""
 
 _BEST: Final = {
     "test": "picked on the test set, so optimistic",
@@ -52,7 +52,7 @@ _WIDEST = 110
 def run_experiment(
     given: RunArguments, out: Path | None, data_root: Path | None, *, track: str = "", again: bool, json_output: bool
 ) -> None:
-    """Run the given experiment and print its result."""
+    """Run the experiment of the arguments ``given``, and print its result."""
     trackers = chosen_trackers(track)
     experiment = parse_experiment(given)
     look_for(experiment.data, data_root)
@@ -66,7 +66,7 @@ def run_experiment(
 
 
 def parse_experiment(given: RunArguments) -> Experiment:
-    """Return the given experiment; of a table's file, its [base]."""
+    """Return the experiment of the arguments ``given``; for a table's file, the experiment in its [base]."""
     return experiment_from(with_overrides(_base_of(given), given.overrides))
 
 
@@ -81,9 +81,10 @@ def fill_table(
     track: str = "",
     json_output: bool,
 ) -> None:
-    """Run all unfinished cells and print the table. Raises RunError if a cell failed.
+    """Run all unfinished cells of a table, and print the table. Raise RunError if any cell failed.
 
-    ``hours``: the time budget; exits with 3 if it was too short. ``again``: repeat runs of other records or code.
+    ``hours``: the time budget; the exit code is 3 if it was too short. ``again``: True repeats runs that were made with
+    other records or code.
     """
     trackers, deadline = chosen_trackers(track), deadline_after(hours)
     assert given.path is not None, "without one typed, a preset"
@@ -123,9 +124,10 @@ def fill_table(
 
 
 def as_table(given: RunArguments) -> RunArguments:
-    """Return the arguments as a table: settings with several values are its grid, all others its base.
+    """Return arguments for a table: settings with several values become its [grid], all others its [base].
 
-    The name depends on the names of the varied settings and on the base, so further values extend the same table.
+    The table's name depends on the names of the varied settings and on the base, but not on the values, so that further
+    values extend the same table.
     Raises UserError if no setting has several values, or a value is empty.
     """
     typed = [override.partition("=") for override in given.overrides]
@@ -157,7 +159,7 @@ def show_plan(
     quick: bool = False,
     json_output: bool,
 ) -> None:
-    """Print the forecast of every run of the given experiment or table, and the privacy bill of all."""
+    """Print the forecast of every run of an experiment or table, and the privacy cost of all runs together."""
     deadline, is_late = time.monotonic() + ANSWER_SECONDS, list[bool]()
 
     def in_time() -> bool:
@@ -193,7 +195,7 @@ def show_plan(
 
 
 def show_settings(name: str | None, *, json_output: bool) -> None:
-    """Print the reference of the setting, group or kind called ``name``; None: the settings of every experiment."""
+    """Print the reference of the setting, group or kind ``name``; for None, the settings of every experiment."""
     every = groups()
     if name is None:
         chosen = [group for group in every if not group.kind and group.name in {"", "local", "evaluate"}]
@@ -211,13 +213,13 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
 
 
 def title_of(group: Group) -> str:
-    """Return the setting that selects a group, as it is typed, and the setting that must be made before it."""
+    """Return the title of a group of settings: its name or ``name=kind``, and the setting that it depends on."""
     title = f"{group.name}={group.kind}" if group.kind else group.name
     return f"{title}, with {group.within}" if group.within else title
 
 
 def _base_of(given: RunArguments) -> dict[str, Any]:
-    """Return the settings of the given file; of a table's file its [base], with a warning about the rest."""
+    """Return the settings in the file; for a table's file, only its [base], with a warning about the other sections."""
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
         say(
@@ -314,7 +316,7 @@ def _percent(accuracy: float | None) -> str:
 
 
 class _Planned(NamedTuple):
-    """Runs {directory in ``cells``: experiment}, ``jobs`` at a time, and the unfinished searches before them."""
+    """The planned runs, {directory name in ``cells``: experiment}, ``jobs`` in parallel; and unfinished searches."""
 
     runs: Mapping[str, Experiment]
     cells: Path
@@ -358,9 +360,9 @@ def _planned_table(
 
 
 def _find(name: str, every: Sequence[Group]) -> list[Group]:
-    """Return the groups, or parts of them, called ``name``; ``algorithm=fedprox`` is the kind in its group.
+    """Return the groups of settings, or parts of groups, with the name ``name``, such as ``algorithm=fedprox``.
 
-    Raises UserError if nothing has this name.
+    Raises UserError if there is no setting, group or kind with this name.
     """
     setting, _, kind = name.partition("=")
     kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])

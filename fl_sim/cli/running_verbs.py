@@ -1,6 +1,6 @@
-"""The verbs that run or plan experiments: their options, help and arguments; and the options that all verbs share.
+"""The commands (verbs) that run or plan experiments, with their options and help; and the options of all verbs.
 
-Nothing of an experiment is imported here: help and a missing file are answered without any kind of setting.
+This module does not import the code of experiments, so that help and errors about files appear at once.
 """
 
 from pathlib import Path
@@ -242,7 +242,10 @@ def partition(
 
 
 class RunArguments(NamedTuple):
-    """The arguments of a verb: FILE or PRESET ``name``, if given, its path and content, and key=value texts."""
+    """The arguments of a verb. ``name``: FILE or PRESET, or None. ``path`` and ``table``: path and content of the file.
+
+    ``overrides``: the ``key=value`` arguments as text.
+    """
 
     name: str | None
     path: Path | None
@@ -251,10 +254,10 @@ class RunArguments(NamedTuple):
 
 
 def read_arguments(arguments: list[str] | None, default: str | None = None) -> RunArguments:
-    """Read ``[FILE or PRESET] [key=value ...]``; ``default`` stands for a missing FILE.
+    """Read the arguments ``[FILE or PRESET] [key=value ...]``. ``default``: used if there is no FILE or PRESET.
 
-    Reports a preset that hides a file, and settings that a later one replaces. Raises UserError for two files, and for
-    a file that cannot be read.
+    Prints a message if a preset hides a file, and for each setting that a later argument replaces. Raises UserError for
+    two files, and for a file that cannot be read.
     """
     files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:

@@ -1,4 +1,4 @@
-"""The output of the command line, and its progress line during a wait."""
+"""Output of the command line: printed text, and the progress line during long work."""
 
 import sys
 import time
@@ -11,17 +11,17 @@ import typer
 from fl_sim.errors import printable
 
 SILENT_SECONDS: Final = 2.0
-"""The silence before the first progress line, and without a terminal between two of them."""
+"""Seconds before the first progress line, and, without a terminal, also between two progress lines."""
 
 
 def say(text: object = "", *, err: bool = False) -> None:
-    """Print ``text``, made safe for a terminal, to standard output, or with ``err`` to standard error."""
+    """Print ``text``, with escaped control characters, to standard output, or to standard error if ``err`` is True."""
     typer.echo(printable(str(text)), err=err)
 
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows a progress line; on a terminal each line replaces the last one."""
+    """Yield a function that shows a progress line. On a terminal, each line replaces the previous one."""
     from rich.cells import set_cell_size  # noqa: PLC0415 (slow, and few verbs need it)
     from rich.console import Console  # noqa: PLC0415
 

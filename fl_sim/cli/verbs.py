@@ -1,6 +1,6 @@
-"""The command line: all verbs with their options and help. The code of a verb is imported when it is called.
+"""The command line: all commands (verbs) with their options and help. The code of a verb is imported lazily.
 
-Help and typos are answered from this file, which must not import torch, Flower or a library for figures.
+This module must not import torch, Flower or a library for figures, so that help and typing errors are answered fast.
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ def options_of_every_verb(
                      help="Print the version."),
     ] = False,
 ) -> None:  # fmt: skip
-    """Take the options that stand before a verb."""
+    """Accept the options before the name of a verb."""
     del version
 
 

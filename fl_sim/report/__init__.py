@@ -1,1 +1,1 @@
-"""What people see of an experiment: progress, figures, tables, run directories."""
+"""Reports on experiments: progress display, figures, tables, and the reader of run directories."""

@@ -12,7 +12,7 @@ from fl_sim.report.table import Table, most_seeds
 _SEEDS: Final = "Seeds:"
 _MOST_WARNINGS: Final = 8
 _MOST_NAMES: Final = 4
-"""Of rows without a guarantee: more of them are "all other methods"."""
+"""Largest number of rows without a guarantee listed by name; a longer list becomes "all other methods"."""
 
 _CHANGES: Final[Mapping[str, str]] = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
@@ -22,7 +22,7 @@ _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def notes(table: Table) -> list[str]:
-    """Return the lines below a table: its caption, then bold, privacy, warnings and failures."""
+    """Return the lines below a table: caption, meaning of bold print, privacy, warnings, and failed runs."""
     statements: dict[str, list[tuple[PrivacyStatement, ...]]] = {}
     for row in table.rows:
         finished = [one.statements for one in table.results if (one.row, one.status) == (row, "finished")]
@@ -44,10 +44,10 @@ def notes(table: Table) -> list[str]:
 
 
 def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, are_all: bool = True) -> list[str]:
-    """Return the guarantees with the rows that give them, their limits, and the rows without any.
+    """Return the lines on privacy: guarantees by table row, the limits of the guarantees, and rows without a guarantee.
 
-    ``rows``: {row: the statements of each of its runs}; ``are_all``: the table has no other rows. A row's epsilon is
-    the largest of its runs, each by itself: the bill has the cost of all runs together.
+    ``rows``: {row: the privacy statements of each run of the row}; ``are_all``: True if the table has no other rows.
+    The epsilon of a row is the largest epsilon of any single run. The cost of all runs together is not stated here.
     """
     promises: dict[str, dict[str, tuple[float, tuple[float, float]]]] = {}
     limits: dict[str, dict[str, dict[str, None]]] = {"Covered": {}, "Not covered": {}}
@@ -78,7 +78,7 @@ def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, a
 
 
 def _where(one: PrivacyStatement) -> str:
-    """Return unit, adjacency and delta."""
+    """Return the privacy unit, the adjacency and delta of a statement, as a phrase."""
     change = _CHANGES.get(one.adjacency, one.adjacency)
     return f"of a {one.unit} ({change}), delta {one.delta or 0:g}"
 
@@ -94,13 +94,13 @@ def _epsilons(of_row: Mapping[str, tuple[float, tuple[float, float]]]) -> Iterab
 
 
 def _sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each with its full stop."""
+    """Return the sentences of a text; each sentence ends with its punctuation mark."""
     whole = f"{text.rstrip().rstrip('.')}." if text.strip() else ""
     return [one for one in _SENTENCE_END.split(whole) if one]
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return every sentence once, after the rows that it is about if it is not about all of them."""
+    """Return the sentences as one text. A sentence that does not hold for all rows follows the names of its rows."""
     of_owners: dict[tuple[str, ...], list[str]] = {}
     for sentence, owners in said.items():
         of_owners.setdefault(tuple(owners), []).append(sentence)
@@ -111,7 +111,7 @@ def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str
 
 
 def _warnings(table: Table) -> list[str]:
-    """Return the warnings of finished runs that are not in the caption, with the runs; the most frequent first."""
+    """Return the warnings of finished runs with the runs' names, without those in the caption, most frequent first."""
     runs: dict[str, list[str]] = {}
     for one in table.results:
         for warning in dict.fromkeys(one.warnings):
@@ -131,7 +131,7 @@ def _warnings(table: Table) -> list[str]:
 
 
 def _bold(table: Table) -> str:
-    """Return the meaning of bold, empty where there is nothing to compare."""
+    """Return the sentence that explains bold print; empty if the table has fewer than two rows to compare."""
     seeds = most_seeds(table)
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
         return ""

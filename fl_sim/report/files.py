@@ -1,6 +1,6 @@
-"""The parts of result files that a report reads; anything else in them is refused or ignored.
+"""Schemas of the result files that a report reads. A report ignores all other fields and refuses invalid values.
 
-The files may come from anywhere: their size is bounded, and no number in them is NaN or infinite.
+The files may come from an untrusted source. Therefore their size is limited, and their numbers must be finite.
 """
 
 import json
@@ -22,17 +22,18 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class FileModel(BaseModel):
-    """A part of a file; its numbers are finite."""
+    """Base class of the schemas. NaN and infinite numbers are refused."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
 
 class PrivacyStatement(FileModel):
-    """One privacy statement of ``result.json``; without a guarantee ``epsilon`` is None.
+    """One privacy statement of ``result.json``. ``epsilon`` is None if there is no guarantee.
 
-    ``ledger``: the ledger that was charged; ``planned_events``: all releases that were fixed beforehand. Older versions
-    state neither. ``budget``: the largest epsilon allowed; where it is smaller than the plan, it is ``epsilon``.
-    ``epsilon_whole_run`` at ``delta_whole_run``: the cost of the whole run for the unit, where that is more.
+    ``ledger``: the ledger that was charged. ``planned_events``: all releases that were planned before the run. Files of
+    older versions have neither field. ``budget``: the largest epsilon allowed; if the budget is smaller than the
+    epsilon of the plan, ``epsilon`` is the budget. ``epsilon_whole_run`` at ``delta_whole_run``: the cost of the whole
+    run for the privacy unit, if this cost is larger.
     """
 
     unit: str
@@ -56,14 +57,14 @@ class PrivacyStatement(FileModel):
 
     @property
     def of_run(self) -> tuple[float | None, float]:
-        """Return epsilon and delta of all releases of the run about the unit."""
+        """Return epsilon and delta of all releases of the run together, for the privacy unit of this statement."""
         if self.epsilon is None or self.epsilon_whole_run is None:
             return self.epsilon, self.delta or 0.0
         return self.epsilon_whole_run, self.delta_whole_run or 0.0
 
     @property
     def promise(self) -> str:
-        """Return the guarantee in a sentence."""
+        """Return the guarantee, or its absence, as a sentence."""
         if self.epsilon is None:
             return f"No privacy guarantee for a {self.unit}. {self.guarantee}".strip() + "."
         promised = self.guarantee or f"({rounded_up(self.epsilon)}, {self.delta or 0:g})-differential privacy"
@@ -71,20 +72,20 @@ class PrivacyStatement(FileModel):
 
     @property
     def limits(self) -> str:
-        """Return the sentences on what the guarantee covers and what it does not."""
+        """Return the sentences on the covered and the uncovered outputs of the guarantee."""
         covered = f"It covers: {self.covers.rstrip('.')}." if self.covers and self.protects else ""
         left_out = f"It does not cover: {self.does_not_cover.rstrip('.')}." if self.does_not_cover else ""
         return f"{covered} {left_out}".strip()
 
     @property
     def in_short(self) -> str:
-        """Return a table's entry, such as ``epsilon 3.2 per client``: the cost of the whole run for the unit."""
+        """Return the cost of the whole run for the unit as a table entry, such as ``epsilon 3.2 per client``."""
         epsilon, _ = self.of_run
         return f"{'none' if epsilon is None else f'epsilon {rounded_up(epsilon, 3)}'} per {self.unit}"
 
 
 class KindTable(FileModel):
-    """A table of settings, reduced to the name of its kind."""
+    """A section of settings of which a report reads only the name of the kind."""
 
     kind: str
 
@@ -103,7 +104,7 @@ class PoolSettings(FileModel):
 
 
 class OtherPreprocess(FileModel):
-    """Settings of another stage, or of a user's own kind, which is an import path. The report reads none of them."""
+    """Settings of a stage other than DA-FL, or of a user's own kind (an import path). A report reads only the kind."""
 
     kind: Annotated[str, Field(pattern="^(none|private-start|.*:.*)$")]
 
@@ -131,14 +132,14 @@ class RunConfig(FileModel):
 
 
 class ClientShare(FileModel):
-    """The number of records of each class that a client released, and the privacy events of that release."""
+    """The number of synthetic records of each class that a client released, and the privacy events of this release."""
 
     counts: list[Count]
     facts: dict[str, Any] | None = None
 
 
 class StageResult(KindTable):
-    """The result of a run's preprocessing; ``pool``: the file of its synthetic records, empty without any."""
+    """The result of a run's preprocessing. ``pool``: name of the file of synthetic records, empty if there is none."""
 
     pool: str = ""
     train_on: str = ""
@@ -146,7 +147,7 @@ class StageResult(KindTable):
 
 
 class MechanismFacts(KindTable):
-    """The noise on the votes, in votes; each mechanism has some of these parameters."""
+    """The noise that PATE adds to the vote counts, in votes. Each mechanism has some of these parameters."""
 
     gamma: Positive | None = None
     sigma: Positive | None = None
@@ -161,7 +162,7 @@ class MechanismFacts(KindTable):
 
 
 class PateFacts(FileModel):
-    """The vote and the labels of a run with PATE; ``label_accuracy`` in [0, 1]."""
+    """Facts on the vote and the labels of a run with PATE. ``label_accuracy`` is in [0, 1]."""
 
     teachers: Annotated[Count, Field(ge=1)]
     mechanism: MechanismFacts
@@ -183,22 +184,22 @@ class Seconds(FileModel):
 
 
 class RecordedTraffic(FileModel):
-    """Bytes to clients and from clients."""
+    """Traffic in bytes: ``down`` from the server to the clients, ``up`` from the clients to the server."""
 
     down: Bytes
     up: Bytes
 
 
 class BytesFacts(FileModel):
-    """The traffic before the first round, by its content; None where it is unknown."""
+    """The traffic before the first round, {content: bytes}; None where the number of bytes is unknown."""
 
     before: dict[str, RecordedTraffic | None] = {}
 
 
 class MeasureFacts(FileModel):
-    """Measures of the last model; ``client_quantiles``: quantiles of the client accuracies in equal steps, ascending.
+    """Measures of the final model. ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
 
-    Row i of ``confusion`` counts the test records of class i, column j those classified as class j.
+    ``confusion[i][j]``: the number of test records of class i that the model classifies as class j.
     """
 
     confusion: list[list[Count]] | None = None
@@ -214,10 +215,10 @@ class MeasureFacts(FileModel):
 
 
 class ResultFile(FileModel):
-    """The part of ``result.json`` that a report reads; accuracies in [0, 1].
+    """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
-    A result without ``is_private`` may be private. ``image_shape``: channels, height and width of the images that the
-    features were computed from.
+    A result without ``is_private`` counts as private. ``image_shape``: channels, height and width of the images from
+    which the features were computed.
     """
 
     algorithm: str = ""
@@ -245,9 +246,9 @@ class ResultFile(FileModel):
 
 
 class CellFile(FileModel):
-    """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds.
+    """One cell of ``table.json``. Accuracies are in percent; lists have the order of the seeds.
 
-    ``measures``: since version 2, {name: one value per seed}. ``statuses``: one per seed, empty in older files.
+    ``measures``: {name: one value per seed}, since version 2. ``statuses``: one status per seed, empty in older files.
     """
 
     row: str
@@ -275,7 +276,7 @@ class TableFile(FileModel):
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises ValueError if it is too large, too deeply nested, or no JSON."""
+    """Return the content of a JSON file. Raise ValueError if the file is too large, too deeply nested, or not JSON."""
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:

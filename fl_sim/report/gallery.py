@@ -1,8 +1,8 @@
-"""The gallery: finished tables beside published figures, and the leaderboard with their best rows, in Markdown.
+"""The gallery page: finished tables beside published accuracies; and the leaderboard page. Both are in Markdown.
 
-A folder for each table: ``about.toml`` (``About``), written by hand, and ``table.json`` (and ``table.csv``, if it is
-there) as ``fl-sim table`` wrote them. A folder without ``table.json`` is a table that is still to be run.
-``leaderboard.toml`` has the questions of the leaderboard, one per table.
+The gallery has a folder for each table. ``about.toml`` (class ``About``) is written by hand. ``table.json`` and the
+optional ``table.csv`` are copies of the files that ``fl-sim table`` wrote. A folder without ``table.json`` is a table
+whose runs are still missing. ``leaderboard.toml`` defines the leaderboard: one question for each table on that page.
 """
 
 import csv
@@ -44,9 +44,9 @@ class _FileModel(BaseModel):
 
 
 class PublishedFigures(_FileModel):
-    """Accuracies in percent from one source: {column: {row: accuracy}}, named as the table names them.
+    """Published accuracies in percent from one source, {column: {row: accuracy}}, with the names of the table.
 
-    ``measure``: of the last round, or of the best one.
+    ``measure``: the accuracies are those of the last round, or of the best round.
     """
 
     source: str
@@ -57,11 +57,12 @@ class PublishedFigures(_FileModel):
 
 
 class About(_FileModel):
-    """Facts about a table that are not in its ``table.json``.
+    """The content of ``about.toml``: facts about a table that are not in its ``table.json``.
 
-    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, without a
-    ``table.csv``; ``hours_at_most``: an upper bound, as the times of private runs are rounded up. ``differs``:
-    deviations from the published setting and their reasons, in Markdown.
+    ``file``: path of the table's definition, relative to the root of the repository. ``hours``: the time of all runs
+    together, for a table without ``table.csv``. ``hours_at_most``: True if ``hours`` is an upper bound, because the
+    times of private runs are rounded up. ``differs``: deviations from the published setting and their reasons, in
+    Markdown.
     """
 
     title: str
@@ -76,7 +77,7 @@ class About(_FileModel):
 
 @dataclass(frozen=True)
 class Entry:
-    """A table of the gallery; ``table`` None: it is still to be run. ``hours``: in words, empty if unknown."""
+    """One table of the gallery. ``table``: None before its runs. ``hours``: time of all runs as text, may be empty."""
 
     name: str
     about: About
@@ -85,11 +86,12 @@ class Entry:
 
 
 class Question(_FileModel):
-    """One table of the leaderboard.
+    """One question of the leaderboard, answered by a table.
 
-    ``folder``: the gallery's table. ``columns``: {its column: the heading here}. ``rows``: {its row: the label here},
-    shown in this order, after the ``best`` rows: so many with the highest means in the first column, by the table's own
-    names. ``published``: adds the published figures of these rows.
+    ``folder``: folder of the source table in the gallery. ``columns``: {column of the source: heading on the page}.
+    ``rows``: {row of the source: label on the page}, in the order of the page. ``best``: the number of rows with the
+    highest means in the first column, which are shown before ``rows``. ``published``: True adds the published
+    accuracies of these rows.
     """
 
     title: str
@@ -102,7 +104,7 @@ class Question(_FileModel):
 
 
 class Leaderboard(_FileModel):
-    """The page: ``title``, ``introduction`` in Markdown, and its questions."""
+    """The content of ``leaderboard.toml``: title, introduction in Markdown, and the questions of the page."""
 
     title: str
     introduction: str
@@ -113,9 +115,10 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_gallery(directory: Path) -> list[Entry]:
-    """Read every folder of ``directory`` with an ``about.toml``, by name.
+    """Read every folder of ``directory`` that has an ``about.toml``; return the entries sorted by folder name.
 
-    Raises UserError for a directory without any, a damaged file, and rows or columns that a table does not have.
+    Raises UserError if there is no such folder, for a damaged file, and for published rows or columns that are not in
+    the table.
     """
     places = sorted(path.parent for path in directory.glob(f"*/{ABOUT}"))
     if not places:
@@ -126,13 +129,13 @@ def read_gallery(directory: Path) -> list[Entry]:
 
 
 def read_leaderboard(directory: Path) -> Leaderboard | None:
-    """Read ``leaderboard.toml`` of a gallery, None without one. Raises UserError for a damaged file."""
+    """Read ``leaderboard.toml`` of a gallery. Return None if the file is missing. Raise UserError if it is damaged."""
     path = directory / LEADERBOARD
     return _read_toml(path, Leaderboard) if path.exists() else None
 
 
 def gallery_text(entries: Sequence[Entry], root: str) -> str:
-    """Return the page. ``root``: the path from the page's folder to the folder that ``About.file`` starts in."""
+    """Return the gallery page in Markdown. ``root``: path from the page's folder to the root of the repository."""
     lines = [_HEAD, "| table | file | folder | runs |", "|---|---|---|---|"]
     lines += [f"| {one.about.title} | `{one.about.file}` | `{one.name}` | {_progress(one.table)} |" for one in entries]
     lines.append("")
@@ -142,13 +145,13 @@ def gallery_text(entries: Sequence[Entry], root: str) -> str:
 
 
 def page_of(entry: Entry, root: str) -> str:
-    """Return one table's page in Markdown, with all content of its files. ``root``: as for ``gallery_text``."""
+    """Return the page of one table in Markdown. ``root``: as for ``gallery_text``."""
     heading, *rest = _section(entry, root)
     return "\n".join([heading.removeprefix("#"), *rest]) + "\n"
 
 
 def leaderboard_text(leaderboard: Leaderboard, entries: Sequence[Entry]) -> str:
-    """Return the page in Markdown. Raises UserError for a folder, row or column that the gallery does not have."""
+    """Return the leaderboard in Markdown. Raise UserError for a folder, row or column that is not in the gallery."""
     by_name = {entry.name: entry for entry in entries if entry.table is not None}
     lines = [f"# {leaderboard.title}\n", f"{leaderboard.introduction.strip()}\n"]
     for question in leaderboard.questions:
@@ -184,10 +187,10 @@ def _entry(place: Path) -> Entry:
 
 
 def _hours(runs: Path) -> str:
-    """Return the hours of all runs one after another, in words; nothing if those of one are unknown.
+    """Return the sum of the hours of all finished runs as text; empty if the time of any run is unknown.
 
-    In older results the ``total`` of a resumed run is that of its last part; ``train`` includes all rounds. For private
-    runs only an upper bound is known.
+    In older results, ``seconds.total`` of a resumed run covers only the time since the last resume, whereas
+    ``seconds.train`` covers all rounds: the larger one counts. For private runs only an upper bound is known.
     """
     with runs.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
@@ -200,7 +203,7 @@ def _hours(runs: Path) -> str:
 
 
 def _check_names(place: Path, about: About, table: Table) -> None:
-    """Raise UserError for a published figure without a cell in the table."""
+    """Raise UserError if a published accuracy has a row or column that is not in the table."""
     for column, accuracies in ((column, some) for one in about.published for column, some in one.accuracies.items()):
         for name, known in ((column, table.columns), *((row, table.rows) for row in accuracies)):
             if name not in known:
@@ -220,7 +223,7 @@ def _check(names: Iterable[str], known: Sequence[str], what: str, question: str)
 
 
 def _progress(table: Table | None) -> str:
-    """Return the number of finished runs, of all runs, and of failed ones, in words."""
+    """Return the numbers of finished, planned and failed runs as text, such as "5 of 6, 1 failed"."""
     if table is None:
         return "to be run"
     runs = {one.directory: one.status for one in table.results}
@@ -250,7 +253,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
-    """Return our rows, each above the published figures of each source; best rounds follow last rounds."""
+    """Yield the lines of the table: each of our rows, then the published accuracies of the same row and measure."""
     yield from _head(table.columns)
     measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
     best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}
@@ -266,7 +269,7 @@ def _rows(about: About, table: Table) -> Iterator[str]:
 
 
 def _answer(question: Question, entry: Entry) -> Iterator[str]:
-    """Return a section of the leaderboard."""
+    """Yield the Markdown lines of one question of the leaderboard."""
     table = entry.table
     assert table is not None  # others are left out above
     _check(question.columns, table.columns, "column", question.title)
@@ -302,13 +305,16 @@ def _cell(table: Table, row: str, column: str, measure: Measure, best: set[str])
 
 
 def _figures(source: PublishedFigures, row: str, columns: Iterable[str]) -> list[str]:
-    """Return the published figures of a row, empty where there is none."""
+    """Return the published accuracies of a row as table cells; a cell without published value is empty."""
     figures = [source.accuracies.get(column, {}).get(row) for column in columns]
     return ["" if figure is None else f"*{figure:g}*" for figure in figures]
 
 
 def _missed(about: About, table: Table) -> Iterator[str]:
-    """Return the published figures far from ours: by deviations over seeds or, with a single seed, by points."""
+    """Yield lines that list the published accuracies far from our means.
+
+    "Far" means more than three standard deviations over seeds or, with a single seed, more than three points.
+    """
     for one in about.published:
         far: dict[str, list[str]] = {}
         for column, accuracies in one.accuracies.items():

@@ -1,4 +1,4 @@
-"""Groups of runs that differ in the seed alone, panels of groups with common axes, and the labels of groups."""
+"""Groups of runs that differ only in the seed; panels, which are sets of groups drawn on common axes; group labels."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
 Place: TypeAlias = tuple[str, str]
-"""A setting's name and the kinds of the tables around it: only values of one kind are compared."""
+"""A setting's dotted name, and the kinds of the sections that contain it. Values are compared only within one kind."""
 
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ in the seed alone, one per seed. ``note``: of stand-in data, else empty."""
+    """Runs that differ only in the seed, one per seed. ``note``: the note on stand-in data, empty for real data."""
 
     method: str
     data: str
@@ -35,17 +35,17 @@ class SeedGroup:
 
     @property
     def finished(self) -> tuple[SavedRun, ...]:
-        """Return the finished runs."""
+        """Return the finished runs of the group."""
         return tuple(run for run in self.runs if run.status == "finished")
 
     @property
     def drawn(self) -> tuple[SavedRun, ...]:
-        """Return the runs of the curve: the finished ones, or all if none has finished."""
+        """Return the runs that curves are computed from: the finished runs, or all runs if none has finished."""
         return self.finished or self.runs
 
     @property
     def is_bound(self) -> bool:
-        """Return True for the upper bound, which belongs to every split of its data."""
+        """Return True for centralized training, the upper bound for every partition of the same data set."""
         return any(split_of(run) == _CENTRALIZED for run in self.runs)
 
     @property
@@ -61,7 +61,7 @@ class SeedGroup:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines that share axes: one data set and one split. ``lines``: (label, group)."""
+    """Groups of one data set and one partition, drawn on common axes. ``lines``: (label, group) pairs."""
 
     data: str
     note: str
@@ -70,18 +70,21 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return the column of the table that all lines come from, if there is one, else data and split."""
+        """Return the name of the table column if all lines are from one column, else data set and partition."""
         return where([one for _, one in self.lines], self.data, self.partition)
 
 
 def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
-    """Return the column of the table that all ``groups`` come from, if there is one, else ``data, partition``."""
+    """Return the name of the table column if all ``groups`` are from one column, else ``data, partition``."""
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
 
 def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
-    """Sort ``runs`` into groups; of runs with the same settings and seed one stays, a finished one if possible."""
+    """Sort ``runs`` into groups, and return a problem for each duplicate.
+
+    Runs with equal settings and seed are duplicates. One of them is kept, a finished run if there is one.
+    """
     notes: dict[str, set[str]] = {}
     titles: dict[str, str] = {}
     for run in runs:
@@ -106,7 +109,7 @@ def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
 
 
 def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
-    """Return one panel for each data set and split; the upper bound is the last line in all panels of its data."""
+    """Return a panel per data set and partition. The upper bound is the last line in all panels of its data set."""
     bounds = [one for one in groups if one.is_bound]
     lines: dict[tuple[str, str, str], list[SeedGroup]] = {}
     for one in groups:
@@ -120,9 +123,10 @@ def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
 
 
 def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
-    """Return a label for each group: its table row's, else its method and the settings in which ``groups`` differ.
+    """Return a label for each group: the label of its table row, or its method and the settings that differ.
 
-    ``left_out``: a setting that no label may contain. A table's row may contain it, and so is not used.
+    Settings with the same value in all ``groups`` are omitted. ``left_out``: a setting that no label may contain; then
+    labels of table rows are not used, because they may contain this setting.
     """
     rows = [names.pop() if len(names := {run.label or run.row for run in one.runs}) == 1 else "" for one in groups]
     if all(rows) and len(set(rows)) == len(rows) and not left_out:
@@ -146,14 +150,14 @@ def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
 
 
 def parameters(one: SeedGroup) -> str:
-    """Return the parameters of the preprocessing, then those of the method, such as ``mu=0.01``."""
+    """Return the parameters of the preprocessing and then those of the algorithm as text, such as ``mu=0.01``."""
     before, own = one.runs[0].preprocess, one.runs[0].settings["algorithm"]
     flat = [*(_flat(before) if before else ()), *_flat(own)]
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
 
 
 def _compared_of(run: SavedRun) -> dict[str, Any]:
-    """Return the settings that distinguish a run from others, without those of ``evaluate`` that are not used."""
+    """Return the settings by which runs are grouped: no seed, no engine, and no unused evaluation settings."""
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
     given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
@@ -166,14 +170,14 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
 
 
 def _titles(run: SavedRun) -> dict[str, str]:
-    """Return {kind: title} from the result of ``run``."""
+    """Return {name of a kind: its title} from the result of ``run``."""
     config = run.config
     kinds = {"algorithm": config.algorithm.kind, "preprocess": config.preprocess.kind, "server": config.server.kind}
     return {kinds[part]: title for part, title in (run.result.titles if run.result else {}).items()}
 
 
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
-    """Return the name of a run's method, made of the titles of its kinds, or of the kinds' own names."""
+    """Return the name of a run's method: the titles (or else the kinds) of preprocessing, algorithm and server."""
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
     if server != _DEFAULT_SERVER:
@@ -182,7 +186,7 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the settings that can have a value at ``place`` differ in it."""
+    """Return True if the value at ``place`` differs among the groups that can have this setting."""
     kinds = place[1]
     outer = [settings for settings in flat if not kinds or kinds in {inner for _, inner in settings}]
     return len({_text(settings.get(place)) for settings in outer}) > 1
@@ -208,7 +212,7 @@ def _note(run: SavedRun, notes: Mapping[str, set[str]]) -> str:
 
 
 def split_of(run: SavedRun) -> str:
-    """Return the short form of a run's split, such as ``label-1`` or ``dirichlet:0.05``."""
+    """Return the short form of a run's partition, such as ``label-1`` or ``dirichlet:0.05``."""
     kind = run.config.partition.kind
     if run.result or run.config.algorithm.kind == _CENTRALIZED:
         return run.result.partition if run.result else _CENTRALIZED

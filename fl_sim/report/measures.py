@@ -1,7 +1,7 @@
-"""Measures of runs: their names and units, the cost of reaching an accuracy, means and intervals over seeds.
+"""Measures of runs: names and units, the cost until a target accuracy, means and confidence intervals over seeds.
 
-A share is in percent, and its name says so. The ± of every table and the band of every curve is the sample standard
-deviation (ddof = 1) over seeds.
+Shares are given in percent, and their names end in ``_percent``. The ± in tables and the bands of curves are the sample
+standard deviation (ddof = 1) over seeds.
 """
 
 import re
@@ -18,43 +18,43 @@ from fl_sim.settings import flat
 from fl_sim.store.run_directory import RoundRecord
 
 Value: TypeAlias = str | int | float | bool
-"""A setting in a column of a table."""
+"""The value of a setting, or another entry, in a column of ``table.csv``."""
 
 _SHARE: Final = re.compile(
     r"(^|[._])(accuracy(_[a-z_]+)?|client_deviation|client_worst_tenth|recall|precision|f1|auc|share)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
-"""Numbers at the top of ``result.json`` that are settings, or have another name here."""
+"""Top-level numbers of ``result.json`` that are settings, or that get another name in ``measures``."""
 
 _Number = TypeVar("_Number", int, float)
 
 LADDER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Accuracies for which ``result.json`` states the cost of reaching them."""
+"""Target accuracies, in [0, 1]: ``result.json`` states the cost until each target is reached."""
 
 FEWEST = 3
-"""With fewer seeds there is no interval: the t interval of two differences is 25 standard errors wide."""
+"""Smallest number of seeds for a confidence interval. With two seeds, the t interval is 25 standard errors wide."""
 
 ENOUGH = 20
-"""From as many seeds on the interval is a bootstrap's, below Student's t.
+"""Smallest number of seeds for a bootstrap interval. With fewer seeds the interval is Student's t.
 
-The bootstrap of n differences never leaves the smallest and the largest of them and is too narrow by about
-sqrt((n - 1) / n) * z / t (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): with three seeds it covers
-the truth in 75 % of all cases in place of 95 %, with ten in 90 % (benchmarks/interval_coverage.py). For normal
-differences t is exact with any number.
+A bootstrap interval of n differences lies between the smallest and the largest difference, and is too narrow by about
+sqrt((n - 1) / n) * z / t (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Instead of 95 % of all
+cases, it covers the true mean in 75 % with three seeds and in 90 % with ten (benchmarks/interval_coverage.py). For
+normally distributed differences, Student's t is exact with any number of seeds.
 """
 
 LEVEL: Final = 0.95
 _RESAMPLES: Final = 10_000
 _SEED: Final = 20_150_903
-"""The resamples are the same in every process: the same values have the same interval."""
+"""Seed of the bootstrap resamples. It is fixed, so that equal values always get equal intervals."""
 
 
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return all numbers of a ``result.json`` by dotted names, such as ``final_accuracy_percent``, ``seconds.train``.
+    """Return all numbers of a ``result.json`` by dotted name, such as ``final_accuracy_percent``, ``seconds.train``.
 
-    Lists are left out, apart from the privacy statements: ``epsilon.record`` and ``delta.record`` by unit, of all
-    releases about it; with several statements, each is ``epsilon.record.1`` and so on. Numbers under ``measures`` there
-    have no such prefix here.
+    Lists are left out, apart from the privacy statements. For each unit, ``epsilon.record`` and ``delta.record`` are
+    the cost of all releases about the unit. If there are several statements about a unit, each statement has its own
+    epsilon: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get no prefix.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})
@@ -64,18 +64,18 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
-    """Return a round's numbers, with the names and units of ``measures``; None is left out."""
+    """Return the numbers of a round, {name: value}, with the names and units of ``measures``; None is left out."""
     return _numbers(record.numbers())
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:
-    """Return {dotted name: value} of a resolved experiment's settings; lists as text, None as empty text."""
+    """Return the settings of a resolved experiment, {dotted name: value}. Lists become text, None empty text."""
     known = {name: "" if value is None else value for name, value in flat(settings)}
     return {name: value if isinstance(value, Value) else str(value) for name, value in known.items()}
 
 
 def percent(name: str, value: float) -> tuple[str, float]:
-    """Return a share in [0, 1], recognised by its name, in percent with a name that says so; all else unchanged.
+    """Return name and value of a measure. A share, recognised by its name, is converted to percent and renamed.
 
     >>> percent("test_accuracy", 0.5), percent("test_loss", 0.5)
     (('test_accuracy_percent', 50.0), ('test_loss', 0.5))
@@ -84,13 +84,13 @@ def percent(name: str, value: float) -> tuple[str, float]:
 
 
 def as_percent(share: float | None) -> float | None:
-    """Return a share in percent."""
+    """Return a share in percent, or None for None."""
     return None if share is None else 100 * share
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Bytes to and from all clients, seconds, and virtual seconds; None if unknown or private."""
+    """Costs: bytes to and from all clients, wall-clock seconds, virtual seconds. None: unknown or private."""
 
     bytes: int | None = 0
     seconds: float | None = 0.0
@@ -99,7 +99,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Reached:
-    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs until its end."""
+    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs up to its end."""
 
     accuracy: float
     round: int
@@ -109,15 +109,15 @@ class Reached:
 
 
 def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None:
-    """Return the mean test accuracy of the evaluated rounds among the last ``count``; None without any."""
+    """Return the mean test accuracy of the evaluated rounds among the last ``count``; None if none was evaluated."""
     accuracies = [one.test_accuracy for one in rounds[-count:] if one.test_accuracy is not None]
     return sum(accuracies) / len(accuracies) if accuracies else None
 
 
 def area_under(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the mean height, in [0, 1], of the curve of test accuracies, linear between evaluated rounds.
+    """Return the mean test accuracy over rounds, in [0, 1]: the area under the accuracy curve divided by its length.
 
-    The curve begins with the first evaluated round. None without any.
+    The curve is linear between evaluated rounds and begins with the first one. None if no round was evaluated.
     """
     curve = [(one.round, one.test_accuracy) for one in rounds if one.test_accuracy is not None]
     if len(curve) < 2:
@@ -127,10 +127,10 @@ def area_under(rounds: Sequence[RoundRecord]) -> float | None:
 
 
 def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = Spent()) -> Reached | None:
-    """Return the cost of a test accuracy of at least ``accuracy``; None if no evaluated round has it.
+    """Return the cost until a test accuracy of at least ``accuracy``; None if no evaluated round reaches it.
 
-    ``rounds``: all from the first on. ``beforehand``: the costs before the first round. A cost that is unknown for one
-    round is unknown for the sum.
+    ``rounds``: all rounds from the first one on. ``beforehand``: the costs before the first round. If a cost is unknown
+    for one round, the sum is unknown too.
     """
     for one, spent in zip(rounds, spent_by(rounds, beforehand), strict=True):
         if one.test_accuracy is not None and one.test_accuracy >= accuracy:
@@ -139,7 +139,7 @@ def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = 
 
 
 def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list[Spent]:
-    """Return the costs by the end of each round, including those ``beforehand``."""
+    """Return the cumulative costs at the end of each round, including the costs ``beforehand``."""
     totals, total = [], beforehand
     for one in rounds:
         total = Spent(
@@ -153,7 +153,7 @@ def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two rows, paired by seed: the mean, and its 95 % interval from ``low`` to ``high``."""
+    """The mean difference of two table rows, paired by seed, and its 95 % interval from ``low`` to ``high``."""
 
     seeds: int
     mean: float
@@ -168,13 +168,13 @@ class Difference:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the sample standard deviation (ddof = 1), None with too few values."""
+    """Return the mean and the sample standard deviation (ddof = 1); each is None if there are too few values."""
     mean = statistics.fmean(values) if values else None
     return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
 def spread(values: Iterable[float | None], digits: int = 1) -> str:
-    """Return ``93.1``, ``93.1 ± 0.4`` (sample standard deviation) or, without any value, ``-``."""
+    """Return mean and sample standard deviation as text: ``93.1 ± 0.4``, or ``93.1`` for one value, ``-`` for none."""
     mean, deviation = mean_and_deviation([value for value in values if value is not None])
     if mean is None:
         return "-"
@@ -182,7 +182,7 @@ def spread(values: Iterable[float | None], digits: int = 1) -> str:
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
-    """Return the difference of the first to the second of each pair, None for fewer than three pairs.
+    """Return the mean difference, first minus second value of each pair, with interval; None below three pairs.
 
     The interval is Student's t for fewer than 20 pairs, else the bias-corrected and accelerated bootstrap (BCa) of the
     mean difference (Efron 1987), 10,000 resamples of pairs. It is not corrected for the number of rows.
@@ -221,7 +221,7 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(table: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a nested table by dotted names, shares in percent."""
+    """Return the numbers of a nested table by dotted name, with shares in percent."""
     numbers = {name: value for name, value in flat(table) if isinstance(value, int | float)}
     return dict(percent(name, value) for name, value in numbers.items() if not isinstance(value, bool))
 

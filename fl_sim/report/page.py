@@ -1,7 +1,8 @@
 """One self-contained HTML page on finished runs: tables, figures, privacy, data, failures, versions.
 
-Its tables and pictures need no script. The script draws curves, final accuracies, targets, clients and confusion
-matrices from a block of JSON. Style and scripts are the files in ``web``; the page allows no others, by digest.
+Tables and pictures are visible without JavaScript. The script draws curves, final accuracies, target costs, client
+accuracies and confusion matrices from a block of JSON. Style and script are joined from the files in ``web``. The
+page's content security policy allows only this style and this script, by their SHA-256 digests.
 """
 
 import base64
@@ -41,23 +42,23 @@ from fl_sim.report.runs import Found, SavedRun
 
 _WEB: Final = Path(__file__).parent / "web"
 _SCRIPTS: Final = ("elements.js", "scales.js", "curves.js", "rows.js", "confusion.js", "tables.js", "page.js")
-"""In this order; joined they are one script."""
+"""The files of the script, in the order in which they are joined."""
 
 _MOST_PAGE_BYTES: Final = 2_700_000
-"""Of a page with its pictures, so that it can be sent and opens at once. Pictures beyond this size are left out."""
+"""Largest size of a page with its pictures, so that it opens fast. Pictures that do not fit are left out."""
 
 _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
-"""Points of all curves together, and of each curve at least. Points in between are not drawn."""
+"""Largest number of points of all curves together, and smallest limit for one curve. Longer curves are thinned out."""
 
 _MOST_CELLS: Final = 200_000
-"""Cells of all confusion matrices together."""
+"""Largest number of cells of all confusion matrices together."""
 
 _MOST_BYTES: Final = 2**63
 _LARGEST: Final = 1e15
-"""Beyond these a file is damaged."""
+"""Limits of byte counts and of other numbers. Larger values come from a damaged file and are ignored."""
 
 
 def page(
@@ -69,10 +70,10 @@ def page(
     *,
     full_axis: bool = False,
 ) -> str:
-    """Return the page as HTML. It refers to nothing outside itself.
+    """Return the page as HTML. The page does not load any other file.
 
-    ``costs``: the privacy cost of all runs together, in words. ``aim``: a test accuracy in [0, 1], whose cost is shown.
-    ``full_axis``: accuracies are first drawn from 0 to 100 %.
+    ``costs``: sentences on the privacy cost of all runs together. ``aim``: a target test accuracy in [0, 1]; the page
+    then shows the cost until it is reached. ``full_axis``: the accuracy axis initially spans 0 to 100 %.
     """
     groups = groups_of(panels)
     title, description = escape(title_of(panels)), escape(summary(groups))
@@ -112,9 +113,9 @@ def page(
 
 
 def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool = False) -> str:
-    """Return the data as JSON without a character that HTML could take for a tag. Accuracies are in percent.
+    """Return the data for the script as JSON, with ``<``, ``>`` and ``&`` escaped for HTML. Accuracies are in percent.
 
-    ``target``: an accuracy in [0, 1] in addition to those of ``LADDER``.
+    ``target``: a target accuracy in [0, 1] in addition to those in ``LADDER``.
     """
     methods: list[dict[str, Any]] = []
     drawn = sum(len(one.drawn[0].rounds) for panel in panels for _, one in panel.lines)
@@ -136,7 +137,7 @@ def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool 
 
 @cache
 def _web() -> tuple[str, str]:
-    """Return the style and the script, which defines no global name."""
+    """Return the style sheet and the script. The script defines no global name."""
     style = (_WEB / "page.css").read_text(encoding="utf-8")
     parts = "\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return style, f'"use strict";\n(() => {{\n{parts}}})();\n'
@@ -147,7 +148,7 @@ def _digest(text: str) -> str:
 
 
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
-    """Return the names of the pictures that fit into ``room`` bytes; those that the script also draws come last."""
+    """Return the names of pictures that fit into ``room`` bytes. Pictures that the script also draws are added last."""
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):
         size = 4 * len(picture.png) // 3
@@ -158,7 +159,7 @@ def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
 
 
 def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
-    """Return a section of pictures; one without room on the page is replaced by the name of its file."""
+    """Return a page section with pictures. A picture that does not fit on the page is replaced by its file name."""
     figures = []
     for picture in pictures:
         details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
@@ -175,14 +176,14 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
 
 
 class _Matrices:
-    """Adds confusion matrices over seeds until the page is full; ``left_out`` counts the others."""
+    """Sums confusion matrices over seeds within a limit of cells for the page. ``left_out``: number of omitted sums."""
 
     def __init__(self) -> None:
         self._room = _MOST_CELLS
         self.left_out = 0
 
     def summed(self, runs: Iterable[SavedRun]) -> list[list[int]]:
-        """Return the sum of the runs' matrices that are as large as the first; empty without any."""
+        """Return the sum of the runs' confusion matrices of equal size; empty if there is none or no room is left."""
         found = [run.result.measures.confusion for run in runs if run.result and run.result.measures.confusion]
         if not found:
             return []
@@ -195,7 +196,7 @@ class _Matrices:
 
 
 def _number(methods: list[dict[str, Any]], name: str, label: str, *, is_bound: bool) -> int:
-    """Return the number of the method called ``name`` in ``methods``, and add its settings from ``label``."""
+    """Return the index of the method ``name`` in ``methods``. A new method is appended, a new label is added to it."""
     for at, one in enumerate(methods):
         if (one["name"], one["bound"]) == (name, is_bound):
             one["label"] = one["label"] if label in one["label"].split(" | ") else f"{one['label']} | {label}"
@@ -231,7 +232,10 @@ def _line(one: SeedGroup, steps: Sequence[float], most: int, matrices: _Matrices
 
 
 def _curve(one: SeedGroup, most: int) -> dict[str, Any]:
-    """Return mean and deviation in each round, and the values of the other horizontal axes; null: unknown."""
+    """Return mean and deviation of each measure per round, and the values of the other horizontal axes.
+
+    None stands for an unknown value.
+    """
     curves = {name: curve(one, name) for name in MEASURES}
     rounds = sorted({number for drawn in curves.values() for number in drawn.rounds})
     if len(rounds) > most:
@@ -265,14 +269,14 @@ def _megabytes(count: int | None) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean, None if a value is unknown."""
+    """Return the mean of the values; None if any value is None."""
     every = list(values)
     known = [value for value in every if value is not None]
     return _short(sum(known) / len(known)) if len(known) == len(every) else None
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest epsilon, rounded up, None if one is unknown."""
+    """Return the largest epsilon, rounded up; None if any epsilon is None."""
     every = list(values)
     known = [value for value in every if value is not None]
     largest = float(rounded_up(max(known))) if known and len(known) == len(every) else math.inf
@@ -293,7 +297,7 @@ def _reached(one: SeedGroup, step: float) -> dict[str, Any]:
 
 
 def _clients(one: SeedGroup) -> dict[str, Any] | None:
-    """Return the means of the client accuracies over the seeds; None without any."""
+    """Return the measures of client accuracy in percent, averaged over seeds; None if no run has them."""
     measures = [run.result.measures for run in one.finished if run.result]
     known = [own for own in measures if own.client_accuracy is not None and own.client_worst_tenth is not None]
     if not known:
@@ -308,17 +312,17 @@ def _clients(one: SeedGroup) -> dict[str, Any] | None:
 
 
 def _accuracy(values: Sequence[float | None]) -> list[float | str | None]:
-    """Return mean and deviation in percent, and both as text."""
+    """Return mean and standard deviation in percent as numbers, and both together as text."""
     shares = [as_percent(value) for value in values]
     return [*_spread(shares, 4), spread(shares)]
 
 
 def _spread(values: Iterable[float | None], digits: int) -> list[float | None]:
-    """Return mean and sample standard deviation, None with too few values."""
+    """Return the rounded mean and sample standard deviation; each is None if there are too few values."""
     found = mean_and_deviation([value for value in values if value is not None and abs(value) < _LARGEST])
     return [None if value is None else round(value, digits) for value in found]
 
 
 def _short(value: float | None) -> float | None:
-    """Return ``value`` with five digits, more than a figure can show."""
+    """Return ``value`` rounded to five significant digits, which is enough for a figure."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

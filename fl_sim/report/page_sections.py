@@ -1,6 +1,6 @@
-"""The sections of a report's page that are text and tables: failures, comparison, privacy, all runs.
+"""The text and table sections of a report page: failures, comparison, privacy, all runs, versions.
 
-Facts that all rows of a table share are stated once, below it.
+A column with the same value in all rows of a table is replaced by a line below the table.
 """
 
 import os
@@ -17,7 +17,7 @@ from fl_sim.report.runs import Found, SavedRun
 from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
 
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, SeedGroup]]]
-"""{data and split: [(label, group)]}, each group once."""
+"""{data set and partition: [(label, group)]}. Each group occurs once."""
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
@@ -37,7 +37,7 @@ _BILL = (
 
 
 def groups_of(panels: Iterable[Panel]) -> Groups:
-    """Return the groups of ``panels``; the upper bound, which is in several, once."""
+    """Return the groups of all ``panels``. The upper bound occurs once, although several panels contain it."""
     seen: set[int] = set()
     groups: dict[str, list[tuple[str, SeedGroup]]] = {}
     for panel in panels:
@@ -49,12 +49,12 @@ def groups_of(panels: Iterable[Panel]) -> Groups:
 
 
 def runs_of(groups: Groups) -> list[SavedRun]:
-    """Return all runs."""
+    """Return the runs of all groups."""
     return [run for some in groups.values() for _, one in some for run in one.runs]
 
 
 def title_of(panels: Sequence[Panel]) -> str:
-    """Return the title of the page: methods, data and splits."""
+    """Return the title of the page: methods, data sets and partitions."""
     names = list(dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound))
     bound = any(one.is_bound for panel in panels for _, one in panel.lines)
     splits: dict[str, list[str]] = {}
@@ -71,7 +71,7 @@ def title_of(panels: Sequence[Panel]) -> str:
 
 
 def summary(groups: Groups) -> str:
-    """Return the number of runs and their common settings."""
+    """Return a sentence with the number of runs, and their numbers of clients and rounds, models and seeds."""
     runs = runs_of(groups)
     federated = [run for run in runs if run.config.algorithm.kind != "centralized"] or runs
     done = sum(run.status == "finished" for run in runs)
@@ -87,7 +87,10 @@ def summary(groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class TargetRow:
-    """The costs of reaching a target for a line with ``runs`` finished runs; ``reached``: those of them that did."""
+    """The costs of one method until a target accuracy. ``runs``: number of finished runs.
+
+    ``reached``: the costs of the runs that reached the target.
+    """
 
     method: str
     where: str
@@ -96,7 +99,7 @@ class TargetRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return {head of a column: mean and deviation over the runs in ``reached``}, and the number of these."""
+        """Return {column heading: mean ± deviation over the runs in ``reached``}, and the number of these runs."""
         return {
             "Rounds": spread(one.round for one in self.reached),
             "MB": spread((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
@@ -115,7 +118,7 @@ class TargetRow:
 
 
 def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
-    """Return the costs of a test accuracy of at least ``accuracy``, in [0, 1], for every line of ``groups``."""
+    """Return the costs until a test accuracy of at least ``accuracy``, in [0, 1], for each group."""
     return [
         TargetRow(label, where, len(one.finished), tuple(one.reached(accuracy)))
         for where, some in groups.items()
@@ -125,7 +128,7 @@ def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
 
 @dataclass(frozen=True)
 class HtmlCell:
-    """A table's cell. ``note``: a line below it, in small letters. ``kind``: n (a number), k (one line) or path."""
+    """A table cell. ``note``: small text below ``text``. ``kind``: CSS class, n (number), k (one line) or path."""
 
     text: str
     note: str = ""
@@ -134,7 +137,7 @@ class HtmlCell:
 
     @property
     def html(self) -> str:
-        """Return the cell; a long note is folded."""
+        """Return the cell as HTML. A long note is collapsed."""
         text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
         note = ""
         if self.note:
@@ -146,9 +149,9 @@ class HtmlCell:
 
 @dataclass(frozen=True)
 class HtmlColumn:
-    """A column: its head, and a cell for each row. ``common``: its name in the line below, if all cells are equal.
+    """A table column: heading, and one cell for each row. ``common``: name for the line below if all cells are equal.
 
-    ``is_split``: the column describes the split, which an upper bound does not have.
+    ``is_split``: True if the column describes the partition, which an upper bound does not have.
     """
 
     head: str
@@ -158,9 +161,9 @@ class HtmlColumn:
 
 
 def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
-    """Return the columns as a table. Columns with equal cells become a line below it.
+    """Return the columns as an HTML table. Columns with equal cells are replaced by a line below the table.
 
-    ``bounds``: for each row True for an upper bound.
+    ``bounds``: one boolean per row, True for an upper bound.
     """
     shown, common = [], []
     for column in columns:
@@ -180,7 +183,7 @@ def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
 
 
 def table_section(place: Path, table: Table) -> str:
-    """Return the table at ``place``, its further tables and its caption."""
+    """Return the page section of the table in the folder ``place``: the table, further tables, and the caption."""
     heads = "".join(f'<th scope="colgroup" colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
     measures = "".join(_head(measure, "n") for _ in table.columns for measure in MEASURES)
     rows = [
@@ -200,18 +203,18 @@ def table_section(place: Path, table: Table) -> str:
 
 
 def section(heading: str, content: str) -> str:
-    """Return a section with its heading."""
+    """Return an HTML section with a heading."""
     return f"<section><h2>{escape(heading)}</h2>{content}</section>"
 
 
 def data_notes(panels: Sequence[Panel]) -> list[str]:
-    """Return the notes on stand-in data."""
+    """Return the notes on stand-in data as HTML paragraphs."""
     notes = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
     return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in notes]
 
 
 def failures(found: Found, groups: Groups) -> list[str]:
-    """Return the runs and tables that are missing or incomplete, with the reasons."""
+    """Return a list of the failed, unfinished and omitted runs with the reasons, as HTML; empty if there is none."""
     lines = [
         (f"{run.status}: {label}, {where}, seed {run.config.seed}", run.error, run.path)
         for where, some in groups.items()
@@ -237,7 +240,7 @@ def failures(found: Found, groups: Groups) -> list[str]:
 
 
 def comparison(groups: Groups) -> str:
-    """Return a row for each method, data set and split."""
+    """Return the section "Comparison": a table with one row for each method, data set and partition."""
     methods = []
     for some in groups.values():
         names = short_names(label for label, _ in some)
@@ -274,7 +277,7 @@ def comparison(groups: Groups) -> str:
 
 
 def to_target(groups: Groups, target: float) -> str:
-    """Return the costs of a test accuracy of ``target``, in [0, 1]."""
+    """Return the section with the costs of each method until a test accuracy of ``target``, in [0, 1]."""
     rows = target_rows(groups, target)
     cells = [one.cells for one in rows]
     heads = [head for head in cells[0] if head != "Virtual seconds" or {own[head] for own in cells} != {"-"}]
@@ -293,7 +296,7 @@ def to_target(groups: Groups, target: float) -> str:
 
 
 def privacy(groups: Groups) -> str:
-    """Return the distinct privacy statements, each with its runs."""
+    """Return the section "Privacy": each distinct privacy statement, with the names of its runs."""
     who: dict[str, list[str]] = {}
     for where, some in groups.items():
         for label, one in some:
@@ -311,7 +314,7 @@ def privacy(groups: Groups) -> str:
 
 
 def privacy_in_words(run: SavedRun) -> str:
-    """Return the privacy statements of a run. An epsilon of zero is never claimed."""
+    """Return the privacy statements of a run as text. A run without statements has no guarantee, never epsilon 0."""
     if run.result is None:
         return "Privacy not stated: the run has no result"
     statements = [f"{one.promise} {one.limits if one.protects else ''}".strip() for one in run.result.privacy]
@@ -319,14 +322,14 @@ def privacy_in_words(run: SavedRun) -> str:
 
 
 def bill(lines: Sequence[str]) -> list[str]:
-    """Return the privacy cost of all runs together."""
+    """Return the section with the privacy cost of all runs together; an empty list without ``lines``."""
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
     content = f'{paragraphs}<p class="small">{_BILL}</p>'
     return [section("Privacy cost of all runs together", content)] if lines else []
 
 
 def all_runs(groups: Groups) -> str:
-    """Return a row for each run, folded."""
+    """Return the section "Runs": a collapsed table with one row for each run."""
     several = len(groups) > 1
     lines = [
         (f"{label}, {where}" if several else label, run)
@@ -357,7 +360,7 @@ def all_runs(groups: Groups) -> str:
 
 
 def versions(groups: Groups) -> str:
-    """Return the versions of the software behind the runs."""
+    """Return the section "Versions": the software versions that the runs used."""
     words = [
         ", ".join(f"{name} {version}" for name, version in run.result.versions.items())
         for run in runs_of(groups)
@@ -391,7 +394,7 @@ def _head(text: str, kind: str = "") -> str:
 
 
 def _row(cells: Sequence[HtmlCell], *, is_bound: bool = False) -> str:
-    """Return a row; a line separates upper bounds, which do not compete, from methods."""
+    """Return a table row as HTML. The style sheet separates upper bounds from the compared methods by a line."""
     return f"<tr{_class('bound' if is_bound else '')}>{''.join(cell.html for cell in cells)}</tr>"
 
 
@@ -406,7 +409,7 @@ def _status(one: SeedGroup) -> str:
 
 
 def _above(paths: Sequence[Path]) -> Path | None:
-    """Return the common folder of several paths, None if there is none."""
+    """Return the common parent folder of several paths; None for a single path or without a common folder."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
     except ValueError:  # relative and absolute ones

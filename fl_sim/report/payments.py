@@ -1,6 +1,7 @@
-"""The privacy cost of runs found on disk, alone and together: see ``fl_sim.privacy.bill``.
+"""The privacy cost of runs found on disk, for each run and for all runs together: see ``fl_sim.privacy.bill``.
 
-Imported lazily: the accountants load slowly.
+A payment is the cost of one release, from its privacy statement; a bill is the total cost of several payments. This
+module is imported lazily, because the accountants load slowly.
 """
 
 from collections import Counter
@@ -22,10 +23,10 @@ _MOMENTS: Final = "moments-"
 
 
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """Return the bills of all runs in ``found``, shown or not, as JSON, and the runs with damaged statements.
+    """Return the total privacy costs (bills) of all runs in ``found`` as JSON, and a problem per damaged statement.
 
-    A run with damaged statements is billed as one with unknown releases. Without any private run there is no bill.
-    Takes seconds.
+    Runs that the report does not show count as well. A run with damaged statements counts as a run with unknown
+    releases. Without any private run the list is empty. The computation takes seconds.
     """
     if not found.has_statements:
         return [], []
@@ -48,9 +49,9 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
 
 
 def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add the cost of the whole run to each statement of a result whose own cost is smaller.
+    """Return the statements of a result; add the cost of the whole run to each statement with a different cost.
 
-    ``made``: the result's ``preprocess``. Takes seconds: the PLD is computed here.
+    ``made``: the section ``preprocess`` of the result. The computation takes seconds, because it uses PLD accounting.
     """
     checked = [PrivacyStatement.model_validate(one) for one in statements]
     payments = _payments(checked, StageResult.model_validate(made))
@@ -76,9 +77,9 @@ def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment])
 
 
 def payments_of(run: SavedRun) -> tuple[Payment, ...] | None:
-    """Return the payments of a run, None where they are unknown.
+    """Return the payments of a run, one for each privacy statement; None if its releases are unknown.
 
-    Raises RunError, KeyError, TypeError or ValueError for statements that this program does not write.
+    Raises RunError, KeyError, TypeError or ValueError for damaged statements.
     """
     result = run.result
     if result is None or (not result.privacy and not result.rounds and result.is_private):
@@ -105,7 +106,7 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the charges of a pool's clients, each distinct one once; nothing if no client released any."""
+    """Return the distinct charges of the clients of a pool; an empty tuple if the charge of any client is unknown."""
     shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):
         return ()

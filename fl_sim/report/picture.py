@@ -1,4 +1,4 @@
-"""Common parts of all figures: layouts, line styles, axes, legends, file names, and files as PNG, PDF and SVG."""
+"""Common parts of all figures: layouts, line styles, axes, legends, file names, and output as PNG, PDF and SVG."""
 
 import io
 import math
@@ -20,11 +20,11 @@ DPI = 150
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a figure.
+    """The sizes of a figure and of its text.
 
-    ``suffix``: of the file's name. ``width``: of the figure, ``height``: of one panel, in inches. ``text``, ``title``,
-    ``small``: sizes of text, and ``line``: the width of lines, in points. ``across``: the largest number of panels side
-    by side. ``highest``: the largest height of all panels together, in inches.
+    ``suffix``: suffix of the file name. ``width``: width of the figure in inches. ``height``: height of one panel in
+    inches. ``text``, ``title``, ``small``: font sizes in points. ``line``: line width in points. ``across``: the
+    largest number of panels side by side. ``highest``: the largest height of all panels together, in inches.
     """
 
     suffix: str
@@ -38,7 +38,7 @@ class Layout:
     highest: float = math.inf
 
     def style(self) -> Any:
-        """Return matplotlib's settings."""
+        """Return the settings (rcParams) of matplotlib for this layout."""
         return {
             "font.size": self.text, "axes.labelsize": self.text, "xtick.labelsize": self.text,
             "ytick.labelsize": self.text, "legend.fontsize": self.text, "axes.linewidth": 0.5 * self.line,
@@ -46,22 +46,22 @@ class Layout:
         }  # fmt: skip
 
     def characters(self, size: float, share: float = 0.85) -> int:
-        """Return the approximate number of characters of ``size`` points in this share of the width."""
+        """Return the approximate number of characters of ``size`` points in the given share of the figure's width."""
         return max(12, int(share * self.width * _POINTS / (_LETTER * size)))
 
 
 _POINTS, _LETTER = 72, 0.58
-"""Points of an inch, and the width of a letter in parts of its size, with some room."""
+"""Points per inch, and the width of a letter divided by the font size, with a small reserve."""
 
 PAGE = Layout("", 8.0, 4.2, text=9, title=11, small=8, line=1.6)
 WIDE_PAGE = Layout("", 11.0, 4.2, text=9, title=11, small=8, line=1.6, across=2)
 COLUMN = Layout("-column", 3.3, 2.2, text=7, title=8, small=7, line=0.9, highest=7.0)
 TEXT_WIDTH = Layout("-wide", 6.9, 2.6, text=8, title=8, small=7, line=1.1, across=2, highest=7.0)
 PAPER = (COLUMN, TEXT_WIDTH)
-"""One column of a paper, and both."""
+"""Layouts for papers with two columns: the width of one column, and the width of the page."""
 
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
-"""Text is embedded as TrueType, and names in an SVG are not random."""
+"""Settings for PDF and SVG: text is embedded as TrueType, and identifiers in an SVG file are not random."""
 
 # Colours of clearly different hue, dark and light in turn; dashes and markers distinguish them in greyscale.
 _COLORS = (
@@ -72,7 +72,7 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2
 _MARKERS = "os^DvPX<>*hd"
 
 _LEAST_PERCENT = 5.0
-"""Percentage points that a vertical axis has at least, so that no difference looks larger than it is."""
+"""Smallest range of a vertical axis in percentage points, so that no difference looks larger than it is."""
 
 Style: TypeAlias = tuple[str, tuple[float, ...], str]
 """Colour, dashes and marker of a line."""
@@ -82,10 +82,10 @@ Draw: TypeAlias = Callable[[Layout], "Figure"]
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure: its file name, the heading of its section on the page, its caption in plain text, its PNG.
+    """A drawn figure: file name, heading of its section on the page, caption in plain text, and content as PNG.
 
-    ``details``: statements below the caption. ``draw``: draws the figure again for a paper; None for one that is no
-    diagram, or must not be published.
+    ``details``: statements below the caption. ``draw``: function that draws the figure again for a paper; None for an
+    image grid, or for a figure that must not be published.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Picture:
 
 
 def for_papers(picture: Picture) -> dict[str, bytes]:
-    """Return {file name: content}: the picture as PDF and as SVG, at the width of one column and of two."""
+    """Return {file name: content}: the picture as PDF and SVG, in the width of one column and of two columns."""
     files: dict[str, bytes] = {}
     if picture.draw is not None:
         for layout in PAPER:
@@ -108,19 +108,19 @@ def for_papers(picture: Picture) -> dict[str, bytes]:
 
 
 def drawn(draw: Draw, layout: Layout) -> bytes:
-    """Return a diagram as a PNG of ``DPI`` pixels an inch."""
+    """Draw a diagram in the given layout, and return its PNG content with ``DPI`` pixels per inch."""
     return _saved(draw, layout, "png")
 
 
 def png(figure: "Figure") -> bytes:
-    """Return a figure as a PNG of ``DPI`` pixels an inch."""
+    """Return the PNG content of a figure with ``DPI`` pixels per inch."""
     buffer = io.BytesIO()
     save(figure, buffer, "png")
     return buffer.getvalue()
 
 
 def save(figure: "Figure", target: Path | io.BytesIO, kind: str) -> None:
-    """Write ``figure`` as ``kind`` (png, pdf, svg), without a date, so that equal figures have equal bytes."""
+    """Write ``figure`` as ``kind`` (png, pdf, svg) without a date, so that equal figures give identical files."""
     from matplotlib import rc_context  # noqa: PLC0415 (a second to import)
 
     undated: Any = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -129,7 +129,7 @@ def save(figure: "Figure", target: Path | io.BytesIO, kind: str) -> None:
 
 
 def save_plot(figure: "Figure", path: Path) -> None:
-    """Write ``figure`` to a user's path. Raises UserError if that is not possible."""
+    """Write ``figure`` to a path that the user gave. Raise UserError if the file cannot be written."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -139,7 +139,7 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Return a part of a file name for each title, all different."""
+    """Return a distinct part of a file name for each title."""
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"
@@ -148,12 +148,12 @@ def file_names(titles: Sequence[str]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` without a formula for matplotlib."""
+    """Return ``text`` with escaped dollar signs, so that matplotlib does not read a formula."""
     return text.replace("$", r"\$")
 
 
 def styled(names: Iterable[str]) -> list[Style]:
-    """Return a style for each name: 12 colours times 5 dashes are different."""
+    """Return a line style for each name. Up to 60 names get distinct styles: 12 colours times 5 dash patterns."""
     styles: list[Style] = []
     for number, _ in enumerate(names):
         turn = number // len(_COLORS)
@@ -163,7 +163,7 @@ def styled(names: Iterable[str]) -> list[Style]:
 
 
 def one_panel(layout: Layout, lines_below: int, title: str) -> "tuple[Figure, Axes]":
-    """Return a figure of one panel and its axes. ``lines_below``: lines of text below the panel."""
+    """Return a figure with one panel, and its axes. ``lines_below``: number of text lines below the panel."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
     height = 1.1 * layout.height + 0.027 * layout.text * lines_below
@@ -176,16 +176,16 @@ def one_panel(layout: Layout, lines_below: int, title: str) -> "tuple[Figure, Ax
 
 
 def with_grid(axes: "Axes", layout: Layout) -> None:
-    """Draw a light grid below the lines, and no border above and on the right."""
+    """Draw a light grid behind the lines, and remove the top and right borders."""
     axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def percent_axis(axes: "Axes", lows: Sequence[float], highs: Sequence[float], *, full: bool) -> None:
-    """Set the vertical axis, in percent, to the range of the values between ``lows`` and ``highs``.
+    """Set the vertical axis, in percent, to the range from the lowest of ``lows`` to the highest of ``highs``.
 
-    ``full``: from 0 to 100 instead.
+    ``full``: the axis spans 0 to 100 instead.
     """
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 (a second to import)
 
@@ -202,7 +202,7 @@ def draw_points(
     axes: "Axes", places: Sequence[float], means: Sequence[float], bars: Sequence[float] | None, style: Style,
     layout: Layout, label: str,
 ) -> None:  # fmt: skip
-    """Draw means with error bars."""
+    """Draw means with error bars. ``bars``: half lengths of the bars, or None for no bars."""
     axes.errorbar(
         places, means, yerr=bars, color=style[0], fmt=style[2], markersize=3.5 * layout.line,
         capsize=2.5 * layout.line, linewidth=0.8 * layout.line,
@@ -211,7 +211,7 @@ def draw_points(
 
 
 def with_legend(figure: "Figure", last: str = "") -> "Figure":
-    """Draw the legend of one panel below it; labels that begin with ``last`` come last."""
+    """Draw the legend below a figure with one panel. Labels that begin with ``last`` come last."""
     entries = zip(*figure.axes[0].get_legend_handles_labels(), strict=True)
     ordered = sorted(entries, key=lambda entry: entry[1].startswith(last))
     figure.legend(

@@ -1,7 +1,7 @@
-"""Progress on standard error: of one run, and of a table of runs.
+"""Progress display on standard error, for one run and for a table of runs.
 
-A terminal shows a live bar for each. Its line is never wider than the terminal: the least important parts are left out
-first. Elsewhere a run prints a line per round, a table a line per cell.
+A terminal shows live progress bars. A line is never wider than the terminal: the least important parts are left out
+first. Without a terminal, a run prints lines about its rounds, and a table prints lines about its cells.
 """
 
 import sys
@@ -28,12 +28,15 @@ _SHORTEST_TITLE: Final = 12
 _SECONDS_BETWEEN_LINES = 2.0
 _UNTIMED_LINES = 20
 _TIMED_ROUNDS = 10
-"""The time left follows from the mean of so many rounds."""
+"""Number of last rounds whose mean duration gives the estimate of the time left."""
 
 
 @dataclass(frozen=True)
 class LinePart:
-    """A part of a line. A higher ``rank`` is left out first; ``shortest``: cells that it may be cut to."""
+    """A part of a progress line. Parts with a higher ``rank`` are left out first.
+
+    ``shortest``: the smallest width, in terminal cells, to which the text may be cut; None: the text is never cut.
+    """
 
     text: str
     rank: int
@@ -41,26 +44,26 @@ class LinePart:
 
     @property
     def least(self) -> int:
-        """Return the smallest number of cells."""
+        """Return the smallest width of the part, in terminal cells."""
         whole = cell_len(self.text)
         return whole if self.shortest is None else min(whole, self.shortest)
 
 
 class ProgressLine(ProgressColumn):
-    """A whole line of rich's progress display: title, bar, and the parts that the task's field ``parts`` returns."""
+    """A whole line of rich's progress display: title, bar, and the parts from the task's function ``parts``."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Column(no_wrap=True))
         self._console = console
 
     def render(self, task: Task) -> Text:
-        """Return the line, one cell narrower than the console, because some terminals break a full line."""
+        """Return the line, one cell narrower than the console, because some terminals wrap a full line."""
         share = task.completed / task.total if task.total else 0.0
         return line(self._console.width - 1, task.description, share, task.fields["parts"]())
 
 
 def line(width: int, title: str, share: float, parts: Sequence[LinePart]) -> Text:
-    """Return title, bar (``share`` of it full) and ``parts`` in this order, in at most ``width`` cells.
+    """Return a line of title, bar and ``parts`` in at most ``width`` cells. ``share``: the filled share of the bar.
 
     >>> parts = [LinePart("10/20", 0), LinePart("accuracy 0.5000", 1), LinePart("0:12 left", 2)]
     >>> str(line(40, "FedAvg on digits", 0.5, parts))
@@ -91,7 +94,7 @@ def line(width: int, title: str, share: float, parts: Sequence[LinePart]) -> Tex
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as text.
+    """Return a duration in seconds as text, minutes:seconds or hours:minutes:seconds.
 
     >>> clock(75), clock(3675), clock(-3)
     ('1:15', '1:01:15', '0:00')
@@ -102,7 +105,7 @@ def clock(seconds: float) -> str:
 
 
 class _Bars:
-    """Live bars on a terminal, and lines of text; a context manager around the work."""
+    """Context manager that shows live progress bars on a terminal, and prints lines of text."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._console = Console(file=stream or sys.stderr, force_jupyter=False if stream else None)
@@ -110,7 +113,7 @@ class _Bars:
         self._bars = Progress(ProgressLine(self._console), console=self._console)
 
     def __enter__(self) -> Self:
-        """Start the display."""
+        """Start the live display on a terminal."""
         if self._live:
             self._bars.start()
         return self
@@ -118,19 +121,19 @@ class _Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the terminal."""
+        """Stop the live display and restore the terminal."""
         if self._live:
             self._bars.stop()
 
     def say(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
+        """Print a line of text, above the progress bars if there are any."""
         self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class RunProgress(_Bars):
-    """Shows a run of ``rounds`` rounds.
+    """Progress display of a run with ``rounds`` rounds.
 
-    ``timed`` False, for private runs: no time is shown, and the choice of shown rounds does not depend on it.
+    ``timed``: False for private runs. Then no time is shown, and the choice of printed rounds does not depend on time.
     """
 
     def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
@@ -147,26 +150,26 @@ class RunProgress(_Bars):
         self._preparing = False
 
     def started(self, first_round: int) -> None:
-        """Start counting at ``first_round``."""
+        """Set the number of finished rounds to ``first_round`` - 1, and report a resumed run."""
         if first_round > 1:
             self.say(f"going on after round {first_round - 1}, where this run had stopped")
         self._done = first_round - 1
         self._bars.update(self._task, completed=self._done)
 
     def preparing(self, what: str) -> None:
-        """Show the preparation before the first round."""
+        """Show the preparation ``what`` before the first round."""
         self._preparing = True
         self.say(f"before the first round: {what}")
 
     def replied(self, replies: int) -> None:
-        """Show the number of replies in the round."""
+        """Show the number of client replies so far."""
         self._clients = f"{replies} clients in"
         if self._preparing and not self._live and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.say(f"{replies} clients are done")
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Show a round."""
+        """Show a finished round with its accuracies and seconds."""
         self._preparing = False
         measured = {"accuracy": record.test_accuracy, "validation": record.validation_accuracy}
         self._measured = tuple(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
@@ -183,7 +186,7 @@ class RunProgress(_Bars):
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
     def _parts(self) -> list[LinePart]:
-        """Return the parts behind the bar; a private run has no times."""
+        """Return the parts of the line after the bar. A private run has no times."""
         counted = LinePart(f"{self._done}/{self._rounds}", 0)
         measured = [LinePart(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
         clients = LinePart(self._clients, 7)
@@ -203,7 +206,7 @@ class RunProgress(_Bars):
 
 
 class TableProgress(_Bars):
-    """Shows a table of ``rounds`` {cell: number of rounds}."""
+    """Progress display of a table. ``rounds``: {cell: number of rounds}."""
 
     def __init__(self, rounds: dict[str, int], stream: TextIO | None = None) -> None:
         super().__init__(stream)
@@ -233,14 +236,14 @@ class TableProgress(_Bars):
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
-        """Show the preparation before a cell's first round."""
+        """Show the preparation ``what`` before the first round of a cell."""
         if cell in self._cells:
             self._parts[cell] = (LinePart(what, 2, 20),)
         else:
             self.say(f"{cell}: before the first round {what}")
 
     def finished_round(self, cell: str, record: RoundRecord) -> None:
-        """Show a cell's round."""
+        """Show a finished round of a cell."""
         self._done[cell] = record.round
         self._rounds_run += 1
         self._is_timed &= record.seconds is not None
@@ -252,7 +255,7 @@ class TableProgress(_Bars):
         self._update()
 
     def closed(self, cell: str, outcome: str) -> None:
-        """Show the outcome of a cell that has ended."""
+        """Show the outcome of a cell that has ended, and remove its bar."""
         self._done[cell] = self._rounds[cell]
         self._closed.add(cell)
         if cell in self._cells:
@@ -261,7 +264,7 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return the estimated time left; nothing if a cell's time is private."""
+        """Return ``before`` and the estimated time left; empty if unknown or if the time of any cell is private."""
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:
             return ""

@@ -1,4 +1,4 @@
-"""Short names of a table's rows: methods, with the settings in which rows of the same method differ."""
+"""Short names of table rows: the method, and the settings in which rows of the same method differ."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -9,9 +9,9 @@ _SETTING = re.compile(r"[\w.]+=")
 
 
 def short_names(labels: Iterable[str]) -> dict[str, str]:
-    """Return {label: its method, with those settings in which labels of the same method differ}.
+    """Return {label: short name}. A short name has the method, and the settings that differ within the method.
 
-    An aggregator other than the mean stays in the name, and so do brackets without a setting.
+    An aggregator other than the mean always stays in the short name. Text in brackets that is not a setting stays too.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())
     ['A, b=1', 'A, b=2', 'B + C (ours)']
@@ -26,7 +26,7 @@ def short_names(labels: Iterable[str]) -> dict[str, str]:
 
 
 def method_of(label: str) -> str:
-    """Return a label without its settings.
+    """Return the label without its settings.
 
     >>> method_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
     'A + F, G'
@@ -35,7 +35,7 @@ def method_of(label: str) -> str:
 
 
 def settings_of(label: str) -> list[str]:
-    """Return the settings of a label: those in brackets, and those behind a comma.
+    """Return the settings in a label, both the settings in brackets and the settings after a comma.
 
     >>> settings_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
     ['b=1', 'c=d (e=2)', 'h=3', 'i=4']
@@ -44,7 +44,7 @@ def settings_of(label: str) -> list[str]:
 
 
 def further_settings(label: str, name: str, parameters: str) -> str:
-    """Return ``parameters`` and the settings of ``label`` that are not in ``name``, its short name."""
+    """Return as text the ``parameters`` and settings of ``label`` that are missing in ``name``, its short name."""
     named = settings_of(name)
     every = dict.fromkeys([*parameters.split(", "), *settings_of(label)])
     return ", ".join(one for one in every if one and one not in named)
@@ -55,7 +55,7 @@ def _is_shown(common: Collection[str], setting: str) -> bool:
 
 
 def _keeping(label: str, is_kept: Callable[[str], bool]) -> str:
-    """Return ``label`` with those of its settings that ``is_kept`` says."""
+    """Return ``label`` without the settings for which ``is_kept`` returns False."""
     parts = []
     for part in _outside_brackets(label, ", "):
         if _SETTING.match(part):
@@ -81,13 +81,13 @@ def _settings_in(part: str) -> Iterator[str]:
 
 
 def _in_brackets(word: str) -> list[str]:
-    """Return the settings of a word in brackets, none of another word."""
+    """Return the settings in a word with brackets; an empty list for a word without brackets or without settings."""
     inside = _outside_brackets(word[1:-1], ", ") if word.startswith("(") and word.endswith(")") else []
     return inside if all(map(_SETTING.match, inside)) else []
 
 
 def _outside_brackets(text: str, separator: str) -> list[str]:
-    """Return the parts of ``text`` between those separators that stand in no brackets."""
+    """Split ``text`` at each ``separator`` that is outside brackets, and return the parts."""
     parts: list[str] = []
     for piece in text.split(separator):
         is_open = bool(parts) and parts[-1].count("(") > parts[-1].count(")")

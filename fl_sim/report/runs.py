@@ -1,4 +1,4 @@
-"""Runs and tables read from disk. Every file is checked; a damaged one is named and stops no other."""
+"""Reader of runs and tables on disk. Every file is checked. A damaged file is reported; the others are still read."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ _DEEPEST = 6
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory. ``settings``: all of ``config.toml``; ``result`` None: there is no ``result.json``.
+    """The content of a run directory. ``settings``: all of ``config.toml``. ``result``: None without ``result.json``.
 
-    ``row`` and ``column``: the names of its method and its split in the table above it, each empty unless unique;
-    ``label``: the short label of the row.
-    ``identity``: of the user's own records and code, as far as the run states it.
+    ``row`` and ``column``: the run's row and column in the table that contains the run; each is empty if there is no
+    table, or if the name is not unique. ``label``: the short label of the row.
+    ``identity``: digests of the user's own records and code, if the run directory has them.
     """
 
     path: Path
@@ -45,17 +45,17 @@ class SavedRun:
 
     @property
     def status(self) -> str:
-        """Return finished, failed, interrupted or unfinished."""
+        """Return the status of the run: finished, failed, interrupted or unfinished."""
         return self.result.status if self.result else "unfinished"
 
     @property
     def voted(self) -> bool:
-        """Return True if the result states a vote of the clients, so that rounds are epochs of a student."""
+        """Return True for a run with PATE, whose rounds are training epochs of the student model."""
         return self.result is not None and self.result.pate is not None
 
     @property
     def preprocess(self) -> Mapping[str, Any] | None:
-        """Return the settings of the preprocessing, None for a run without any."""
+        """Return the settings of the preprocessing; None for a run without preprocessing."""
         return None if self.config.preprocess.kind == "none" else self.settings["preprocess"]
 
     @property
@@ -70,7 +70,7 @@ class SavedRun:
 
     @property
     def spent_beforehand(self) -> Spent:
-        """Return the costs before the first round; bytes None where some are unknown."""
+        """Return the costs before the first round. The bytes are None if any part of the traffic is unknown."""
         if self.result is None:
             return Spent()
         before = [one for one in self.result.bytes.before.values() if one is not None]
@@ -95,10 +95,10 @@ class Problem:
 
 @dataclass
 class Found:
-    """All runs and tables found on disk: ``tables`` by their directories, and the reasons why others are missing.
+    """All runs and tables found on disk. ``tables``: {directory: table}. ``problems``: reasons for missing runs.
 
-    ``read``: all runs, also those that the report leaves out: their releases count all the same. ``num_unread``: the
-    number of run directories that could not be read.
+    ``runs``: the runs in the report. ``read``: all runs, including runs that the report leaves out, because their
+    releases also cost privacy. ``num_unread``: the number of run directories that could not be read.
     """
 
     runs: list[SavedRun] = field(default_factory=list)
@@ -109,15 +109,15 @@ class Found:
 
     @property
     def has_statements(self) -> bool:
-        """Return True if any run states a release."""
+        """Return True if any run has a privacy statement."""
         return any(run.result and run.result.privacy for run in self.read)
 
 
 def find(directories: Sequence[Path]) -> Found:
-    """Read every run and table in or below ``directories``, up to six levels down.
+    """Read all runs and tables in ``directories`` and their subfolders, up to six levels deep.
 
-    A table's runs come in the order of its rows; other runs below it are left out and reported. Raises UserError for a
-    missing directory, for one without a run, and if no run can be read.
+    The runs of a table have the order of its rows. Other runs below the folder of a table are left out and reported.
+    Raises UserError for a missing directory, for a directory without runs, and if no run has an evaluated round.
     """
     for directory in directories:
         if not directory.is_dir():
@@ -138,7 +138,7 @@ def find(directories: Sequence[Path]) -> Found:
 
 
 def read_all(directories: Sequence[Path]) -> Found:
-    """Read every run and table in or below ``directories``, up to six levels down, each once; there may be none."""
+    """Read all runs and tables in ``directories``, up to six levels deep, each one once. The result may be empty."""
     found = Found()
     seen: set[Path] = set()
     for place in (place for directory in directories for place in places_in(directory)):
@@ -150,7 +150,7 @@ def read_all(directories: Sequence[Path]) -> Found:
 
 
 def places_in(top: Path) -> Iterator[Path]:
-    """Yield the run and table directories in ``top``, in order, without the trials of a table's search."""
+    """Yield the run and table directories in ``top``, sorted by name, without the tuning trials of tables."""
     for folder, below, files in os.walk(top):
         path = Path(folder)
         if not {CONFIG, ROUNDS, RESULT, TABLE}.isdisjoint(files):
@@ -176,7 +176,7 @@ def _take(place: Path, found: Found) -> None:
 
 
 def read_run(path: Path) -> SavedRun:
-    """Read a run directory. Raises OSError or ValueError with the name of the damaged or missing file."""
+    """Read a run directory. Raise OSError or ValueError with the file's name for a damaged or missing file."""
     if not (path / CONFIG).exists():
         raise ValueError(f"{CONFIG} is missing, so its settings are not known")
     with _naming(CONFIG):
@@ -197,7 +197,7 @@ def read_run(path: Path) -> SavedRun:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Add the file's name to an error."""
+    """Add the file name to the message of a ValueError from the block."""
     try:
         yield
     except ValidationError as error:
@@ -209,9 +209,9 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def read_json_table(place: Path) -> Table:
-    """Read a table from its ``table.json``, of this version or an older one.
+    """Read a table from its ``table.json``, in the format of this version or of an older version.
 
-    Raises OSError or ValueError with the file's name if it is damaged or of a newer version.
+    Raises OSError or ValueError with the file name if the file is damaged or has a newer version.
     """
     with _naming(TABLE):
         content = read_json(place / TABLE)
@@ -230,9 +230,9 @@ def read_json_table(place: Path) -> Table:
 
 
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
-    """Split a cell into its seeds, with accuracies in [0, 1].
+    """Yield the result of each seed of a cell, with accuracies in [0, 1].
 
-    In an older file, which has no status per seed, all seeds without a value have the cell's status and all its errors.
+    An older file has no status per seed. Each seed without a value then gets the status and all errors of the cell.
     """
     statuses = cell.statuses or [cell.status] * len(cell.seeds)
     is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
@@ -251,7 +251,7 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 
 
 def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
-    """Return ``runs`` with the row and the column of ``tables`` that each belongs to, where these are unique."""
+    """Return ``runs`` with the names of row, column and label in ``tables``. A name that is not unique is empty."""
     places: dict[Path, list[SeedResult]] = {}
     labels: dict[Path, set[str]] = {}
     for place, table in tables.items():
@@ -269,7 +269,7 @@ def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) ->
 
 
 def _obey_tables(found: Found) -> None:
-    """Sort each table's runs by its rows, and leave out other runs below it."""
+    """Sort the runs of each table by row. Leave out, and report, other runs below the folder of a table."""
     order = dict.fromkeys(place / one.directory for place, table in found.tables.items() for one in table.results)
     position = {path: number for number, path in enumerate(order)}
     for run in list(found.runs):

@@ -1,4 +1,4 @@
-"""A table of accuracies: means and deviations over seeds, the best row of each column, further tables, and notes."""
+"""Tables of accuracies: means and deviations over seeds, the best row of each column, and further tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ _FURTHER: Final = {
 
 @dataclass(frozen=True)
 class SeedResult:
-    """The result of one run: accuracies in [0, 1], None for a run that did not finish.
+    """The result of one run. ``last`` and ``best``: accuracies in [0, 1], None for a run that did not finish.
 
-    ``directory`` is relative to the table's. ``statements``: the run's privacy statements. ``warnings`` include the
-    reason of an early stop. ``settings`` and ``measures``: all of both, by dotted names, in the units that the names
-    state (``fl_sim.report.measures``).
+    ``directory``: run directory, relative to the table's folder. ``statements``: privacy statements of the run.
+    ``warnings``: warnings of the run, including the reason of an early stop. ``settings`` and ``measures``: all
+    settings and measures by dotted name; the name of a measure states its unit (see ``fl_sim.report.measures``).
     """
 
     row: str
@@ -54,19 +54,18 @@ class SeedResult:
         return any(one.protects for one in self.statements)
 
     def accuracy(self, measure: Measure) -> float | None:
-        """Return an accuracy in percent, None for a run that did not finish."""
+        """Return the accuracy of the last or the best round in percent; None for a run that did not finish."""
         accuracy = self.last if measure == "last" else self.best
         return None if accuracy is None or self.status != "finished" else 100 * accuracy
 
 
 @dataclass(frozen=True)
 class Table:
-    """A complete or partly filled table. Rows in ``upper_bounds`` do not compete for the best value.
+    """A complete or partly filled table. Rows in ``upper_bounds`` are excluded from the choice of the best row.
 
-    ``bill``: the privacy cost of all runs together (``Bill.to_json``); None while runs are missing.
-    ``tuning``: the results of a search for settings by row and column, in the form of ``table.json``.
-    ``labels``: {row: its short label}; older tables have none. ``reference``: the row that others are compared with,
-    empty for the one with the highest mean.
+    ``bill``: the privacy cost of all runs together (``Bill.to_json``); None while runs are missing. ``tuning``: the
+    results of hyperparameter tuning by row and column, in the format of ``table.json``. ``labels``: {row: short label};
+    older tables have none. ``reference``: the row with which others are compared; empty: the row with the highest mean.
     """
 
     rows: tuple[str, ...]
@@ -81,11 +80,11 @@ class Table:
     reference: str = ""
 
     def label(self, row: str) -> str:
-        """Return the name under which a row is shown."""
+        """Return the displayed name of a row."""
         return self.labels.get(row, row)
 
     def at(self, row: str, column: str) -> list[SeedResult]:
-        """Return the cell's results, one per seed."""
+        """Return the results of one cell, one per seed."""
         return self._by_place.get((row, column), [])
 
     @cached_property
@@ -98,7 +97,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Grid:
-    """A further table below a table: its title, the heads of its columns after that of the rows, and (row, cells)."""
+    """A further table below the main table. ``heads``: headings of the value columns. ``rows``: (row label, cells)."""
 
     title: str
     heads: Sequence[str]
@@ -107,9 +106,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Lead:
-    """The ``row`` that others are compared with in a column, None if no row competes.
+    """The reference row of one column, and the differences of the other rows. ``row``: None if no row is eligible.
 
-    ``others``: {row: its difference to that row, paired by seed}, None with too few seeds finished in both.
+    ``others``: {row: difference to the reference row, paired by seed}. A difference is None if too few seeds finished
+    in both rows.
     """
 
     row: str | None
@@ -117,7 +117,7 @@ class Lead:
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
-    """Return the finished seeds' accuracies in percent."""
+    """Return the accuracies of the finished seeds in percent."""
     return [accuracy for one in results if (accuracy := one.accuracy(measure)) is not None]
 
 
@@ -129,21 +129,22 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
 
 
 def lead(table: Table, column: str, measure: Measure) -> Lead:
-    """Compare with the row of the highest mean among those that compete: no upper bound, and all seeds finished."""
+    """Compare all rows with the row that has the highest mean, all seeds finished, and is not an upper bound."""
     means = _means(table, column, measure)
     first = max(means, key=lambda row: means[row], default=None)
     return Lead(None, {}) if first is None else _against(table, first, column, measure)
 
 
 def compared(table: Table, column: str) -> Lead:
-    """Compare the rows after the last round with the table's reference, or with the row of the highest mean."""
+    """Compare the final accuracies of all rows with the table's reference row, or else with the highest mean."""
     return _against(table, table.reference, column, "last") if table.reference else lead(table, column, "last")
 
 
 def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the leading row if the interval of every other row's difference to it excludes 0; else no row.
+    """Return the row with the highest mean if its difference to every other row is significant; else an empty set.
 
-    A row that failed does not compete. With one seed, with two, and without a rival, no row is the best.
+    A difference is significant if its 95 % interval excludes 0. Rows with a failed run are ignored. The set is empty
+    if there are fewer than three seeds, or if there is no other row.
     """
     ahead = lead(table, column, measure)
     rivals = [
@@ -156,7 +157,7 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the best row, or all rows with the highest mean, as printed, if the seeds are too few for a test."""
+    """Return the rows to print in bold: the best row, or the highest rounded means if there are too few seeds."""
     if most_seeds(table) >= FEWEST:
         return best_rows(table, column, measure)
     means = {row: round(mean, 1) for row, mean in _means(table, column, measure).items()}
@@ -164,12 +165,12 @@ def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def most_seeds(table: Table) -> int:
-    """Return the number of seeds of the cell that has most."""
+    """Return the largest number of seeds of any cell."""
     return max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return (row, [(text, is bold)]) with two entries per column: last round, best round."""
+    """Return (row, [(cell text, is bold)]) for each row, with two cells per column: last round and best round."""
     heads = [(column, measure) for column in table.columns for measure in MEASURES]
     winners = {head: bold_rows(table, *head) for head in heads}
     return [
@@ -179,7 +180,7 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def differences(table: Table) -> Grid | None:
-    """Return the difference of every row to the one it is compared with; None if no interval can be given."""
+    """Return the table of differences to the reference row of each column; None if no interval can be computed."""
     leads = [compared(table, column) for column in table.columns]
     if not any(found for one in leads for found in one.others.values()):
         return None
@@ -194,9 +195,10 @@ def differences(table: Table) -> Grid | None:
 
 
 def targets(table: Table) -> Grid | None:
-    """Return rounds, MB and virtual seconds to a target: for each column the highest that all runs of a row reached.
+    """Return the table of rounds, MB and virtual seconds until a target accuracy; None if no target was reached.
 
-    A row with runs below the target shows the mean of the others, and their number.
+    The target of a column is the highest accuracy in ``LADDER`` that all runs of at least one row reached. If some runs
+    of a row miss the target, the row shows the mean of the other runs and their number.
     """
     chosen = {column: _highest(table, column) for column in table.columns}
     columns = [column for column, accuracy in chosen.items() if accuracy is not None]
@@ -213,7 +215,7 @@ def targets(table: Table) -> Grid | None:
 
 
 def further(table: Table) -> list[Grid]:
-    """Return a grid for each further measure that any run has."""
+    """Return one further table for each measure in ``_FURTHER`` that any run has."""
     grids = []
     for name, title in _FURTHER.items():
         if any(_has(one, name) for one in table.results):
@@ -229,12 +231,12 @@ def further(table: Table) -> list[Grid]:
 
 
 def _has(one: SeedResult, name: str) -> bool:
-    """Return True if a run has a measure that means what its title says: fewer than ten rounds have no last ten."""
+    """Return True if a run has the measure. The mean of the last ten rounds needs a run of at least ten rounds."""
     return name in one.measures and (name != _LAST_TEN or one.measures.get("rounds_done", _TEN) >= _TEN)
 
 
 def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
-    """Return the mean of every row that competes in a column: no upper bound, and all seeds finished."""
+    """Return {row: mean accuracy} of the rows of a column that are no upper bound and whose seeds all finished."""
     means = {}
     for row in table.rows:
         results = table.at(row, column)
@@ -245,7 +247,7 @@ def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
 
 
 def _against(table: Table, first: str, column: str, measure: Measure) -> Lead:
-    """Compare every row that is no upper bound with ``first``."""
+    """Compare every row that is not an upper bound with the row ``first``, paired by seed."""
     of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
     others = {}
     for row in table.rows:
@@ -256,12 +258,12 @@ def _against(table: Table, first: str, column: str, measure: Measure) -> Lead:
 
 
 def _spread(values: Sequence[float], wanted: int) -> str:
-    """Return mean and deviation, and the number of values if fewer than ``wanted``."""
+    """Return mean and deviation as text, with the number of values if there are fewer than ``wanted``."""
     return spread(values) + (f" ({len(values)} of {wanted})" if 0 < len(values) < wanted else "")
 
 
 def _highest(table: Table, column: str) -> str | None:
-    """Return the highest target that all runs of a competing row reached, as the measures' names write it."""
+    """Return the highest target that all runs of some row reached, in percent as in the names of measures, or None."""
     for accuracy in (f"{100 * step:g}" for step in reversed(LADDER)):
         for row in table.rows:
             results = table.at(row, column)
@@ -272,7 +274,7 @@ def _highest(table: Table, column: str) -> str | None:
 
 
 def _cost(results: Sequence[SeedResult], target: str) -> str:
-    """Return the mean rounds, virtual seconds and MB of the runs that reached ``target``."""
+    """Return as text the mean rounds, virtual seconds and MB of the runs that reached ``target``."""
     there = [one.measures for one in results if f"{target}.round" in one.measures]
     if not there:
         return f"- (0 of {len(results)})"

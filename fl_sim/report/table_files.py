@@ -1,9 +1,9 @@
-"""The files of a table: for people (Markdown, LaTeX) and for programs (JSON, tidy CSV).
+"""Writer of a table's files: Markdown and LaTeX for people, JSON and tidy CSV for programs.
 
 ``table.md`` includes further tables and notes. ``table.tex`` is one LaTeX ``table`` environment with notes, and
-``table-further.tex`` has the further tables. ``table.json`` is in percent unless a name says otherwise.
-``table.csv`` has a line for each run, ``rounds.csv`` one for each run and round, a column for each number; names and
-units are those of ``fl_sim.report.measures``.
+``table-further.tex`` has the further tables. Values in ``table.json`` are in percent unless a name says otherwise.
+``table.csv`` has one line for each run; ``rounds.csv`` has one line for each round of each run. Each number has its own
+column, with the name and the unit of ``fl_sim.report.measures``.
 """
 
 import csv
@@ -40,7 +40,7 @@ _SPECIAL: Final = {
 }  # fmt: skip
 
 VERSION = 2
-"""Of ``table.json``. Version 1 has no ``version``, no ``measures`` and no ``difference``; it can still be read."""
+"""Format version of ``table.json``. Version 1 has no ``version``, ``measures`` and ``difference``; it is readable."""
 
 _FIRST: Final = ("row", "column", "seed", "status")
 _LAST: Final = ("label", "dir", "error")
@@ -48,11 +48,11 @@ _FURTHER_TEX: Final = "table-further.tex"
 
 _GREEK: Final = "alpha|beta|gamma|delta|epsilon|eta|lambda|mu|rho|sigma|tau|theta"
 _FORMULA: Final = re.compile(rf"(?<![\w.])({_GREEK})( ?= ?| (?=\d))(-?\d+(?:\.\d+)?)(?:e([+-]\d+))?(?![\w.]*\w)")
-"""A parameter with a Greek name and its value, such as ``mu=0.1`` or ``delta 1e-05``."""
+"""Pattern of a parameter with a Greek name and its value, such as ``mu=0.1`` or ``delta 1e-05``."""
 
 
 def write_table(out: Path, table: Table) -> None:
-    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files, each whole or not at all."""
+    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files. Each file is written atomically."""
     remove_partial(out)  # of a table whose process was killed
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
@@ -65,7 +65,7 @@ def write_table(out: Path, table: Table) -> None:
 
 
 def write_rounds(out: Path, table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> None:
-    """Write ``rounds.csv``. ``rounds``: {directory of a run, relative to the table's: its rounds}."""
+    """Write ``rounds.csv``. ``rounds``: {run directory, relative to the table's folder: rounds of the run}."""
     write_text(out / "rounds.csv", rounds_text(table, rounds))
 
 
@@ -82,7 +82,7 @@ def markdown(table: Table) -> str:
 
 
 def further_paragraphs(table: Table) -> list[str]:
-    """Return the further tables as paragraphs of Markdown: a title and a table in turn."""
+    """Return the further tables as Markdown paragraphs: title, table, title, table and so on."""
     parts: list[str] = []
     for grid in (differences(table), targets(table), *further(table)):
         parts += [f"{in_a_line(grid.title)}:", _markdown_grid(grid.heads, grid.rows)] if grid else []
@@ -92,7 +92,7 @@ def further_paragraphs(table: Table) -> list[str]:
 def latex(table: Table, label: str) -> str:
     """Return a LaTeX ``table`` environment: caption, accuracies and notes.
 
-    ``label`` follows ``tab:``. The environment needs the packages booktabs and graphicx.
+    The label of the environment is ``tab:`` and ``label``. LaTeX needs the packages booktabs and graphicx.
     """
     caption, *below = notes(table) or [""]
     under = [r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in below),
@@ -104,7 +104,7 @@ def latex(table: Table, label: str) -> str:
 
 
 def latex_further(table: Table, label: str) -> str:
-    """Return a ``table`` environment for each further table: differences, costs of targets, measures; may be empty."""
+    """Return a LaTeX ``table`` environment for each further table: differences, target costs, measures."""
     grids = [grid for grid in (differences(table), targets(table), *further(table)) if grid]
     parts = []
     for number, grid in enumerate(grids, 1):
@@ -116,9 +116,9 @@ def latex_further(table: Table, label: str) -> str:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Return the table for programs: means, deviations and values in percent; lists in the order of ``seeds``.
+    """Return the content of ``table.json``, with accuracies in percent and lists in the order of ``seeds``.
 
-    A row and a column without a common run have no cell.
+    There is no cell for a row and a column without a common run.
     """
     leads = {column: compared(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
@@ -141,16 +141,16 @@ def as_json(table: Table) -> dict[str, Any]:
 
 
 def csv_text(table: Table) -> str:
-    """Return ``run_lines`` as CSV; None is empty."""
+    """Return the lines of ``run_lines`` as CSV text. None becomes an empty entry."""
     lines = run_lines(table)
     return _as_csv(list(lines[0]) if lines else [*_FIRST, *_LAST], lines)
 
 
 def run_lines(table: Table) -> list[dict[str, Value | None]]:
-    """Return a line for each run: place, status, a column per setting, a column per measure, directory.
+    """Return one line, {column name: value}, for each run: place, status, settings, measures and directory.
 
-    All lines have all columns, None where a run has no such setting or measure. A run in several columns of the table,
-    such as an upper bound, is one line, which names all of them.
+    All lines have the same columns; a value is None if the run has no such setting or measure. A run that belongs to
+    several columns of the table, such as an upper bound, is one line with the names of all these columns.
     """
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings,
@@ -165,7 +165,7 @@ def run_lines(table: Table) -> list[dict[str, Value | None]]:
 
 
 def rounds_text(table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
-    """Return a line for each run and round. ``rounds``: {directory of a run: its rounds}."""
+    """Return CSV text with one line for each round of each run. ``rounds``: {run directory: rounds of the run}."""
     lines = [
         of_round(record) | _place(same) | {"dir": same[0].directory}
         for same in _runs(table)
@@ -219,7 +219,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> list[str]:
-    """Return a tabular that is shrunk to the width of the text if it is wider."""
+    """Return a LaTeX ``tabular`` that is scaled down to the text width if it is wider."""
     return [
         r"\setbox0=\hbox{%",
         rf"\begin{{tabular}}{{l{'r' * num_columns}}}",
@@ -234,7 +234,7 @@ def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> lis
 
 
 def _escape(text: str) -> str:
-    """Return ``text`` for LaTeX, with parameters of Greek names as formulas."""
+    """Return ``text`` escaped for LaTeX. Parameters with Greek names become formulas."""
     line = in_a_line(text)
     parts, end = [], 0
     for found in _FORMULA.finditer(line):
@@ -244,7 +244,7 @@ def _escape(text: str) -> str:
 
 
 def _formula(found: re.Match[str]) -> str:
-    """Return a parameter and its value as a formula."""
+    """Return the LaTeX formula of a parameter with its value, for a match of ``_FORMULA``."""
     name, _, number, power = found.groups()
     value = number
     if power:
@@ -280,7 +280,7 @@ def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any
 
 
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
-    """Return the places in the table of each run."""
+    """Return one list for each run, with the run's entries in the table: one entry per row and column."""
     runs: dict[str, list[SeedResult]] = {}
     for one in table.results:
         runs.setdefault(one.directory, []).append(one)

@@ -1,7 +1,7 @@
-"""The state of the runs in a directory, read from their files alone, and the view of ``fl-sim watch``.
+"""The current state of the runs in a directory, and the display of ``fl-sim watch``.
 
-Nothing is locked, and nothing is written. Each run is a row of at most 80 columns; below is the number of runs in each
-state.
+The state is read only from files: nothing is locked or written. The display has one row of at most 80 characters for
+each run, and below them the number of runs in each state.
 """
 
 import time
@@ -27,28 +27,32 @@ from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS
 
 State: TypeAlias = Literal["running", "waiting", "stopped", "failed", "damaged", "finished"]
 STATES: Final[tuple[State, ...]] = ("running", "failed", "damaged", "stopped", "finished", "waiting")
-"""In the order in which they are shown."""
+"""The states in the order of display."""
 
 _TIMED_ROUNDS: Final = 10
-"""Rounds whose mean time is shown."""
+"""Number of last rounds whose mean duration is shown."""
 _SILENCE: Final = 60.0
-"""A run on another machine whose files are unchanged for so many seconds, or for five rounds, counts as stopped."""
+"""Seconds without a change of files after which a run counts as stopped, at least the time of five rounds.
+
+This rule applies if the lock file does not tell, for example for a run on another machine.
+"""
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS: Final = "_.-=+*%#"
-"""For terminals that have no others."""
+"""ASCII replacement of ``_BLOCKS`` for terminals without block characters."""
 _CURVE: Final = 12
 _STYLES: Final = {"running": "bold cyan", "failed": "bold red", "damaged": "bold red", "stopped": "yellow"}
 _AROUND: Final = 4
-"""Lines besides the rows: heads, the count, and the messages below."""
+"""Number of lines of the display that are not rows of runs, such as headings and the count of runs."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """One run. ``place``: its data and split; ``rounds``: their planned number. None: unknown or private.
+    """One run in the display. ``place``: data set and partition. ``rounds``: planned number of rounds.
 
-    ``accuracies``: in [0, 1], of the evaluated rounds, on validation records if the test records are not measured.
-    ``round_seconds`` and ``left``: of a round, and until the end. ``epsilon``: spent so far, in words.
+    ``accuracies``: accuracies of the evaluated rounds in [0, 1], on the test set or else on validation records.
+    ``round_seconds``: mean seconds of a round. ``left``: estimated seconds until the end. ``epsilon``: epsilon spent so
+    far, as text. A value is None if it is unknown or private.
     """
 
     directory: str
@@ -67,15 +71,15 @@ class Watched:
 
 @dataclass
 class Watcher:
-    """Observes ``top`` repeatedly; reads a file again only after it has changed."""
+    """Reader of the runs in the directory ``top``. A file is read again only after a change."""
 
     top: Path
     _read: dict[Path, tuple[object, SavedRun | Table | str]] = field(default_factory=dict)
 
     def look(self) -> list[Watched]:
-        """Return the runs in the directory, and those of its tables that have not started.
+        """Return the runs in the directory, and the runs of its tables that have not started, sorted by state.
 
-        Raises UserError for a missing directory and for one without a run.
+        Raises UserError for a missing directory, and for a directory without runs.
         """
         if not self.top.is_dir():
             raise UserError(f"{self.top} is {'no directory' if self.top.exists() else 'not there'}: {WANTED}")
@@ -93,12 +97,12 @@ class Watcher:
         return sorted(watched, key=lambda one: STATES.index(one.state))
 
     def is_alive(self, watched: Sequence[Watched]) -> bool:
-        """Return True if any run is running or about to start."""
+        """Return True if any run is running, or if the process of a table holds its folder."""
         folders = {(self.top / one.directory).parent for one in watched if one.directory != "."}
         return any(one.state == "running" for one in watched) or any(is_locked(folder) for folder in folders)
 
     def _at(self, place: Path) -> SavedRun | Table | str:
-        """Return the run or table at ``place``, or its damage, which may end once its files are written."""
+        """Return the run or table at ``place``, or an error message. The error may be temporary during a write."""
         try:
             now = tuple(_version(place / name) for name in (CONFIG, ROUNDS, RESULT, TABLE))
             if place not in self._read or self._read[place][0] != now:
@@ -137,7 +141,7 @@ class Watcher:
         )  # fmt: skip
 
     def _waiting(self, tables: Mapping[Path, Table], begun: set[Path]) -> list[Watched]:
-        """Return the runs of tables that have not started; an upper bound, in several columns, runs once."""
+        """Return the runs of tables that have not started. A run in several columns, an upper bound, occurs once."""
         missing = {}
         for place, table in tables.items():
             names = {**short_names(table.rows), **table.labels}
@@ -149,9 +153,9 @@ class Watcher:
 
 
 def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = False) -> RenderableType:
-    """Return a table of as many runs as fit into ``height`` lines (None: all), with the counts of all below it.
+    """Return the display: a table with the runs that fit into ``height`` lines (None: all), and counts by state.
 
-    Running ones come first. ``is_plain``: only ASCII is drawn.
+    Runs have the order of ``watched``, grouped by data set and partition. ``is_plain``: curves use only ASCII.
     """
     shown = _fitting(watched, height)
     further = {
@@ -191,7 +195,7 @@ def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = Fal
 
 
 def curve(accuracies: Sequence[float], blocks: str = _BLOCKS, width: int = _CURVE) -> str:
-    """Return the accuracies as a row of blocks, scaled from the lowest to the highest.
+    """Return the accuracies as a small bar chart of block characters, scaled from the lowest to the highest.
 
     >>> curve([0.1, 0.4, 0.9]), curve([0.5, 0.5]), curve([])
     ('▁▄█', '▁▁', '')
@@ -225,7 +229,7 @@ def _error(run: SavedRun, state: State) -> str:
 
 
 def _epsilon(run: SavedRun, state: State) -> str:
-    """Return the epsilon spent so far; a run states the cost of its preprocessing at its end."""
+    """Return the epsilon spent so far as text. The cost of preprocessing is known only at the end of the run."""
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
@@ -236,7 +240,7 @@ def _epsilon(run: SavedRun, state: State) -> str:
 
 
 def _version(path: Path) -> tuple[int, int, int]:
-    """Return time of change in nanoseconds, size and number of a file; zeros for a missing one."""
+    """Return modification time in nanoseconds, size in bytes and inode of a file; zeros for a missing file."""
     try:
         now = path.stat()
     except OSError:
@@ -245,7 +249,7 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 
 def _fitting(watched: Sequence[Watched], height: int | None) -> list[Watched]:
-    """Return as many runs as fit, those of one place together; each place takes one more line."""
+    """Return the runs that fit into ``height`` lines, grouped by place. Each place takes one additional line."""
     kept: list[Watched] = []
     for one in watched:
         lines = _AROUND + len(kept) + 1 + len({run.place for run in (*kept, one)})

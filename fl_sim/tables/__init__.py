@@ -1,4 +1,4 @@
-"""Tables of runs. Here: the file of a table, which is a preset, the user's own, or a new one with comments."""
+"""Tables of runs. This module finds a table's definition file, a preset or the user's own, or writes a new one."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +11,9 @@ COMMENTED = Path(__file__).parent / "commented.toml"
 
 
 def file_or_preset(name: str) -> tuple[Path, str]:
-    """Return the file of the preset ``name``, else the file at that path; and a message if there are both.
+    """Return the path of the preset ``name``, or else of the file ``name``; and a message if both exist.
 
-    A preset's name means the preset in every folder. Raises UserError if there is neither.
+    The preset has priority, so that its name has the same meaning in every folder. Raises UserError if neither exists.
     """
     presets, there = sorted(path.stem for path in PRESETS.glob("*.toml")), Path(name)
     if name in presets:
@@ -29,7 +29,7 @@ def file_or_preset(name: str) -> tuple[Path, str]:
 
 
 def write_table_file(path: Path) -> None:
-    """Write a table's file with comments to ``path``, which must not exist."""
+    """Write a commented example of a table's definition to ``path``. Raise UserError if the file exists."""
     text = COMMENTED.read_text(encoding="utf-8").replace("FILE", str(path)).replace("DIR", f"results/{path.stem}")
     try:
         with path.open("x", encoding="utf-8") as file:

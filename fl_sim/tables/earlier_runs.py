@@ -1,4 +1,4 @@
-"""Runs on the disk: finished results, outcomes of trials, shorter runs to extend, and runs to be set aside."""
+"""Earlier runs on disk: finished results, outcomes of tuning trials, shorter runs to extend, runs to move away."""
 
 import shutil
 import tempfile
@@ -26,10 +26,11 @@ _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 
 
 def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Path | None:
-    """Copy the longest shorter run of ``experiment`` (resolved) to ``out``, a new directory; return its directory.
+    """Copy an earlier run of ``experiment`` (resolved) with fewer rounds to the new directory ``out``.
 
-    None if no finished run beside ``out``, under its own name, can be extended to ``experiment`` bit by bit. The
-    shorter run stays as it is. Raises RunError if nothing can be written.
+    Return the directory of the earlier run, the one with the most rounds. Return None if no finished run in the parent
+    folder of ``out``, under its original name, can be extended to a bit-identical run of ``experiment``. The earlier
+    run is not changed. Raises RunError if the copy cannot be written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
@@ -43,9 +44,10 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 
 
 def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
-    """Return the result of a finished run of ``experiment`` (resolved), else None. It may have begun with fewer rounds.
+    """Return the result of a finished run of ``experiment`` (resolved), or None. The run may be an extended one.
 
-    None, too, for a run of other settings, records or code, and for a damaged one: its worker reports the reason.
+    Also returns None for a run with different settings, records or code, and for a damaged run: the worker that
+    executes the run reports the reason.
     """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":
@@ -57,10 +59,10 @@ def finished_result(directory: Path, experiment: Experiment, data_root: Path | N
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The outcome of a trial: its accuracy in [0, 1], None if it diverged, and then the ``error``.
+    """The outcome of a tuning trial. ``accuracy`` is in [0, 1], or None with an ``error`` if the trial diverged.
 
-    ``trained``: rounds beyond those that another rung has paid for. ``seconds`` of these, known only roughly if the
-    run is private.
+    ``trained``: number of rounds trained for this rung, without the rounds of an earlier rung that the run extends.
+    ``seconds``: time of these rounds, known only roughly for a private run.
     """
 
     accuracy: float | None
@@ -70,10 +72,10 @@ class TrialOutcome:
 
 
 def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None) -> Path:
-    """Return the directory of a trial on its rung.
+    """Return the run directory of a tuning trial on its rung, the stage of successive halving.
 
-    Trials with the same settings, of whatever row, are one run. Each rung extends it in one directory, unless its
-    training depends on the number of rounds, or its checkpoint was too large to be written.
+    Trials with equal settings share one run, also across rows. Each rung extends this run in the same directory, unless
+    the training depends on the total number of rounds, or the checkpoint was too large to be written.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
@@ -85,7 +87,7 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if a trial can be extended: nothing in its training depends on the number of rounds."""
+    """Return True if a trial can be extended, because its training does not depend on the total number of rounds."""
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
@@ -95,9 +97,9 @@ def can_extend(experiment: Experiment) -> bool:
 
 
 def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> TrialOutcome | None:
-    """Return the outcome of the trial ``experiment``; None if it is unfinished, or of other records or code.
+    """Return the outcome of the trial ``experiment``; None for an unfinished run, or for other records or code.
 
-    ``after``: the number of rounds that another rung has paid for. Raises UserError for a damaged log.
+    ``after``: the number of rounds that an earlier rung trained. Raises UserError for a damaged log of rounds.
     """
     result = run_directory.read_result(directory) or {}
     if not (directory / run_directory.CONFIG).exists():
@@ -122,10 +124,10 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
 
 
 def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
-    """Compare the runs in ``folder`` with ``runs`` {name: experiment}, and return messages about them.
+    """Compare the runs in ``folder`` with the planned ``runs``, {name: experiment}, and return messages for the user.
 
-    ``again``: runs of other records or code are set aside, so that they are repeated. Raises UserError otherwise, and
-    for a run of other settings.
+    ``again``: True moves runs of other records or code to another directory, so that they are repeated; False raises
+    UserError for such runs. Raises UserError also for a run of other settings.
     """
     differing: dict[str, str] = {}
     trusted = []
@@ -149,7 +151,7 @@ def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | No
 
 
 def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Iterator[tuple[Experiment, Path]]:
-    """Yield the finished runs beside ``out`` with the same settings but fewer rounds, and their directories."""
+    """Yield (experiment, folder) of the finished runs beside ``out`` with equal settings but fewer rounds."""
     dataset = load(experiment.data, data_root, experiment.features)
     readable = run_name(experiment, dataset).rpartition("-")[0]
     for folder in out.parent.glob(f"{readable}-*"):

@@ -1,4 +1,4 @@
-"""The runs of a table, and its files, which are written after each of them."""
+"""Execution of all runs of a table. The files of the table are updated after each run."""
 
 import io
 import json
@@ -47,7 +47,7 @@ CELLS = "cells"
 
 @dataclass
 class TableState:
-    """A table with the outcomes of its runs so far."""
+    """The plan of a table, the results of its searches, and the outcomes of its runs so far."""
 
     settings: TableSettings
     plan: Plan
@@ -59,11 +59,11 @@ class TableState:
         return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
 
     def failures(self) -> list[str]:
-        """Return the failed runs with their errors."""
+        """Return a text for each failed run: its name and its error."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
-        """Take the results of the searches, and the plan with the chosen values."""
+        """Store the results of hyperparameter tuning, and the plan with the chosen values."""
         self.choices, self.plan = choices, plan
         vars(self).pop("_flat_settings", None)  # of the runs before
 
@@ -104,7 +104,7 @@ class TableState:
 
 
 WRITE_SECONDS = 1.0
-"""The least time between two writes of a table, each of which is of the whole table."""
+"""Minimum time in seconds between two writes of a table's files. Each write covers the whole table."""
 
 
 class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
@@ -122,13 +122,14 @@ def fill(
     tracking: Tracking = NO_TRACKING,
     again: bool = False,
 ) -> None:
-    """Run all unfinished runs of ``board``, ``jobs`` at once (None: one a core), and record the outcomes.
+    """Execute all unfinished runs of ``board``, and record their outcomes in ``board`` and in the table's files.
 
-    If its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
-    show it, and an estimate of the time, on standard error. ``deadline``: the end of all runs, by ``time.monotonic``.
-    ``tracking``: the trackers of the table's own runs. ``again``: set runs of other records or code aside and repeat
-    them. A failed run is recorded. Raises TimeIsUp if the time is too short, and the errors of ``put_aside``,
-    ``run_all`` and ``tune``; finished runs stay.
+    If the table has a section [tune], hyperparameter tuning comes first, in separate runs. ``jobs``: number of parallel
+    runs (None: one per core). ``progress``: True shows progress and an estimate of the time on standard error.
+    ``deadline``: the end of all runs, by ``time.monotonic``. ``tracking``: the trackers of the table's own runs, which
+    exclude trials. ``again``: True moves runs of other records or code away and repeats them. A failed run does not
+    stop the table. Raises TimeIsUp if the time is too short, and the errors of ``put_aside``, ``run_all`` and ``tune``;
+    finished runs are kept.
     """
     runner = _Runner(out, jobs, data_root, deadline, progress=progress, again=again)
     if board.settings.tune is not None:
@@ -158,7 +159,7 @@ def fill(
 
 @dataclass
 class _Runner:
-    """Runs experiments, ``jobs`` at once (None: one a core), until ``deadline``, by ``time.monotonic``."""
+    """Executes experiments, ``jobs`` in parallel (None: one per core), until ``deadline``, by ``time.monotonic``."""
 
     out: Path
     jobs: int | None
@@ -171,7 +172,7 @@ class _Runner:
     def run_all_of(
         self, folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str], tracking: Tracking = NO_TRACKING
     ) -> Generator[Event, None, None]:
-        """Run ``runs`` in ``folder`` and yield their events. Raises TimeIsUp at the end if some of them are left."""
+        """Execute ``runs`` in ``folder`` and yield their events. Raise TimeIsUp at the end if any run is unfinished."""
         jobs = self.jobs or min(cores(), len(runs))
         messages = put_aside(runs, self.out / folder, self.data_root, again=self.again)
         rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
@@ -189,7 +190,7 @@ class _Runner:
             raise TimeIsUp
 
     def announce_search(self, settings: TableSettings, plan: Plan) -> None:
-        """Show an estimate of the time of unfinished searches and of the runs after them."""
+        """Show an estimate of the time of unfinished searches, and of the table's own runs after them."""
         searches = searches_of(settings, plan, self.data_root)
         if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
             return
@@ -204,7 +205,7 @@ class _Runner:
         return forecast(shared, folder, self.data_root, self.watch, timed_own_models=False)
 
     def _budget(self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress) -> Budget | None:
-        """Show an estimate of the time of unfinished runs, and return their time budget; None: no limit."""
+        """Show an estimate of the time of unfinished runs, and return their time budget; None without a deadline."""
         missing = [name for name, run in runs.items() if finished_result(folder / name, run, self.data_root) is None]
         is_limited = math.isfinite(self.deadline)
         if not missing:
@@ -220,7 +221,7 @@ class _Runner:
 
 
 def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, Any]]:
-    """Return the part of ``table.json`` about the searches; accuracies in percent, as in all of it."""
+    """Return the section of ``table.json`` on hyperparameter tuning, with accuracies in percent."""
     return [
         {
             "row": choice.search.cell.row, "column": choice.search.cell.column, "seed": choice.search.cell.seed,
@@ -238,9 +239,9 @@ def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, A
 def search_caption(
     choices: Sequence[SearchResult], tune: Tune, labels: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the part of a table's caption about the searches: their plan, cost and results.
+    """Return the lines of a table's caption on hyperparameter tuning: plan, cost and chosen values.
 
-    ``labels``: {row: its short label}.
+    ``labels``: {row: short label}.
     """
     if not choices:
         return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
@@ -282,9 +283,10 @@ def search_caption(
 
 
 def conclude(board: TableState, out: Path) -> tuple[Table, list[Problem]]:
-    """Write the table with the privacy bill of all runs in its directory, also of those outside of the table.
+    """Write the final table with its bill, the privacy cost of all runs in its directory together.
 
-    Return the table and the runs whose cost could not be read.
+    The bill includes runs in the directory that are not in the table. Return the table, and a problem for each run
+    whose privacy cost could not be read.
     """
     found = read_all([out / CELLS])
     bills, problems = bills_of(found)
@@ -332,7 +334,7 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 
 
 def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
-    """Return the cost of the trials' runs; trials with the same settings share a run."""
+    """Return the cost of the trials as {name: number}. Trials with equal settings share a run, which counts once."""
     runs = {(one.name, one.rung): one for one in tried}.values()
     return {
         "runs": len({one.name for one in runs}),

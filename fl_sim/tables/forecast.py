@@ -1,4 +1,4 @@
-"""The forecast of runs and searches: finished rounds, remaining seconds, bytes and the privacy cost."""
+"""Forecasts of runs and of hyperparameter tuning: finished rounds, remaining seconds, bytes and privacy cost."""
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,15 +27,16 @@ from strategies.layer import layer_kinds
 _NOT_OF_A_MESSAGE: Final = {"partition", "seed", "partition_seed", "model_seed", "sampling_seed"}
 
 START_SECONDS = 4.0
-"""The start of a process until it trains: Python, torch and the data."""
+"""Seconds from the start of a process until it trains: the loading of Python, torch and the data."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of a run with ``done`` of its ``rounds``.
+    """The forecast of one run. ``rounds``: planned number of rounds. ``done``: number of finished rounds.
 
-    ``estimate``: of all its rounds. ``has_pool``: its synthetic records exist, or an earlier run makes them.
-    ``paid``: its privacy cost, None if not computed. ``notes``: sentences on its privacy.
+    ``estimate``: estimated time and bytes of the whole run. ``has_pool``: True if the run's synthetic records exist, or
+    if an earlier run of the list makes them. ``paid``: planned privacy cost, None if it was not computed. ``notes``:
+    sentences on the privacy of the run.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Forecast:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the time of the missing rounds; None if nothing was timed."""
+        """Return the estimated seconds of the unfinished rounds; None if nothing was timed."""
         if self.is_finished:
             return 0.0
         return None if self.estimate.seconds is None else self.estimate.seconds * (1 - self.done / self.rounds)
@@ -65,13 +66,14 @@ def forecast(
     timed_own_models: bool = True,
     say: Say = lambda _: None,
 ) -> list[Forecast]:
-    """Return the forecasts of ``runs`` {directory in ``cells``: experiment}.
+    """Return the forecasts of ``runs``, {name of the run directory in ``cells``: experiment}, in the same order.
 
-    ``watch``: times each kind of work that it has not timed yet; None: nothing is timed. ``billed``: returns True while
-    a further PLD may be computed for the cost of private runs, which is first computed by RDP; None: neither costs nor
-    bytes are computed. ``timed_own_models``: also run the user's own models, which may end this process. ``say`` gets
-    progress messages. Nothing is trained but the timed steps, on public test records, and nothing is written. Raises
-    UserError for a run that cannot train here at its precision.
+    ``watch``: measures the time of each new kind of work; None: no time is measured. ``billed``: function that returns
+    True while there is time for a further PLD computation; the privacy cost of private runs is first computed by RDP,
+    which is fast. None: neither privacy costs nor bytes are computed. ``timed_own_models``: True also executes models
+    of the user's own code, which might crash this process. ``say``: function that receives progress messages. Only the
+    timed steps are trained, on public test records, and no file is written. Raises UserError for a run that cannot
+    train on this machine with its precision.
     """
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
@@ -112,9 +114,9 @@ def forecast(
 
 
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
-    """Return the remaining time of all runs, ``jobs`` at a time, in order.
+    """Return the remaining seconds of all runs in their order, with ``jobs`` runs in parallel.
 
-    0 if nothing is left. Runs that were not timed are left out; None if no run was timed.
+    The result is 0 if all runs are finished. Runs without a measured time are left out; None if no run has one.
     """
     left = [one.seconds_left for one in found if not one.is_finished]
     timed = [seconds for seconds in left if seconds is not None]
@@ -127,7 +129,7 @@ def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
 
 
 def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
-    """Return the number of runs and their remaining time as text."""
+    """Return the number of runs and their remaining time, with ``jobs`` runs in parallel, as text."""
     num_finished = sum(one.is_finished for one in found)
     told = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
     if not (seconds := seconds_together(found, jobs)):
@@ -140,7 +142,7 @@ def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
 
 
 def in_time(seconds: float) -> str:
-    """Return a rough time as text.
+    """Return a time in seconds as rounded text.
 
     >>> [in_time(seconds) for seconds in (0.4, 59, 1500, 45000)]
     ['1 s', '59 s', '25 min', '12.5 h']
@@ -151,7 +153,7 @@ def in_time(seconds: float) -> str:
 
 
 def rounds_done(directory: Path) -> int:
-    """Return the number of rounds of the run in ``directory``."""
+    """Return the number of finished rounds of the run in ``directory``; 0 for a missing or damaged run."""
     with suppress(UserError):  # damage is reported when the run is resumed
         return len(read_rounds(directory))
     return 0
@@ -159,9 +161,9 @@ def rounds_done(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class SearchForecast:
-    """The forecast of a search: ``rounds`` of all its trials, ``done`` of them.
+    """The forecast of one search. ``rounds``: rounds of all trials together. ``done``: number of finished rounds.
 
-    ``seconds_left``: of the rest, one run at a time; None if nothing was timed.
+    ``seconds_left``: seconds of the unfinished rounds with one run at a time; None if nothing was timed.
     """
 
     search: Search
@@ -173,9 +175,9 @@ class SearchForecast:
 def search_forecasts(
     settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None, runs: Sequence[Forecast]
 ) -> list[SearchForecast]:
-    """Return the forecasts of the ``searches`` of the table in ``out``; searches with the same trials count once.
+    """Return the forecasts of the ``searches`` of the table in ``out``. Searches with equal trials count once.
 
-    ``runs``: the forecasts of the table's own runs, whose time per round is that of the trials.
+    ``runs``: the forecasts of the table's own runs. A round of a trial is assumed to take as long as a round of them.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}
@@ -199,7 +201,7 @@ def search_forecasts(
 
 
 def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
-    """Return the size of the searches, the finished part and the remaining time, ``jobs`` at a time, as text."""
+    """Return as text the number of trials, all and finished rounds, and the time left with ``jobs`` parallel runs."""
     rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
     trials = sum(one.search.rungs[0].trials for one in searches)
     told = (
@@ -215,7 +217,7 @@ def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
 
 
 class _Partial(NamedTuple):
-    """A forecast without the times of its ``works``; ``made``: the names of existing outputs of stages."""
+    """A forecast without times. ``works``: kinds of work to be timed. ``made``: keys of existing stage outputs."""
 
     known: Forecast
     works: tuple[Work, ...]
@@ -228,7 +230,7 @@ class _Partial(NamedTuple):
 
 
 def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
-    """Return the bytes of a run; without stages they are those of all runs that differ only in split and seeds."""
+    """Return the traffic of a run. Runs without stages that differ only in partition and seeds share one result."""
     if stages_of(procedure.job):
         return procedure.traffic()
     alike = procedure.job.experiment.model_dump_json(exclude=_NOT_OF_A_MESSAGE)
@@ -238,7 +240,11 @@ def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -
 
 
 def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
-    """Return a forecast with its cost, by RDP alone if no PLD ``may_begin``, and True if no PLD was refused."""
+    """Return the forecast with its privacy cost, and True if the cost is exact.
+
+    Before each PLD computation ``may_begin`` is called. If it returns False, the cost is computed by RDP alone, and the
+    second value is False.
+    """
     refused: list[bool] = []
 
     def noted() -> bool:
@@ -258,7 +264,7 @@ def _forgotten(*_: int) -> Callable[[], object]:
 
 
 def _made(job: Job, seen: set[str]) -> frozenset[str]:
-    """Return the names of outputs of stages that exist, or that an earlier run in the list makes."""
+    """Return the keys of the stage outputs that exist, or that an earlier run in the list makes."""
     needed = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
     there = frozenset(key for key, stage in needed if key in seen or stage.is_made())
     seen.update(key for key, _ in needed)

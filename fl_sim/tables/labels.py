@@ -1,4 +1,4 @@
-"""The texts of a table: names of rows, columns and run directories, and the caption."""
+"""The texts of a table: names of rows, columns and run directories, and the lines of the caption."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ _RARE = {
     "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
     "batch_norm": "BatchNorm",
 }  # fmt: skip
-"""Local settings that a caption names only if a cell differs from the default."""
+"""Settings of local training that a caption states only if any cell differs from the default; {name: caption text}."""
 
 _LOCAL = tuple(
     f"local.{name}"
@@ -44,21 +44,21 @@ _LOCAL = tuple(
 _IN_SETTINGS = {
     "clients", "rounds", "model", "features", "normalise", *_LOCAL, *(f"local.{name}" for name in _RARE),
 }  # fmt: skip
-"""Settings that the caption's line of settings states row by row."""
+"""Settings that the line "Settings" of the caption states."""
 
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 def data_label(name: str) -> str:
-    """Return the name of a data set in a table's head."""
+    """Return the displayed name of a data set, as in the heading of a table."""
     return _DATA.get(name) or short_label(name)
 
 
 @dataclass(frozen=True)
 class RowName:
-    """The full name of a row, ``method``, and the ``further`` settings in it, by key.
+    """The parts of a row's name. ``method``: the full name of the method. ``further``: {setting: value} in the name.
 
-    ``experiment``: one of the row's. ``chosen``: True for a name that the user gave.
+    ``experiment``: one experiment of the row. ``is_chosen``: True if the user gave the name.
     """
 
     method: str
@@ -68,9 +68,11 @@ class RowName:
 
 
 def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
-    """Return {row: (its short label, its settings that neither the label nor the caption's settings state)}.
+    """Return {row: (short label, remaining settings)}.
 
-    A label names those settings in which rows of the same method differ, with their defaults. No two are equal.
+    A label states the settings in which rows of the same method differ, also where they have the default value. All
+    labels are distinct. The remaining settings are those that neither the label nor the line "Settings" of the caption
+    states.
     """
     spanned: dict[str, dict[str, str]] = {}
     for one in rows.values():
@@ -94,9 +96,10 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 
 
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
-    """Return the label of a method: preprocessing, algorithm, and a server that does not wait for all clients.
+    """Return the label of a method: preprocessing, algorithm, and the server unless it is the default one.
 
-    ``varied``: parameters of the preprocessing that are named even with their default values; ``own``: of the rest.
+    ``varied``: parameters of the preprocessing that the label states even with their default values. ``own``: the same
+    for parameters of the algorithm and the server.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -107,14 +110,14 @@ def method(experiment: Experiment, varied: Collection[str] = (), own: Collection
 
 
 def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
-    """Return the parameters in which the preprocessing of ``experiments`` differs: each row must name its own."""
+    """Return the names of the parameters in which the preprocessing settings of ``experiments`` differ."""
     chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, Captioned)]
     fields = {name for one in chosen for name in field_defaults(type(one))}
     return frozenset(name for name in fields if len({str(getattr(one, name, "")) for one in chosen}) > 1)
 
 
 def varied_parameters(chosen: Iterable[Any]) -> dict[type, frozenset[str]]:
-    """Return {class: the parameters in which settings of this class differ}."""
+    """Return {settings class: names of the parameters in which the settings of this class differ}."""
     kinds: dict[type, list[Any]] = {}
     for one in chosen:
         kinds.setdefault(type(one), []).append(one)
@@ -125,9 +128,9 @@ def varied_parameters(chosen: Iterable[Any]) -> dict[type, frozenset[str]]:
 
 
 def label(settings: Any, also: Collection[str] = ()) -> str:
-    """Return the label of an algorithm, a preprocessing or a split, with all parameters that are not the default.
+    """Return the label of an algorithm, a preprocessing or a partition, with all parameters that are not default.
 
-    ``also``: parameters that are always named.
+    ``also``: parameters that the label always states.
     """
     changed = _changed(settings, also)
     if not isinstance(vars(type(settings)).get("title", ""), str):  # computed from the first parameter
@@ -136,7 +139,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
 
 
 def text(value: Any) -> str:
-    """Return a grid's value as text for a row's name.
+    """Return a value from a grid as text for the name of a row.
 
     >>> text({"kind": "rand-k", "share": 0.1})
     'rand-k (share=0.1)'
@@ -158,11 +161,11 @@ def caption(
     columns: Sequence[str] = (),
     settings: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the caption of a table of federated ``experiments``: what its numbers are, then labelled lines.
+    """Return the caption of a table of federated ``experiments``: the meaning of its numbers, then labelled lines.
 
-    ``notes``: a note on each data set. ``shares``: the share of the largest class in its test records. ``rows`` and
-    ``columns``: the labels of each experiment's row and column, which values that differ are stated with.
-    ``settings``: of rows that stand in no other line.
+    ``notes``: {data set: note on it}. ``shares``: {data set: share of the largest class in its test records}. ``rows``
+    and ``columns``: the row label and the column name of each experiment; a value that differs between experiments is
+    stated with these labels. ``settings``: {row label: settings that no other line of the caption states}.
     """
     told = partial(_with_places, rows=rows, columns=columns)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -192,15 +195,15 @@ def caption(
 
 
 def took(result: Mapping[str, Any]) -> str:
-    """Return the duration of a run; of a private run an upper bound."""
+    """Return the duration of a run as text; for a private run, an upper bound."""
     seconds = result["seconds"]["total"]
     return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
 
 
 def run_name(experiment: Experiment, dataset: Dataset) -> str:
-    """Return the name of a resolved experiment's directory, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
+    """Return the directory name of a resolved experiment, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
 
-    The engine is no part of it: another engine can resume the run.
+    The name does not depend on the engine, so that another engine can resume the run.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
     if experiment.evaluate == Evaluate():  # a later setting: older runs keep their names
@@ -214,9 +217,9 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
 
 
 def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
-    """Return the kind of seed that a table averages over: ``seed``, unless only another one has several ``values``.
+    """Return the kind of seed over which a table averages: the only kind with several ``values``, else ``seed``.
 
-    Several values of any other kind make rows.
+    If another kind of seed has several values, each value makes a row of its own.
 
     >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
     ('model_seed', 'seed')
@@ -226,7 +229,7 @@ def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
 
 
 def spread(experiments: Sequence[Experiment]) -> str:
-    """Return the seeds that the table of ``experiments`` averages over, and its fixed seeds."""
+    """Return as text the seeds over which the table of ``experiments`` averages, and its fixed seeds."""
     found = {name: list(dict.fromkeys(getattr(one, name) for one in experiments)) for name in SEEDS}
     over = seed_of_means(found)
     values, what = found.pop(over), over.replace("_", " ")
@@ -237,7 +240,7 @@ def spread(experiments: Sequence[Experiment]) -> str:
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, and those in ``also``."""
+    """Return {name: value} of the parameters that differ from their defaults, and of the parameters in ``also``."""
     changed: dict[str, Any] = {}
     for name, default in field_defaults(type(settings)).items():
         value = getattr(settings, name)
@@ -249,7 +252,7 @@ def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _is_group(value: Any, default: Any) -> bool:
-    """Return True if ``value`` is a group of settings without a choice of kinds, of the class of its default."""
+    """Return True if ``value`` is a settings object without a ``kind``, of the same class as ``default``."""
     return is_settings(type(value)) and type(value) is type(default) and not hasattr(value, "kind")
 
 
@@ -258,7 +261,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a parameter's value as text; inner settings by their kind and the values that are not the default."""
+    """Return a parameter value as text. A settings object is shown as its kind and its values that are not default."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
@@ -267,7 +270,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the records that choose the best round."""
+    """Return the explanation of "best" in the caption: the records on which the best round is chosen."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, as nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
@@ -323,13 +326,13 @@ def _training(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]],
 
 
 def _length(local: Local) -> str:
-    """Return the length of local training in a round, in epochs or steps."""
+    """Return the length of local training in one round as text, in epochs or steps."""
     number, unit = (local.steps, "step") if local.steps else (local.epochs, "epoch")
     return f"{number} local {unit}{'' if number == 1 else 's'}"
 
 
 def _captions(chosen: Sequence[Any]) -> list[str]:
-    """Return the captions of the ``chosen`` settings, kind by kind."""
+    """Return the caption lines of the ``chosen`` settings, grouped by kind."""
     kinds = dict.fromkeys(type(one) for one in chosen if isinstance(one, Captioned))
     return [
         said
@@ -345,7 +348,7 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """Return the most frequent value, and the others with the rows, or else the columns, that have them.
+    """Return the most frequent value, and each other value with its rows (or columns), as text.
 
     >>> _with_places([0.9, 0.0, 0.9], rows=["A", "B", "C"], columns=["x"] * 3)
     '0.9 (0 for B)'
@@ -364,12 +367,12 @@ def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequenc
 
 
 def _quoted(place: str) -> str:
-    """Return a name, in quotes if it has a comma."""
+    """Return a name, in quotes if the name contains a comma."""
     return f"'{place}'" if "," in place else place
 
 
 def _value_at(experiment: Experiment, key: str) -> str:
-    """Return the value of a dotted key as text, empty where the experiment has no such setting."""
+    """Return the value of a dotted key as text; empty if the experiment has no such setting."""
     value: Any = experiment
     for name in key.split("."):
         value = getattr(value, name, None)

@@ -1,4 +1,4 @@
-"""The plan of a table: methods in rows, data sets and splits in columns; every cell is checked before the first run."""
+"""The plan of a table: methods are rows, data sets and partitions are columns. All cells are checked before any run."""
 
 import itertools
 import math
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
     from fl_sim.experiment.job import Job
 
 MOST_CELLS = 10_000
-"""A larger table would be checked for minutes before its first run, and would be unreadable."""
+"""Largest number of cells of a table. The check of a larger table would take minutes, and its result be unreadable."""
 
 T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
 _LABEL = "label"
-"""A key of an entry of ``grid.algorithm``: the name that the user gave its row."""
+"""Key in an entry of ``grid.algorithm`` for the row name that the user gives."""
 
 Point: TypeAlias = Mapping[str, Any]
-"""The settings of a cell that differ from the base, by their dotted keys."""
+"""A point of the grid: {dotted key: value} of the settings of a cell that differ from [base]."""
 
 AXES = ("algorithm", "data", "partition", "seed")
-"""Keys that span a table even where [grid] does not name them."""
+"""Keys that are always axes of the grid, even if [grid] does not contain them."""
 
 CENTRALIZED: Point = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
     "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
     "partition_seed": None, "sampling_seed": None,
 }  # fmt: skip
-"""The settings of the upper bound, whatever the split and the clients of its column."""
+"""The settings of the upper bound, for any partition and number of clients of its column."""
 
 _FEDAVG: Point = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 
@@ -71,13 +71,13 @@ def _are_grids(given: Any) -> Any:
 
 
 class TableSettings(Settings):
-    """``base``: settings of every cell; ``grid``: lists of values by key; ``centralized`` adds the upper-bound row.
+    """``base``: settings of all cells; ``grid``: {key: list of values}; ``centralized`` adds the upper-bound row.
 
-    ``grid`` may be several such grids, ``[[grid]]`` in a file: the table has the cells of all of them.
-    ``tune``: the search for settings before the cells run; None: no search.
+    ``grid`` may be a list of grids, ``[[grid]]`` in a file. The table then has the cells of all grids.
+    ``tune``: the hyperparameter search before the cells run; None: no search.
     An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``,
-    and its ``label`` is the name of its row. ``reference``: the row that others are compared with, by its name or its
-    short label; empty: the one with the highest mean.
+    and its ``label`` is the name of its row. ``reference``: the row with which the other rows are compared, by its name
+    or its short label; empty: the row with the highest mean.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -90,27 +90,27 @@ class TableSettings(Settings):
 
     @property
     def grids(self) -> list[dict[str, Any]]:
-        """Return every grid with dotted keys."""
+        """Return the list of grids, with dotted keys."""
         return [dict(flat(grid)) for grid in (self.grid if isinstance(self.grid, tuple) else (self.grid,))]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment in the table. An upper bound has the same experiment in several columns."""
+    """One experiment at its place in the table. The same experiment of an upper bound is in several columns."""
 
     row: str
     column: str
     seed: int
-    """The seed that the table averages over."""
+    """The value of the seed over which the table averages."""
     experiment: Experiment
     name: str
-    """Name of the run directory: readable, and different for different settings or records."""
+    """Name of the run directory. It is readable, and unique for the settings and the records."""
     point: Point = field(compare=False)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A table before its runs."""
+    """A checked table before its runs: rows, columns, cells and caption."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -120,20 +120,20 @@ class Plan:
     over: str = "seed"
     """The kind of seed in which the cells of a row and column differ."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """{row: its short label}."""
+    """{row: short label}."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """{row: its settings that neither its label nor another line of the caption states}."""
+    """{row: settings that neither its label nor another line of the caption states}."""
     reference: str = ""
-    """The row that others are compared with; empty: the one with the highest mean."""
+    """The row with which the other rows are compared; empty: the row with the highest mean."""
 
     @property
     def runs(self) -> dict[str, Experiment]:
-        """Return {directory name: experiment}, each experiment once, in the order of the rows."""
+        """Return {directory name: experiment} in the order of the rows. Each experiment occurs once."""
         return {cell.name: cell.experiment for cell in self.cells}
 
 
 def deadline_after(hours: float | None) -> float:
-    """Return the time ``hours`` from now, by ``time.monotonic``; None: never. Raises UserError for invalid hours."""
+    """Return the time ``hours`` from now, by ``time.monotonic``; infinity for None. Raise UserError if invalid."""
     if hours is None:
         return math.inf
     if not 0 < hours < math.inf:
@@ -142,15 +142,16 @@ def deadline_after(hours: float | None) -> float:
 
 
 def read_settings(path: Path, overrides: list[str]) -> TableSettings:
-    """Read a table's TOML file and lay ``key=value`` settings over it, as ``table_settings`` does."""
+    """Return the settings in a table's TOML file, with ``key=value`` overrides as in ``table_settings``."""
     return table_settings(read_table(path), overrides, str(path))
 
 
 def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -> TableSettings:
-    """Return the settings of a ``table`` from ``where`` with ``key=value`` settings over it.
+    """Return the settings of a ``table`` with ``key=value`` overrides. ``where``: source of the table, for errors.
 
-    Keys that a grid spans take lists (``seed=0,1,2``), in every such grid; ``tune.trials=4`` and the like go to [tune],
-    all others to [base]. Raises UserError for invalid ones.
+    An override of a grid key, of a key in ``AXES`` or of several seeds is a list of values (``seed=0,1,2``) for the
+    grids. Overrides such as ``tune.trials=4`` change [tune]; all others change [base]. Raises UserError for invalid
+    overrides.
     """
     changed: dict[str, Any] = {}
     tune = dict(table.get("tune", {}))
@@ -188,9 +189,10 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
 def plan_table(
     settings: TableSettings, data_root: Path | None = None, say: Callable[[str], object] = lambda _: None
 ) -> Plan:
-    """Expand the grid and check the settings, data, split and model of every cell; ``say`` gets progress messages.
+    """Expand the grid, check settings, data, partition and model of every cell, and return the plan.
 
-    Raises UserError that names the first invalid cell.
+    ``say``: function that receives progress messages. Raises UserError, with the name of the cell, for the first
+    invalid cell.
     """
     grids = settings.grids
     for key, values in (item for grid in grids for item in grid.items()):
@@ -236,9 +238,9 @@ def plan_table(
 def tuned(
     settings: TableSettings, plan: Plan, chosen: Mapping[tuple[str, str], Mapping[str, Any]], data_root: Path | None
 ) -> Plan:
-    """Return ``plan`` with the values ``chosen`` for {(row, column)}, each tested once, after its last round.
+    """Return ``plan`` with the tuned values. ``chosen``: {(row, column): {key: value}}.
 
-    The names of the rows stay.
+    Each run looks at the test records only once, after its last round. The names of the rows do not change.
     """
     points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), "evaluate.test": "last"} for cell in plan.cells]
     placed = [_placed(settings, point, data_root) for point in points]
@@ -251,7 +253,7 @@ def tuned(
 
 
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
-    """Return (place, item) of all ``given`` items, those on the same records next to each other.
+    """Return (index, item) for all ``given`` items, reordered so that items with the same records are adjacent.
 
     >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
     [(0, 'b1'), (2, 'b2'), (1, 'a1')]
@@ -261,7 +263,7 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 
 
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
-    """Yield the grid's points, methods outermost, the upper bound last if there is one."""
+    """Yield the points of a grid, method by method. ``centralized``: True adds the upper bound as last method."""
     axes = dict(grid)
     for axis in AXES:
         default = Experiment.model_fields[axis].default
@@ -276,23 +278,23 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
 
 
 def is_bound(point: Point) -> bool:
-    """Return True if a point is an upper bound."""
+    """Return True if ``point`` belongs to an upper bound, which is centralized training."""
     algorithm = point["algorithm"]
     return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of a point's run: an upper bound has none of the settings of federations."""
+    """Return the settings for the run of ``point``. An upper bound loses all settings of federated learning."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings that name a point's column: FedAvg's in place of an upper bound's."""
+    """Return the settings that determine the column of ``point``. An upper bound gets the settings of FedAvg."""
     return _outside(point, _FEDAVG) if is_bound(point) else point
 
 
 def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
-    """Return the experiment of a point. Raises UserError that names the point."""
+    """Return the experiment of ``point``. Raise UserError, with the settings of the point, if it is invalid."""
     with _naming(point):
         point = {key: value for key, value in point.items() if key != _LABEL}
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
@@ -300,7 +302,10 @@ def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
 
 
 def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":
-    """Return a point's job, checked as far as possible without a run. Raises UserError that names the point."""
+    """Return the job of ``point``, which is its resolved experiment with data and partition.
+
+    The job is checked as far as possible without a run. Raises UserError, with the settings of the point, if invalid.
+    """
     experiment = experiment_at(base, point)
     with _naming(point):
         look_for(experiment.data, data_root)
@@ -314,7 +319,7 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
 
 
 def _reference(wanted: str, plan: Plan) -> str:
-    """Return the row that is called ``wanted``. Raises UserError if there is none."""
+    """Return the row with the name or label ``wanted``, or "" for "". Raise UserError if there is no such row."""
     found = [row for row in plan.rows if wanted in {row, plan.labels[row]}]
     if wanted and not found:
         known = list(plan.labels.values())
@@ -345,7 +350,7 @@ def _caption(plan: Plan, placed: Iterable["_Placed"]) -> tuple[str, ...]:
 
 
 class _Placed(NamedTuple):
-    """The checked experiment of a point. Its job is dropped: thousands of splits would fill the memory."""
+    """The checked experiment of a point. The job is not kept, because thousands of partitions would fill the memory."""
 
     column: str
     experiment: Experiment
@@ -367,7 +372,7 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
 def _all_placed(
     settings: TableSettings, data_root: Path | None, say: Callable[[str], object]
 ) -> list[tuple[Point, _Placed]]:
-    """Return every point with its experiment. Points on the same records are checked in a row: the data stay loaded."""
+    """Return each point with its checked experiment. Points with equal records are checked together: one load."""
     given = [
         point for grid in settings.grids for point in points(settings.base, grid, centralized=settings.centralized)
     ]
@@ -386,9 +391,9 @@ def _row(
     further: Mapping[str, str],
     spanned: Collection[str],
 ) -> tuple[str, RowName]:
-    """Return the name of a point's row, which ``further`` settings are part of, and what its short label is made of.
+    """Return the name of the row of ``point``, which includes ``further`` settings, and the parts of its short label.
 
-    A name that the user gave stands for all settings but those that are ``spanned`` by the grid.
+    A name from the user replaces all settings except the axes of the grid, ``spanned``.
     """
     chosen = str(point.get(_LABEL, ""))
     named = {key: value for key, value in further.items() if not chosen or key in spanned}
@@ -398,14 +403,14 @@ def _row(
 
 
 def _further(point: Point, over: str) -> dict[str, str]:
-    """Return the further parts of a row's name: settings that span the table but neither columns nor means."""
+    """Return {key: text} of the further settings in a row's name: axes that are not method, column or seed."""
     named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
     return {key: text(value) for key, value in further if key.split(".")[0] not in named}
 
 
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table that sets it and more."""
+    """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table with several settings."""
     if isinstance(entry, dict) and _LABEL in entry:
         others = {key: value for key, value in entry.items() if key != _LABEL}
         if not isinstance(entry[_LABEL], str) or not entry[_LABEL].strip():
@@ -423,13 +428,13 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with ``instead`` in place of its settings of the same groups."""
+    """Return ``point`` with ``instead`` in place of the settings that have the same first part of the key."""
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 
 
 @contextmanager
 def _naming(point: Point) -> Iterator[None]:
-    """Name the cell in an error."""
+    """Add the settings of the cell to the message of a UserError from the block."""
     try:
         yield
     except UserError as error:
@@ -438,7 +443,7 @@ def _naming(point: Point) -> Iterator[None]:
 
 
 def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """Return ``base`` with ``point`` over it; a table without a kind changes some keys of the table in ``base``."""
+    """Return ``base`` updated with ``point``. A table without ``kind`` changes only its own keys of the base table."""
     merged = {**base, **point}
     for key, value in point.items():
         if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):

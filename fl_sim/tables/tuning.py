@@ -1,4 +1,7 @@
-"""The search for settings before a table is filled: the same successive halving for every method, and its log."""
+"""Hyperparameter search before the runs of a table, with the same successive halving for every method, and its log.
+
+A trial is one choice of values. A rung is one stage of successive halving; its best trials continue on the next rung.
+"""
 
 import csv
 import io
@@ -34,12 +37,12 @@ from fl_sim.tables.workers import Event, Failed
 TRIALS, LOG = "tuning", "tuning.csv"
 
 Runner: TypeAlias = Callable[[Mapping[str, Experiment], Mapping[str, str]], Iterable[Event]]
-"""Runs {name: experiment} with {name: label for the user}, and yields their events."""
+"""A function that executes {name: experiment}, with {name: label for messages}, and yields the events of the runs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """The search for one row in one column, on the split of its first seed, which is that of ``cell``."""
+    """The search for one row in one column. ``cell``: the cell with the first seed, whose partition is used."""
 
     cell: Cell
     space: Space
@@ -47,18 +50,18 @@ class Search:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Return the row and the column."""
+        """Return (row, column) of the search."""
         return self.cell.row, self.cell.column
 
     @property
     def title(self) -> str:
-        """Return the row and the column for messages."""
+        """Return row and column as text for messages."""
         return f"{self.cell.row}, {self.cell.column}"
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One set of values of a search; ``number`` counts from 1."""
+    """One choice of values in a search. ``number`` counts from 1."""
 
     search: Search
     number: int
@@ -67,11 +70,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial on a rung, which counts from 1; ``accuracy`` in [0, 1] is None if it diverged.
+    """The result of a trial on one rung. ``accuracy`` is in [0, 1], or None if the trial diverged.
 
-    ``rounds``: its rounds on this rung; ``trained``: those that it trained for this rung, as it extends the run of the
-    rung before where it can. ``seconds`` of these, known only roughly if the run is private. ``name``: of its
-    directory.
+    ``rung``: number of the rung, from 1. ``rounds``: length of the trial on this rung. ``trained``: rounds trained for
+    this rung; if possible, the trial extends its run of the previous rung. ``seconds``: time of the trained rounds,
+    known only roughly for a private run. ``name``: name of the run directory.
     """
 
     trial: Trial
@@ -85,7 +88,7 @@ class TrialResult:
 
     @property
     def status(self) -> Literal["finished", "diverged"]:
-        """Return ``finished`` or ``diverged``."""
+        """Return the status of the trial, ``finished`` or ``diverged``."""
         return "diverged" if self.accuracy is None else "finished"
 
 
@@ -99,16 +102,16 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose chosen value lies at an end of their range: better values may lie beyond."""
+        """Return the settings with a chosen value at an end of their range, beyond which better values may exist."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
 
 def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
-    """Return the searches of ``settings.tune``, checked as far as possible without training.
+    """Return the searches of ``settings.tune``, one per row and column, checked as far as possible without training.
 
-    Raises UserError for a space that cannot be searched, for a value in it that a method refuses, for private records
-    that a search would read, and for trials that could not run.
+    Raises UserError for an invalid search space, for a value in the space that a method refuses, for a search that
+    would read private records, and for trials that cannot run.
     """
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
@@ -137,16 +140,17 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
 
 
 def turns(tune: Tune) -> list[range]:
-    """Return the batches of trials that start together, by their numbers from 0.
+    """Return the batches of trials that start together, as ranges of trial numbers from 0.
 
-    Random trials are one batch. Optuna proposes trials one by one after the first quarter, which is random.
+    Random trials are one batch. With Optuna, the first quarter is random and one batch; each later trial is a batch of
+    its own.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
     return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
 
 
 def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[TrialResult]) -> Trial:
-    """Return trial ``number``, from 0, of a search with the earlier results ``tried``."""
+    """Return the trial with index ``number`` (from 0) of a search. ``tried``: the results of earlier trials."""
     if number in turns(tune)[0]:
         return Trial(search, number + 1, drawn(search.space, tune.seed, number))
     before = [(one.trial.values, one.accuracy) for one in tried]
@@ -154,7 +158,7 @@ def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[Tria
 
 
 def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experiment:
-    """Return the experiment of a trial of ``rounds``. Raises UserError for values that the method refuses."""
+    """Return the experiment of a trial with ``rounds`` rounds. Raise UserError for values that the method refuses."""
     assert settings.tune is not None
     return experiment_at(settings.base, _point(settings.tune, trial, rounds))
 
@@ -162,11 +166,11 @@ def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experim
 def tune(
     settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root: Path | None
 ) -> tuple[SearchResult, ...]:
-    """Search for the settings of every method in every column, and return the results.
+    """Search for the best settings of every method in every column, and return the results of all searches.
 
-    Trials are runs in ``out / TRIALS``; finished ones are not repeated. ``run`` gets the trials of one rung after
-    another. Raises UserError as ``searches_of`` does, RunError for a trial that could not run, and if all trials of a
-    search diverge.
+    Trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run`` executes the trials of one rung, then
+    those of the next one. Raises UserError like ``searches_of``, RunError for a trial that could not run, and RunError
+    if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
@@ -176,7 +180,7 @@ def tune(
 def known_choices(
     settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None
 ) -> tuple[SearchResult, ...] | None:
-    """Return the results of finished searches, None if one is unfinished. Nothing is run or written."""
+    """Return the results of the searches; None if any search is unfinished. No run is started, no file is written."""
 
     def run(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterable[Event]:
         del runs, labels
@@ -189,18 +193,18 @@ def known_choices(
 
 
 def ranked(tried: Iterable[TrialResult]) -> list[TrialResult]:
-    """Return the trials that did not diverge, the most accurate first; of equal ones the earlier trial."""
+    """Return the trials that did not diverge, sorted by accuracy, highest first; equal trials in their order."""
     left = [one for one in tried if one.accuracy is not None]
     return sorted(left, key=lambda one: (-(one.accuracy or 0.0), one.trial.number))
 
 
 def values_of(choices: Iterable[SearchResult]) -> dict[tuple[str, str], Values]:
-    """Return {(row, column): the chosen values}."""
+    """Return {(row, column): chosen values}."""
     return {choice.search.place: choice.best.trial.values for choice in choices}
 
 
 def csv_text(tried: Iterable[TrialResult]) -> str:
-    """Return one line for each trial on each of its rungs, accuracies in [0, 1]."""
+    """Return CSV text with one line for each trial on each of its rungs. Accuracies are in [0, 1]."""
     table = [
         {
             "row": one.trial.search.cell.row, "column": one.trial.search.cell.column, "trial": one.trial.number,
@@ -217,12 +221,12 @@ def csv_text(tried: Iterable[TrialResult]) -> str:
 
 
 class _Unknown(Exception):  # noqa: N818 (not an error)
-    """A trial has no outcome yet."""
+    """Signal that a trial has no result yet."""
 
 
 @dataclass
 class _Log:
-    """All results so far, also in the file ``path``; None: nothing is written."""
+    """All trial results so far, also written to the file ``path``. With None, nothing is written."""
 
     path: Path | None
     tried: list[TrialResult] = field(default_factory=list)
@@ -262,7 +266,7 @@ def _check_records(tune: Tune, cells: list[Cell], data_root: Path | None) -> Non
 
 
 def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> str:
-    """Return the first of ``others`` that shares records with ``data``, by their content; empty for none."""
+    """Return the first data set of ``others`` whose records have the same content as those of ``data``, or ""."""
     trained, tested = contents_of(data, data_root)
     for other in dict.fromkeys(others):
         if other == data or not {trained, tested}.isdisjoint(contents_of(other, data_root)):
@@ -271,7 +275,7 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 
 
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
-    """Check all trials of a search that are known beforehand: drawn values, data, split and model."""
+    """Check all trials whose values are known before the search: values, data, partition and model."""
     tune, shortest = settings.tune, search.rungs[0].rounds
     assert tune is not None
     known = [proposed_trial(search, tune, number, ()) for number in turns(tune)[0]]
@@ -287,7 +291,7 @@ def _check_trials(settings: TableSettings, search: Search, data_root: Path | Non
 
 
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
-    """Return the settings of a trial: those of its cell with its values, judged by validation or public records."""
+    """Return the settings of a trial: its cell's settings and its own values, with the evaluation of the search."""
     cell = trial.search.cell
     judged: dict[str, Any] = {"evaluate.validation": tune.validation, "evaluate.test": "never"}
     if tune.data:
@@ -321,7 +325,7 @@ def _searched(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trial on a rung, which counts from 1; an earlier rung has paid for the first ``after`` rounds."""
+    """A trial on a rung (from 1). ``after``: the number of first rounds that an earlier rung already trained."""
 
     trial: Trial
     rung: int
@@ -338,10 +342,10 @@ def _results(
     folder: Path,
     data_root: Path | None,
 ) -> list[TrialResult]:
-    """Run ``trials`` on their next rung and return their results.
+    """Execute ``trials`` on their next rung, and return their results.
 
-    Those with the same settings run once, for the most rounds that any of them has: the others are its first rounds.
-    Raises RunError, with its error, for a trial without an outcome.
+    Trials with equal settings share one run, with the largest number of rounds of these trials; the results of shorter
+    trials are read from its first rounds. Raises RunError, with the reason, for a trial without a result.
     """
     last = {one.trial: one for one in earlier}
     entries = [_entry(settings, trial, last.get(trial), folder, data_root) for trial in trials]
@@ -385,9 +389,9 @@ def _entry(
 
 
 def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
-    """Return the trials of rung ``step``, from 0, the best first; after the last rung the best one.
+    """Return the trials of rung ``step`` (from 0), best first. After the last rung, return only the best trial.
 
-    Raises RunError if all trials of the rung before diverged.
+    Raises RunError if all trials of the previous rung diverged.
     """
     before = [one for one in tried if one.rung == step]
     left = ranked(before)

@@ -1,4 +1,4 @@
-"""The table ``[tune]``: trials, rungs and the space of values, and the values that a trial draws from it."""
+"""The section ``[tune]`` of a table: trials, rungs of successive halving, the search space, and drawn values."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,30 +15,31 @@ from fl_sim.seeding import rng
 from fl_sim.settings import Settings, flat
 
 Values: TypeAlias = Mapping[str, Any]
-"""The settings of a trial, by key: {"local.learning_rate": 0.013}."""
+"""The values of a trial, {setting: value}, such as {"local.learning_rate": 0.013}."""
 
 NOT_TUNED = (
     "data", "partition", "clients", "seed", "partition_seed", "model_seed", "sampling_seed", "rounds", "evaluate",
     "evaluate_every", "engine", "device", "round_timeout", "attack",
 )  # fmt: skip
-"""Settings that define the comparison and its measures: no search changes them."""
+"""Settings that define the comparison and its measures. A search must not change them."""
 
 _DIGITS = 3
-"""Significant digits of a drawn number: precise enough for a setting, short enough to be typed."""
+"""Number of significant digits of a drawn value, so that a user can type it."""
 
 
 class Tune(Settings):
-    """A search for every method in every column, with the same ``trials`` and rounds for each.
+    """A hyperparameter search for every method in every column, with equal numbers of ``trials`` and rounds.
 
-    ``rounds``: of the longest trials (0: as many as the runs of the table). ``halving``: one in so many trials of a
-    rung goes on to the next, which has so many times the rounds. ``validation``: the part of every client's training
-    records that a trial does not train on and is judged by ("given": the validation records of the data set).
-    ``search``: "random" draws the values, "optuna" lets Optuna's TPE propose them from earlier results. ``seed``: of
-    the draws.
+    ``rounds``: number of rounds of the longest trials (0: as many as the runs of the table). ``halving``: the factor n
+    of successive halving: the best 1/n of the trials of a stage go on to the next stage, which has n times the rounds.
+    ``validation``: the share of every client's training records on which a trial is evaluated instead of trained
+    ("given": the validation records of the data set). ``search``: "random" draws the values, "optuna" lets Optuna's TPE
+    propose them from earlier results. ``seed``: the seed of the drawn values.
 
-    ``space``: the dimensions of all methods, ``spaces``: those of single methods, by their kind or their row's name;
-    each is a list of values or a range {low, high, log}. ``data``: a public data set to search on in place of the
-    table's own, which methods under privacy need; trials are then judged by its test records.
+    ``space``: the settings to search for all methods; ``spaces``: those for single methods, by the kind of the
+    algorithm or the name of the row; each setting has a list of values or a range {low, high, log}. ``data``: a public
+    data set for the search in place of the table's own data, required for methods with a privacy guarantee; trials are
+    then evaluated on its test records.
     """
 
     trials: int = Field(16, ge=1, le=10_000)
@@ -61,18 +62,18 @@ class Tune(Settings):
 
 @dataclass(frozen=True)
 class Rung:
-    """``trials`` runs of ``rounds`` rounds each."""
+    """One stage of successive halving: ``trials`` runs with ``rounds`` rounds each."""
 
     trials: int
     rounds: int
 
 
 def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
-    """Return the rungs of successive halving (Jamieson & Talwalkar 2016, algorithm 1), the last with all ``rounds``.
+    """Return the stages (rungs) of successive halving (Jamieson & Talwalkar 2016, algorithm 1).
 
-    Every rung costs about the same: one in ``halving`` of its trials, rounded down, goes on to the next, which has
-    ``halving`` times the rounds. The best trial of the last rung wins. No trial is shorter than a round, so a search
-    with few rounds has fewer rungs, and more trials in the last.
+    From each rung to the next, the number of trials is divided by ``halving``, rounded down, and the number of rounds
+    is multiplied by it, so that every rung costs about the same. The last rung has all ``rounds``, and its best trial
+    is chosen. A trial has at least one round, so a search with few rounds has fewer rungs, and more trials in the last.
 
     >>> [(rung.trials, rung.rounds) for rung in rungs(16, 20, 2)]
     [(16, 2), (8, 5), (4, 10), (2, 20)]
@@ -87,21 +88,21 @@ def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
 
 @dataclass(frozen=True)
 class ValueList:
-    """A list of values, each drawn equally often."""
+    """A list of values. Each value is drawn equally often."""
 
     values: tuple[Any, ...]
 
     def drawn(self, seed: int, key: str, trial: int) -> Any:
-        """Return the value of ``trial``, from 0: the list is drawn in one random order after another."""
+        """Return the value for ``trial`` (from 0). The trials go through the list again and again, in random orders."""
         turn, place = divmod(trial, len(self.values))
         return self.values[int(rng(seed, f"tuning {key}", turn).permutation(len(self.values))[place])]
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that a method might refuse: all of them."""
+        """Return the values to check against the limits of a method: all values."""
         return self.values
 
     def is_at_end(self, value: Any) -> bool:
-        """Return True if ``value`` is the smallest or the largest of three or more numbers."""
+        """Return True if ``value`` is the smallest or largest value of a list with at least three numbers only."""
         numbers = [one for one in self.values if isinstance(one, int | float) and not isinstance(one, bool)]
         return len(numbers) == len(self.values) > 2 and value in {min(numbers), max(numbers)}
 
@@ -116,9 +117,9 @@ Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
 
 
 class Range(Settings):
-    """The numbers from ``low`` to ``high``, whole ones where both are.
+    """The numbers from ``low`` to ``high``; only whole numbers if both limits are whole.
 
-    ``log``: as many are drawn between 1 and 10 as between 10 and 100.
+    ``log``: the logarithm is uniform: as many values are drawn between 1 and 10 as between 10 and 100.
     """
 
     low: Number
@@ -131,22 +132,22 @@ class Range(Settings):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def drawn(self, seed: int, key: str, trial: int) -> float | int:
-        """Return the value of ``trial``, from 0, rounded to three significant digits or to a whole number."""
+        """Return the value for ``trial`` (from 0), rounded to three significant digits or to a whole number."""
         at = float(rng(seed, f"tuning {key}", trial).random())
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         return self.rounded(math.exp(low + at * (high - low)) if self.log else low + at * (high - low))
 
     def rounded(self, number: float) -> float | int:
-        """Return ``number`` as it is set: inside the range, short enough to be typed."""
+        """Return ``number`` rounded to three significant digits or a whole number, and limited to the range."""
         short = round(number) if self.is_whole else float(f"{number:.{_DIGITS}g}")
         return min(max(short, self.low), self.high)
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that a method might refuse: both ends."""
+        """Return the values to check against the limits of a method: both ends of the range."""
         return self.low, self.high
 
     def is_at_end(self, value: float) -> bool:
-        """Return True if ``value`` lies in the first or the last tenth of the range."""
+        """Return True if ``value`` is in the first or the last tenth of the range."""
         low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
         return not 0.1 < (at - low) / (high - low) < 0.9
 
@@ -157,9 +158,9 @@ Space: TypeAlias = Mapping[str, Dimension]
 
 @dataclass(frozen=True)
 class Method:
-    """A row that is tuned: its name, the kind of its algorithm, and its settings that span the table.
+    """A row to be tuned. ``kind``: kind of the algorithm. ``spanned``: settings that the grid or the row fixes.
 
-    ``is_bound``: an upper bound, which has no settings of federations.
+    ``is_bound``: True for an upper bound, which has no settings of federated learning.
     """
 
     row: str
@@ -169,10 +170,11 @@ class Method:
 
 
 def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) -> dict[str, Space]:
-    """Return {row: its space}, shared dimensions first.
+    """Return {row: search space}. The settings that all methods share come first.
 
-    ``federations``: groups of settings that an upper bound does not have. Raises UserError for a space that is empty,
-    no list or range, of a setting that may not be tuned or already varies, or of an unknown method.
+    ``federations``: names of the settings that an upper bound does not have. Raises UserError for an empty space, for a
+    value that is no list or range, for a setting that must not be tuned or is already in the grid, and for an unknown
+    method.
     """
     methods = tuple(methods)
     shared = _read(tune.space, "tune.space")
@@ -203,12 +205,12 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
 
 
 def drawn(space: Space, seed: int, trial: int) -> dict[str, Any]:
-    """Return the values of ``trial``, from 0. All methods draw the same values of shared dimensions."""
+    """Return the random values for ``trial`` (from 0). All methods get the same values of shared settings."""
     return {key: dimension.drawn(seed, key, trial) for key, dimension in space.items()}
 
 
 def check_installed() -> None:
-    """Raise UserError if Optuna, which is an extra, is not installed."""
+    """Raise UserError if Optuna, an optional dependency, is not installed."""
     if find_spec("optuna") is None:
         raise UserError(
             "tune.search=optuna needs Optuna, which is an extra: pip install 'fl-sim[tune]', or take tune.search=random"
@@ -216,9 +218,9 @@ def check_installed() -> None:
 
 
 def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: int) -> dict[str, Any]:
-    """Return the next values, given those ``tried`` with their accuracies (None if a trial diverged).
+    """Return the values that Optuna proposes next. ``tried``: earlier values, with accuracy or None if diverged.
 
-    A pure function of its arguments, so an interrupted search proposes the same values again.
+    The result depends only on the arguments, so that a resumed search proposes the same values again.
     """
     import optuna  # noqa: PLC0415 (an extra)
     from optuna import distributions  # noqa: PLC0415

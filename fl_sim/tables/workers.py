@@ -1,4 +1,4 @@
-"""Runs in worker processes, each of which imports torch once and executes one run after another."""
+"""Parallel execution of runs in worker processes. Each worker imports torch once and executes runs one by one."""
 
 import json
 import math
@@ -43,10 +43,10 @@ with importing():
     from fl_sim.tables.workers import work
 work(int(sys.argv[2]))
 """
-"""The program of a worker. That of multiprocessing would import the caller's main module: a script would run twice.
+"""The program of a worker process. ``multiprocessing`` would import the caller's script, which would then run twice.
 
-The process pool of concurrent.futures does not suit tables: if one process dies all runs fail without the reason, and
-if the parent is killed its processes stay.
+The process pool of ``concurrent.futures`` is not suitable: if one process dies, all runs fail without a reason, and if
+the parent process is killed, its workers continue.
 """
 
 _STANDARD_INPUT = 0
@@ -54,10 +54,10 @@ _STANDARD_INPUT = 0
 
 @dataclass(frozen=True)
 class Budget:
-    """The time until ``deadline``, by ``time.monotonic``, with the remaining ``seconds`` of each run.
+    """A time budget. ``deadline``: its end, by ``time.monotonic``. ``seconds``: {run: estimated remaining seconds}.
 
-    ``begun``: runs that have rounds already. They resume, and stop after a round at the deadline; other runs start only
-    if they can finish.
+    ``begun``: names of the runs that already have finished rounds. These runs resume, and stop after a round at the
+    deadline. Other runs start only if the estimate says that they can finish in time.
     """
 
     deadline: float
@@ -66,17 +66,17 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the remaining seconds, 0 or less after the deadline."""
+        """Return the remaining seconds; the value is negative after the deadline."""
         return self.deadline - time.monotonic()
 
     def fits(self, name: str) -> bool:
-        """Return True if a run may start now."""
+        """Return True if the run ``name`` may start now."""
         return self.left > (0.0 if name in self.begun else self.seconds.get(name, 0.0))
 
 
 @dataclass(frozen=True)
 class Started:
-    """A worker started a run, at ``first_round``."""
+    """Event: a worker started a run, with ``first_round`` as its first or next round."""
 
     name: str
     first_round: int
@@ -84,7 +84,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Preparing:
-    """A run does ``what`` before its first round."""
+    """Event: a run does the preparation ``what`` before its first round."""
 
     name: str
     what: str
@@ -92,7 +92,7 @@ class Preparing:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A run finished a round."""
+    """Event: a run finished a round."""
 
     name: str
     record: RoundRecord
@@ -100,7 +100,7 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run finished; ``result`` is the content of its ``result.json``."""
+    """Event: a run finished. ``result``: the content of its ``result.json``."""
 
     name: str
     result: dict[str, Any]
@@ -108,7 +108,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run failed, or its worker died."""
+    """Event: a run failed, or its worker process died."""
 
     name: str
     error: str
@@ -116,7 +116,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run was stopped at the deadline, after round ``last_round``; it can be resumed."""
+    """Event: a run stopped at the deadline after round ``last_round``. The run can be resumed."""
 
     name: str
     last_round: int
@@ -124,7 +124,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Postponed:
-    """A run was not started: the remaining time is too short."""
+    """Event: a run was not started, because the remaining time is too short."""
 
     name: str
 
@@ -140,12 +140,12 @@ def run_all(
     budget: Budget | None = None,
     tracking: Tracking = NO_TRACKING,
 ) -> Generator[Event, None, None]:
-    """Run every experiment in ``out / name``, at most ``jobs`` at once, and yield events as they happen.
+    """Execute every experiment in ``out / name``, at most ``jobs`` in parallel, and yield events as they happen.
 
-    A finished run is only reported; an unfinished one resumes at its checkpoint. Runs beyond the ``budget`` are not
-    started, or stopped after a round. ``tracking``: the trackers of the runs. Closing the generator, or an exception
-    inside it, stops the workers at once; finished rounds stay. Raises UserError for a class that workers cannot import,
-    RunError while another process uses ``out``, and if a worker cannot start, which no run is responsible for.
+    A finished run is only reported; an unfinished run resumes from its checkpoint. Runs that exceed the ``budget`` are
+    not started, or are stopped after a round. ``tracking``: the trackers of the runs. Closing the generator, or an
+    exception inside it, stops the workers at once; finished rounds are kept. Raises UserError for a class that workers
+    cannot import, RunError while another process uses ``out``, and RunError if a worker process cannot start.
     """
     if name := next(filter(None, map(defined_in_script, runs.values())), ""):
         raise UserError(
@@ -183,7 +183,7 @@ def run_all(
 
 
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
-    """Return ``experiment`` with its share of the cores for concurrent clients."""
+    """Return ``experiment`` with the number of cores divided by ``jobs`` as its number of client workers."""
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
         return experiment
@@ -192,7 +192,7 @@ def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
 
 
 def work(descriptor: int) -> None:
-    """Execute the runs that the parent sends through the pipe ``descriptor``, until it closes or the parent ends."""
+    """Execute the runs from the pipe ``descriptor`` until the parent process closes the pipe or ends."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     connection = Connection(descriptor)
     connection.send(UP)
@@ -205,7 +205,7 @@ def work(descriptor: int) -> None:
 
 
 class _Worker:
-    """A process that runs one experiment at a time."""
+    """A worker process that executes one experiment at a time."""
 
     def __init__(self, out: Path, data_root: Path | None, tracking: Tracking) -> None:
         self._out, self._data_root, self._tracking = out, data_root, tracking
@@ -213,7 +213,7 @@ class _Worker:
         self.process, self.connection = _spawn()
 
     def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
-        """Start a run, in a new process if the old one died. A death at this moment is noticed at the next event."""
+        """Start a run, in a new process if the old one died. The next event reports a process that dies just now."""
         seconds = None if budget is None else budget.left
         self.name = name
         if self.connection.closed:
@@ -224,7 +224,10 @@ class _Worker:
             self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._tracking))
 
     def next_event(self) -> Event | None:
-        """Return the worker's event, or its death as one; None for its start. Raises RunError if it cannot start."""
+        """Return the next event of the worker, ``Failed`` if its process died, None for the message of its start.
+
+        Raises RunError if the process cannot start.
+        """
         try:
             event: Event | str = self.connection.recv()
         except (EOFError, OSError):  # OSError: it was killed in the middle of a message
@@ -240,7 +243,7 @@ class _Worker:
         return event
 
     def close(self) -> None:
-        """Close both pipes to an ended process."""
+        """Close both pipes to a process that has ended."""
         self.connection.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -258,7 +261,7 @@ def _why_it_died(code: int | None) -> str:
 
 
 def _why_none_starts(code: int | None) -> str:
-    """Return the reason why a worker ended before its first run, and the cure: no run is responsible."""
+    """Return an error message for a worker that ended before its first run, with the reason and the remedy."""
     stays = "What is finished stays, and the same command goes on from there"
     if code == -signal.SIGKILL:
         return f"a worker process was killed (signal 9) while it started: out of memory? Take fewer --jobs. {stays}"
@@ -270,7 +273,7 @@ def _why_none_starts(code: int | None) -> str:
 
 
 def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tuple[str, Experiment] | None:
-    """Remove and return the first run that fits the budget."""
+    """Remove and return the first waiting run that fits the budget; None if no run fits."""
     found = next((run for run in waiting if budget is None or budget.fits(run[0])), None)
     if found is not None:
         waiting.remove(found)
@@ -278,7 +281,10 @@ def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tupl
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a worker. It ends with its standard input, whose other end only this process holds."""
+    """Start a worker process, and return the process and the connection to it.
+
+    The worker ends when its standard input closes. Only this process holds the other end of this pipe.
+    """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
     # Ctrl-C reaches every process of the terminal; only the parent handles it: workers inherit the mask.
@@ -307,11 +313,11 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _TimeIsUp(KeyboardInterrupt):
-    """Ends a run after a round, as Ctrl-C would."""
+    """Exception that ends a run after a round, in the same way as Ctrl-C."""
 
 
 class _Reporter:
-    """Sends the progress of a run to the parent, and stops it before a round that would exceed ``seconds``."""
+    """Sends the progress of a run to the parent, and stops the run before a round that would exceed ``seconds``."""
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:
         self.name, self._connection = name, connection
@@ -319,23 +325,23 @@ class _Reporter:
         self._deadline = math.inf if seconds is None else self._last_time + seconds
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Send the first round."""
+        """Send the number of the first round."""
         del engine
         self._last_time, self.last_round, self._rounds = time.monotonic(), first_round - 1, experiment.rounds
         self._connection.send(Started(self.name, first_round))
 
     def preparing(self, what: str) -> None:
-        """Send the work before the first round."""
+        """Send the name of the preparation before the first round."""
         self._connection.send(Preparing(self.name, what))
 
     def replied(self, replies: int) -> None:
-        """Send nothing: rounds are enough."""
+        """Send nothing, because events for whole rounds are enough."""
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Send nothing: ``_attempt`` returns the result."""
+        """Send nothing, because ``_attempt`` returns the result."""
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Send a round."""
+        """Send the record of a round. Raise ``_TimeIsUp`` if the next round would exceed the deadline."""
         self._connection.send(RoundDone(self.name, record))
         before, self._last_time, self.last_round = self._last_time, time.monotonic(), record.round
         if record.round < self._rounds and self._last_time + (self._last_time - before) > self._deadline:
@@ -359,7 +365,7 @@ def _attempt(
 
 
 def _die_with_parent() -> None:
-    """End this process when the parent ends, however it does: a resumed table must be the only writer."""
+    """End this process when the parent process ends for any reason, so that a resumed table is the only writer."""
     while os.read(_STANDARD_INPUT, 1):
         pass
     os._exit(1)

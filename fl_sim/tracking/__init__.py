@@ -1,1 +1,1 @@
-"""Runs are shown by TensorBoard, MLflow, Weights & Biases and Trackio, as their own files tell them."""
+"""Trackers: metrics of runs are sent to TensorBoard, MLflow, Weights & Biases and Trackio."""

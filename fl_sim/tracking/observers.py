@@ -1,7 +1,7 @@
-"""Observers of a run: trackers, and objects that users name by their import path.
+"""Observers of a run: trackers, and objects of the user, given by their import path.
 
-Trackers get the content of the run's own files, under the names of ``rounds.csv``, from a background thread: a slow
-tracker delays no round, and a failing one aborts no run.
+Trackers get the content of the run's own files, with the names of ``rounds.csv``. A background thread sends the data:
+a slow tracker never delays a round, and a failing tracker never aborts a run.
 """
 
 import secrets
@@ -32,16 +32,16 @@ from fl_sim.tracking.trackers import TRACKERS, Session, TrackedRun, TrackerState
 Say: TypeAlias = Callable[[str], None]
 
 SECONDS_TOGETHER: Final = 5.0
-"""Rounds of so many seconds are sent at once, which keeps the cost of short rounds down."""
+"""Seconds of rounds that are sent together, which reduces the cost of sending short rounds."""
 
 LONGEST_SECONDS: Final = 60.0
-"""The timeout for trackers at the end of a run."""
+"""Timeout in seconds for the trackers at the end of a run."""
 
 METRICS: Final = "metrics"
-"""The method of a user's observer that measures the model of a round."""
+"""Name of the method of a user's observer that measures the model after a round."""
 
 EVENTS: Final = (*(name for name in vars(Observer) if not name.startswith("_")), METRICS)
-"""The methods of an observer; a user's observer has some of them."""
+"""Names of the methods of an observer. A user's observer needs at least one of them."""
 
 TRACKING: Final = "tracking.json"
 _LONGEST: Final = 2**16
@@ -50,15 +50,16 @@ _STATES: Final = TypeAdapter(dict[str, TrackerState])
 
 @dataclass(frozen=True)
 class Tracking:
-    """The trackers and observers of each run. ``observers``: import paths of callables that take a run's directory."""
+    """The trackers and observers of each run. ``observers``: import paths of callables that take a run directory."""
 
     trackers: tuple[str, ...] = ()
     observers: tuple[str, ...] = ()
 
     def of(self, directory: Path, first: Observer, say: Say | None = None, given: object = None) -> "ObserverList":
-        """Return an observer that calls ``first`` and all others for the run in ``directory``.
+        """Return one observer for the run in ``directory``, which calls ``first`` and all other observers.
 
-        ``say``: shows a tracker's failure (default: on standard error); ``given``: an observer from Python.
+        ``say``: function that shows the failure of a tracker (default: on standard error). ``given``: a further
+        observer, as a Python object.
         Raises UserError for an import path without an observer.
         """
         own: list[tuple[str, object]] = []
@@ -77,7 +78,7 @@ class Tracking:
         return ObserverList([first, *live], own)
 
     def catch_up(self, directory: Path, say: Say) -> None:
-        """Send an earlier finished run to the trackers that do not have it."""
+        """Send an earlier finished run to the trackers that have not received it yet."""
         if self.trackers:
             send_whole(directory, self.trackers, say)
 
@@ -86,7 +87,7 @@ NO_TRACKING: Final = Tracking()
 
 
 def tracking_of(track: str | Iterable[str]) -> Tracking:
-    """Return the trackers and the observers, by their import paths, in ``track``.
+    """Return the trackers and observers in ``track``, names of trackers and import paths of observers.
 
     Raises UserError for a tracker that is unknown or not installed, and for a path without an object.
     """
@@ -99,7 +100,7 @@ def tracking_of(track: str | Iterable[str]) -> Tracking:
 
 @dataclass
 class Sender:
-    """Sends one run to ``trackers``. A failure is shown once, and nothing more is sent to that tracker."""
+    """Sends one run to ``trackers``. A failure is shown once; afterwards nothing more is sent to the failed tracker."""
 
     directory: Path
     trackers: Sequence[str]
@@ -108,7 +109,7 @@ class Sender:
     sessions: dict[str, Session] = field(default_factory=dict)
 
     def open(self, first_round: int) -> None:
-        """Open all trackers for a run that continues with ``first_round``; send missing earlier rounds."""
+        """Open a session of each tracker for a run that continues with ``first_round``; send missing earlier rounds."""
         earlier = read_rounds(self.directory)[: first_round - 1]
         for tracker in self.trackers:
             with self._going_on(tracker):
@@ -116,7 +117,7 @@ class Sender:
         self.send(earlier)
 
     def send(self, records: Sequence[RoundRecord]) -> None:
-        """Send the rounds that a tracker does not have."""
+        """Send to each tracker the rounds in ``records`` that it has not received yet."""
         for tracker, session in list(self.sessions.items()):
             if new := [record for record in records if record.round > session.last_round]:
                 with self._going_on(tracker):
@@ -126,7 +127,7 @@ class Sender:
                     _write(self.directory, states)
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """Send the numbers of ``result.json``, named as in ``table.csv`` with the prefix ``result.``."""
+        """Send the numbers of ``result.json``, with the names of ``table.csv`` and the prefix ``result.``."""
         results = {f"result.{name}": value for name, value in measures(facts).items()}
         for tracker, session in list(self.sessions.items()):
             with self._going_on(tracker):
@@ -149,7 +150,7 @@ class Sender:
 
 
 def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
-    """Send the content of a run's files that trackers do not have, and return the sender with its failures."""
+    """Send the parts of a run's files that the trackers have not received; return the sender with its failures."""
     rounds, facts = read_rounds(directory), read_result(directory)
     states = _read(directory)
     missing = []
@@ -166,7 +167,7 @@ def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
 
 
 class LiveTracker(Silent):
-    """Sends a run to trackers round by round; a private run at its end.
+    """Observer that sends a run to trackers, round by round, but a private run only at its end.
 
     The end time of a private round would reveal the duration of local training, and so the number of records: all its
     rounds are sent together after the last one.
@@ -179,19 +180,19 @@ class LiveTracker(Silent):
         self._is_private = False
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Open the trackers in the background."""
+        """Start the background thread, which opens the trackers; for a private run, do nothing yet."""
         del engine
         self._is_private = experiment.is_private
         if not self._is_private:
             self._start(self._send_all, first_round)
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Add a round to the queue."""
+        """Add a round to the queue of the background thread; the rounds of a private run are sent at its end."""
         if not self._is_private:
             self._queue.put(record)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Send the rest, and wait."""
+        """Send the remaining data, and wait for the background thread until the timeout."""
         if self._is_private:
             self._start(send_whole, self._sender.directory, self._sender.trackers, self._sender.say)
         self._queue.put(facts)
@@ -216,7 +217,7 @@ class LiveTracker(Silent):
         self._sender.end(facts)
 
     def _waited(self) -> tuple[list[RoundRecord], Mapping[str, Any] | None]:
-        """Return the rounds of the next seconds, and the run's results once it has ended."""
+        """Wait for the next rounds, up to ``SECONDS_TOGETHER``; return them, and the results if the run has ended."""
         said, records = self._queue.get(), []
         until = time.monotonic() + SECONDS_TOGETHER
         while isinstance(said, RoundRecord):
@@ -229,14 +230,15 @@ class LiveTracker(Silent):
 
 
 def ending_of(facts: Mapping[str, Any]) -> str:
-    """Return the identity of a ``result.json``, which changes when the run continues."""
+    """Return an identifier of the content of ``result.json``. The identifier changes when the run continues."""
     return f"{facts['status']} {facts.get('chain', '')}"
 
 
 class ObserverList:
-    """Calls all of ``observers``, then the users' ``own`` (name, observer), which may lack methods.
+    """Observer that calls all ``observers``, then the user's observers in ``own``, (name, observer).
 
-    An exception of a user's observer stops the run, in one line. Raises UserError for one without any method.
+    A user's observer may lack some methods. An exception in a user's observer stops the run with an error of one line.
+    Raises UserError for an observer without any known method.
     """
 
     def __init__(self, observers: Sequence[Observer], own: Sequence[tuple[str, object]]) -> None:
@@ -252,20 +254,20 @@ class ObserverList:
         self.has_started = False
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Report the start of the run."""
+        """Report the start of the run to all observers."""
         self.has_started = True
         self._call("started", experiment, engine, first_round)
 
     def preparing(self, what: str) -> None:
-        """Report the preparation before the first round."""
+        """Report the preparation before the first round to all observers."""
         self._call("preparing", what)
 
     def replied(self, replies: int) -> None:
-        """Report the number of replies in the round."""
+        """Report the number of client replies in the round to all observers."""
         self._call("replied", replies)
 
     def finished_round(self, record: RoundRecord) -> str | None:
-        """Report a round; return the reason where one of the users' observers ends the run by returning True."""
+        """Report a round to all observers. If a user's observer returns True to end the run, return the reason."""
         reasons = []
         for name, returned in self._call("finished_round", record):
             if not (returned is None or isinstance(returned, bool | np.bool_)):
@@ -278,11 +280,11 @@ class ObserverList:
         return "; ".join(reasons) or None
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Report the result of the run."""
+        """Report the result of the run to all observers."""
         self._call("ended", facts)
 
     def _call(self, event: str, *arguments: object) -> list[tuple[str, object]]:
-        """Call a method of all; return what those of the users return, by name."""
+        """Call the method ``event`` of all observers. Return (name, returned value) of the user's observers."""
         returned = []
         for observer in self._observers:
             getattr(observer, event)(*arguments)
@@ -303,7 +305,10 @@ def _to_standard_error(line: str) -> None:
 
 
 def _opened(tracker: str, directory: Path, first_round: int) -> Session:
-    """Return a session with rounds of this run alone: more rounds than the run had are those of an earlier run."""
+    """Return a session of ``tracker`` that has only rounds of this run.
+
+    If the tracker has ``first_round`` or later rounds, these come from an earlier run: this run gets a new identity.
+    """
     run = _tracked_run(directory, tracker)
     if run.state.sent >= first_round:
         run = _tracked_run(directory, tracker, anew=True)
@@ -312,7 +317,7 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 
 
 def _tracked_run(directory: Path, tracker: str, *, anew: bool = False) -> TrackedRun:
-    """Return the run in ``directory`` for ``tracker``, with a new identity if it has none or ``anew``.
+    """Return the run in ``directory`` for ``tracker``. The run gets a new identity if it has none, or if ``anew``.
 
     Raises UserError for a damaged ``tracking.json`` or damaged settings.
     """

@@ -1,6 +1,6 @@
-"""TensorBoard, MLflow, Weights & Biases and Trackio: one session per run, and the choice of trackers.
+"""The trackers TensorBoard, MLflow, Weights & Biases and Trackio, with one session per run; and their selection.
 
-Each library is imported when its session opens, so that no tracker needs that of another one.
+The library of a tracker is imported when its session opens, so that libraries of other trackers are not needed.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fl_sim.report.measures import Value
 
 PROJECT: Final = "fl-sim"
-"""The project of all runs, unless the tracker's own environment variable names another."""
+"""Default project name of all runs. The environment variable of the tracker has priority."""
 
 _FOLDER: Final = "tensorboard"
 _AROUND: Final = 16  # bytes around an event in its file: its length, and two checksums
@@ -36,7 +36,7 @@ _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Defaults that the user may override: a server that is down fails within seconds, and prints nothing."""
+"""Default environment variables, which the user may override. An unavailable server fails fast and without messages."""
 
 _IDENTITY: Final = "fl-sim.identity"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one request
@@ -45,9 +45,10 @@ _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KI
 
 @dataclass(frozen=True)
 class TrackerState:
-    """The state of one tracker in ``tracking.json``: the run's ``identity`` there, and the part already sent.
+    """The state of one tracker in ``tracking.json``. ``identity``: identifier of the run in the tracker.
 
-    ``sent``: the last round; ``ended``: the identity of the result (``ending_of``), empty before the end.
+    ``sent``: the last round that was sent. ``ended``: the identifier of the result that was sent (``ending_of``), empty
+    before the end of the run.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -57,7 +58,7 @@ class TrackerState:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run in ``directory`` for a tracker. ``settings``: all of ``config.toml``, by dotted names."""
+    """The data of a run for a tracker. ``settings``: all settings of ``config.toml`` by dotted name."""
 
     name: str
     directory: Path
@@ -66,31 +67,31 @@ class TrackedRun:
 
 
 class Session(Protocol):
-    """A tracker's session of one run. Its methods may raise any exception of its library."""
+    """The session of a tracker for one run. The methods may raise any exception of the tracker's library."""
 
     @property
     def last_round(self) -> int:
-        """Return the last round in the tracker, 0 without any."""
+        """Return the number of the last round that the tracker has; 0 if it has no round."""
         ...
 
     @property
     def place(self) -> str:
-        """Return the place of the run for the user, in words."""
+        """Return as text the command, address or name with which the user finds the run."""
         ...
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Send the numbers of further rounds, by round and name."""
+        """Send the numbers of further rounds. ``rounds``: {round: {name: value}}."""
         ...
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Send the results after ``last_round``; ``status``: finished, failed or interrupted."""
+        """Send the results of the run after ``last_round``. ``status``: finished, failed or interrupted."""
         ...
 
 
 class TensorBoard:
-    """TensorBoard: one file of events in the run's directory, for ``tensorboard --logdir``.
+    """TensorBoard session: one event file in the run directory, for ``tensorboard --logdir``.
 
-    A resumed run is written after the last complete event.
+    A resumed run appends to the file after the last complete event.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -106,11 +107,11 @@ class TensorBoard:
             self._write({"file_version": "brain.Event:2"}, {"summary": _text("settings", tracked.settings)})
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Write the rounds' numbers."""
+        """Write the numbers of the rounds into the event file."""
         self._write(*({"step": step, "summary": _scalars(numbers)} for step, numbers in rounds.items()))
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Write the results."""
+        """Write the results and the status into the event file."""
         said = {"summary": _text("status", {"status": status})}
         self._write({"step": last_round, "summary": _scalars(results)}, said)
 
@@ -126,7 +127,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """MLflow: a run at the server, or in the database, that ``$MLFLOW_TRACKING_URI`` names; found by its identity."""
+    """MLflow session: a run on the server or in the database of ``$MLFLOW_TRACKING_URI``, found by its identity."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         for name, value in _PATIENCE.items():
@@ -143,7 +144,7 @@ class MLflow:
         self._describe(tracked, run)
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Send the rounds' numbers, many in one request."""
+        """Send the numbers of the rounds, many of them in one request."""
         from mlflow.entities import Metric  # noqa: PLC0415 (an extra)
 
         now = int(1000 * time.time())
@@ -157,9 +158,9 @@ class MLflow:
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
     def _describe(self, tracked: TrackedRun, run: "Run") -> None:
-        """Send the settings as parameters.
+        """Send the settings of the run as parameters.
 
-        A setting that a longer run has changed becomes a tag: MLflow does not change parameters.
+        A setting that changed since the first part of the run becomes a tag, because MLflow parameters cannot change.
         """
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 (an extra)
 
@@ -173,9 +174,9 @@ class MLflow:
 
 
 class WandB:
-    """Weights & Biases: offline files in the run's directory, unless ``$WANDB_MODE`` says otherwise.
+    """Weights & Biases session: offline files in the run directory, unless ``$WANDB_MODE`` has another value.
 
-    Its own messages on the machine, the program and the code are switched off.
+    The collection of data on the machine, the program and the code by the library is switched off.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -200,16 +201,16 @@ class WandB:
             self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Put the results into the summary, and close the run."""
+        """Write the results into the summary of the run, and close the run."""
         del last_round
         self._run.summary.update({**results, "status": status})
         self._run.finish(exit_code=int(status != "finished"))
 
 
 class Trackio:
-    """Trackio: a local database, or the server that ``$TRACKIO_SERVER_URL`` names, for ``trackio show``.
+    """Trackio session: a local database, or the server ``$TRACKIO_SERVER_URL``, for ``trackio show``.
 
-    A run is identified by its name: that of the directory and the run's identity.
+    The name of the run in Trackio consists of the directory name and the identity of the run.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -231,7 +232,7 @@ class Trackio:
             self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Log the results beside the last round, and wait until all is written."""
+        """Log the results at the last round, and wait until all data are written."""
         self._run.log({**results, "status": status}, step=last_round)
         with redirect_stdout(StringIO()):
             self._run.finish()
@@ -240,13 +241,13 @@ class Trackio:
 TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Session]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "trackio": Trackio,
 }  # fmt: skip
-"""{name of a tracker's library, and of the extra that installs it: the class of its session}."""
+"""{name of a tracker, which is also the name of its library and of the extra that installs it: session class}."""
 
 
 def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the trackers, and the import paths of observers, in ``typed``, a list or text with commas; each once.
+    """Return the names of trackers and the import paths of observers in ``typed``, without duplicates.
 
-    Raises UserError for a tracker that is unknown or not installed.
+    ``typed``: a list, or text with commas. Raises UserError for a tracker that is unknown or not installed.
     """
     names = typed.split(",") if isinstance(typed, str) else typed
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name))
@@ -262,7 +263,7 @@ def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _kept(path: Path) -> "Iterator[Event]":
-    """Return the events in a file, and cut off the incomplete one that a crash may leave at its end."""
+    """Return the events in a file. Remove an incomplete event at its end, which a crash may have left."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415 (an extra)
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
 
@@ -278,7 +279,7 @@ def _scalars(numbers: Mapping[str, float]) -> object:
 
 
 def _text(tag: str, table: Mapping[str, Any]) -> object:
-    """Return a table of names and values in Markdown for TensorBoard."""
+    """Return a TensorBoard text summary with a Markdown table of names and values."""
     from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: PLC0415 (an extra)
 
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.items())]
@@ -287,7 +288,7 @@ def _text(tag: str, table: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _alone_at(uri: str) -> Iterator[None]:
-    """Lock this SQLite database while it opens: two processes that find none would both make its tables."""
+    """Lock the SQLite database at ``uri`` while it opens, so that two processes never create its tables both."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -301,7 +302,7 @@ def _alone_at(uri: str) -> Iterator[None]:
 
 
 def _run_of(client: "MlflowClient", tracked: TrackedRun) -> "Run":
-    """Return the run with the identity of ``tracked``; make it if it is missing."""
+    """Return the MLflow run with the identity of ``tracked``; create the run if it is missing."""
     experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{tracked.state.identity}'", max_results=1)
     if found:

@@ -1,6 +1,6 @@
-"""``fl-sim privacy``: plan a budget before a run, and audit the mechanism that spends it.
+"""The verbs of ``fl-sim privacy``: plan a privacy budget before a run, and audit the mechanism.
 
-Nothing slow is imported before a verb is called: help is answered from this file.
+Slow modules are imported only when a verb is called, so that help appears at once.
 """
 
 import json
@@ -277,7 +277,7 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return the distribution of one class's selection, its moments and its cost as JSON values."""
+    """Return the distribution of the number of synthetic labels of one class, its moments and its privacy cost."""
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")
     if not 0 < epsilon < math.inf:
@@ -310,7 +310,7 @@ def _label_costs(
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:
-    """Return the answer as lines of text; of a long distribution, the part around its mean."""
+    """Return the result of ``_label_costs`` as lines of text; of a long distribution, only the part around the mean."""
     lines = [
         f"synthetic labels    {found['mean']:.4g} on average, standard deviation {found['standard_deviation']:.4g}",
         f"target              {found['target']:.6g} = gamma x records; at most {found['range']}",

@@ -1,6 +1,7 @@
-"""``fl-sim privacy audit``: the real Global DP aggregator, and planted faults that the audit must find.
+"""The code of ``fl-sim privacy audit``: tests of the real Global DP aggregator, and of planted faults.
 
-The auditor has everything that a run publishes: all global models, and the run directory with the seed.
+The audit must find all planted faults. The auditor has everything that a run publishes: all global models, and the run
+directory with the seed.
 """
 
 import math
@@ -50,7 +51,7 @@ _SEED: Final = 0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of the audit of one mechanism."""
+    """The result of the audit of one mechanism, the real one or one with a planted fault."""
 
     mechanism: str
     profile: ProfileAudit
@@ -58,12 +59,15 @@ class Finding:
 
     @property
     def caught(self) -> bool:
-        """Return True if the claimed guarantee is refuted, or the noise has a wrong distribution."""
+        """Return True if the claimed guarantee is refuted, or if the noise has a wrong distribution."""
         return self.profile.refuted or min(self.calibration.values(), default=1.0) < 1e-6
 
 
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
-    """Audit the aggregator at ``noise_multiplier`` and every planted fault against the same claim, or ``only`` one."""
+    """Audit the aggregator with ``noise_multiplier`` and every planted fault, all against the same claimed guarantee.
+
+    ``only``: the name of a single mechanism to audit; None: all.
+    """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
     findings = []
@@ -79,9 +83,10 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 
 
 def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
-    """Return the largest epsilon whose claim the runs of one round refute: that of the least refuted noise.
+    """Return the largest epsilon that the audit of one round refutes as a guarantee at ``delta``.
 
-    0 if they refute nothing; divided by the claimed epsilon, it is the tightness of the audit.
+    This is the epsilon of the smallest refuted noise multiplier, or 0 if nothing is refuted. Divided by the claimed
+    epsilon, it is the tightness of the audit.
     """
 
     def claims(noise: float) -> list[float]:
@@ -93,7 +98,7 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds with sampled cohorts against the claim amplified by sampling."""
+    """Audit several rounds with sampled cohorts against the claimed guarantee amplified by sampling."""
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -106,7 +111,7 @@ def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: 
 
 
 def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return the real aggregator and its faulty variants by name; each releases the noised SUM of one round."""
+    """Return {name: mechanism}: the real aggregator and faulty variants. Each releases the noised SUM of one round."""
     std = noise_multiplier * CLIPPING_NORM
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     half = GlobalDP(noise_multiplier=noise_multiplier / 2, clipping_norm=CLIPPING_NORM)
@@ -137,7 +142,7 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return the auditor's statistic on runs with secret cohorts, and on runs with cohorts from the published seed.
+    """Return {name: mechanism} of the auditor's statistic, for secret cohorts and for cohorts from the published seed.
 
     The auditor samples each cohort again from the published seed, and adds the log likelihood ratios, with the audited
     client and without it, of the rounds in whose cohort this client would be.
@@ -167,7 +172,7 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def _world(world: World, run: int) -> Cohort:
-    """Return a cohort of an unchanged client and, in world 1, the audited client with large changes in every layer."""
+    """Return a cohort: one client without changes and, in world 1, the audited client with large changes everywhere."""
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)
     replies = (bystander, audited) if world else (bystander,)

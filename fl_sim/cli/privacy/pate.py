@@ -1,4 +1,4 @@
-"""``fl-sim privacy pate``: the privacy cost of labels that teachers voted for."""
+"""The code of ``fl-sim privacy pate``: the privacy cost of labels from the votes of PATE's teachers."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ _MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments
 
 @dataclass(frozen=True)
 class LabellingRequest:
-    """A mechanism with the user's parameters; all noise is in votes (Laplace: scale 1 / gamma)."""
+    """A PATE mechanism with the user's parameters. All noise is in units of votes (Laplace noise: scale 1 / gamma)."""
 
     mechanism: Name
     gamma: float | None
@@ -43,7 +43,7 @@ class LabellingRequest:
     target: float | None = None
 
     def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
-        """Return the mechanism's cost. Raises UserError for a missing, superfluous or invalid parameter."""
+        """Return the cost model of the mechanism. Raise UserError for a missing, superfluous or invalid parameter."""
         given = {
             "--gamma": self.gamma,
             "--sigma": self.sigma,
@@ -66,7 +66,7 @@ class LabellingRequest:
 
 
 def read_votes(path: Path) -> labelling_cost.Counts:
-    """Read counts of shape (queries, classes) from a ``.npy`` file. Raises UserError for anything else."""
+    """Return the vote counts, (queries, classes), from a ``.npy`` file. Raise UserError for any other content."""
     try:
         with path.open("rb") as file:
             votes = np.lib.format.read_array(file, allow_pickle=False)
@@ -81,7 +81,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
 
 
 def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return the privacy bill as JSON values."""
+    """Return the privacy cost of the queries (the bill) as JSON values."""
     valid_delta(request.delta)
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
@@ -114,7 +114,7 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
 
 
 def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return a noisy, public upper bound on the data-dependent epsilon. Every call is one more release."""
+    """Return a noisy, public upper bound on the data-dependent epsilon. Every call is one more release, with a cost."""
     cost = request.cost()
     if request.mechanism == "confident":
         raise UserError(
@@ -128,7 +128,7 @@ def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[st
 
 
 def in_words(bill: dict[str, Any]) -> str:
-    """Return the bill as lines of text."""
+    """Return the privacy cost in ``bill`` as lines of text."""
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
     is_expected = bill["answers_are"] == "expected"
@@ -187,7 +187,7 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
 def _as_published(
     request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
 ) -> dict[str, Any]:
-    """Return epsilon by the papers' bounds and conversion, for comparison with their tables."""
+    """Return the epsilons by the bounds and the conversion of the PATE papers, for comparison with their tables."""
     orders = np.array(ORDERS)
     dependent, independent = found.dependent.curve, found.independent.curve
     bounds = "2018: theorem 6, classic conversion of Renyi divergence"

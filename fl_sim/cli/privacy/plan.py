@@ -1,4 +1,4 @@
-"""``fl-sim privacy global-dp`` and ``dp-sgd``: epsilon from noise, noise from epsilon, or the steps that fit."""
+"""The code of ``fl-sim privacy global-dp`` and ``dp-sgd``: compute epsilon, noise multiplier or number of steps."""
 
 import math
 from collections import Counter
@@ -24,14 +24,14 @@ NOT_IN_RUNS: Final = (
     "rounds, and no secure sum hides their updates from the server: a record is protected there by preprocess=da-fl, "
     "calibrate.epsilon or algorithm=pate, a client by aggregator=global-dp"
 )
-"""The limit of a DP-SGD plan: ``fl-sim run`` has no such training."""
+"""The limit of a DP-SGD plan, for output: ``fl-sim run`` does not have this training."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Poisson sampling of units at ``rate``, or ``cohort`` of ``population`` units without replacement.
+    """Poisson sampling of units at ``rate``, or sampling of ``cohort`` out of ``population`` without replacement.
 
-    ``population`` may be None under Poisson sampling, which does not use it.
+    ``population``: total number of units; it may be None for Poisson sampling, which does not use it.
     """
 
     unit: str
@@ -40,7 +40,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return ``event`` amplified by this sampling."""
+        """Return the privacy event ``event`` amplified by this sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """The known quantities; one of ``noise`` (noise multiplier), ``steps`` and ``target`` (epsilon) may be missing."""
+    """The known quantities. One of ``noise`` (noise multiplier), ``steps`` and ``target`` (epsilon) may be None."""
 
     sampling: Sampling
     noise: float | None
@@ -61,7 +61,7 @@ class BudgetRequest:
 
 
 def answer(request: BudgetRequest) -> dict[str, Any]:
-    """Return the plan as JSON values. Raises UserError if two quantities are missing or a value is invalid."""
+    """Return the plan as JSON values. Raise UserError if two quantities are missing, or if a value is invalid."""
     _check(request)
     sampling, delta, accountant = request.sampling, request.delta, request.accountant
     noise, steps = request.noise, request.steps
@@ -118,7 +118,7 @@ def in_words(plan: dict[str, Any]) -> str:
 
 
 def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
-    """Draw epsilon over steps, by both accountants, into ``path`` (its suffix decides the format)."""
+    """Draw epsilon over steps, for both accountants, into the file ``path``, in the format of its suffix."""
     if not plan["steps"]:
         raise UserError("nothing to plot: not one step fits; raise --epsilon or --noise-multiplier")
     event = request.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))

@@ -1,7 +1,8 @@
 """Synthetic samples by class (columns) and epsilon (rows), as in figure 5 of DA-FL (Tang, Wang, Liu 2023).
 
-For feature vectors the figure shows images that were found for them and stored beside the pool, with a note that they
-are not real. This file selects the records; the caller finds the images, as the transform belongs to the data.
+A synthetic record may be a feature vector. The figure then shows an image whose features are close to the vector, with
+a note that the image is not real. This module selects the records. The caller searches for the images (``Finder``),
+because the feature transform belongs to the data set. Found images are stored in the run directory.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 HEADING = "Synthetic records by class and epsilon"
 EPSILON = "the most that the whole pool of a run may cost a record of a client, labels and generator together"
-"""The meaning of an epsilon in the settings."""
+"""The meaning of ``epsilon`` in the settings of DA-FL, for captions."""
 _ACROSS = 2
 _MOST_CLASSES = 20
 _LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
@@ -46,26 +47,26 @@ _LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
 PICTURES: Final = "synthetic-pictures.safetensors"
 
 Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
-"""Images, (records, channels, height, width), and the distances (records,) of their features from the vectors.
+"""Images of shape (records, channels, height, width), and distances between image features and vectors, (records,).
 
-The distances are in units of the vectors' own lengths.
+A distance is divided by the length of the vector.
 """
 
 Finder: TypeAlias = Callable[[SavedRun, NDArray[np.float32]], Images]
-"""Finds images for vectors of a run's pool. Raises ValueError if that is not possible."""
+"""A function that finds images for feature vectors of a run's pool. Raises ValueError if the search is impossible."""
 
 _VERSION: Final = 1
-"""To be raised with every change of the search for images."""
+"""Version of the image search. Increase the number with every change of the search: older images are then ignored."""
 
 _LARGEST: Final = 2**28  # bytes
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run's samples. ``statements``: its privacy statements about a record.
+    """The synthetic samples of one run. ``statements``: the run's privacy statements with the unit "record".
 
-    ``distance``: the mean distance of found images' features from their vectors, in units of the vectors' lengths; None
-    for a pool of images.
+    ``distance``: the mean distance between the features of the found images and the synthetic vectors, divided by the
+    vectors' lengths; None for a pool of images.
     """
 
     run: SavedRun
@@ -76,16 +77,16 @@ class Row:
 
     @property
     def epsilon(self) -> float:
-        """Return the run's budget."""
+        """Return the epsilon of the run's settings, which is the budget of the run."""
         return float(self.settings["epsilon"])
 
 
 def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
-    """Draw a figure for each data set, split and generator among the runs with a pool; return also the damaged pools.
+    """Draw one figure for each data set, partition and generator. Return the figures, and a problem per damaged pool.
 
-    Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed. For feature
-    vectors it shows the images stored beside the pool or, with ``finder``, new ones. One problem names all runs without
-    images.
+    Only runs with a pool of synthetic records are shown. One run represents each epsilon: the run with most samples
+    and, among equals, the lowest seed. For feature vectors the figure shows the stored images or, if there are none,
+    images from ``finder``. Without ``finder``, one problem names all runs whose images are missing.
     """
     kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
     problems: list[Problem] = []
@@ -122,7 +123,7 @@ def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRu
 
 
 def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
-    """Draw four samples for each class and row."""
+    """Draw up to four samples for each class (column) and each run (row)."""
     shown = min(rows[0].samples.num_classes, _MOST_CLASSES)
     blocks = [[_block(row.samples, label) for label in range(shown)] for row in rows]
     more = (
@@ -156,9 +157,9 @@ def is_in_features(run: SavedRun) -> bool:
 
 
 def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
-    """Return ``samples`` with only the vectors that need images: the first ``each`` records of the first ``classes``.
+    """Return ``samples`` reduced to the vectors to draw: the first ``each`` records of each of the first ``classes``.
 
-    Raises ValueError for records that are no vectors.
+    Raises ValueError if the records are not feature vectors.
     """
     if samples.inputs.ndim != 2 or samples.inputs.dtype != np.float32:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no feature vectors")
@@ -168,7 +169,7 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
 
 
 def kept_images(run: SavedRun, samples: Samples) -> Images | None:
-    """Return the stored images of these vectors; None if they are missing, damaged, or those of other vectors."""
+    """Return the stored images of the vectors in ``samples``; None for a missing, damaged or outdated image file."""
     path = run.path / PICTURES
     if not path.is_file() or path.stat().st_size > _LARGEST:
         return None
@@ -197,7 +198,7 @@ def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
 
 
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
-    """Return the rows with images in place of vectors, by their runs' directories."""
+    """Return {run directory: row with images in place of vectors}, and the problems of rows without images."""
     shown: dict[Path, Row] = {}
     problems: list[Problem] = []
     without: list[Path] = []
@@ -288,7 +289,7 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a digest of the pool's vectors."""
+    """Return a SHA-256 digest of the selected vectors, their feature transform and the version of the image search."""
     digest = hashlib.sha256(f"{_VERSION} {run.config.features} {samples.inputs.shape}".encode())
     digest.update(np.ascontiguousarray(samples.places).data)
     digest.update(np.ascontiguousarray(samples.inputs).data)

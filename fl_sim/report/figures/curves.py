@@ -1,6 +1,6 @@
-"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, the spread over seeds.
+"""Figures of accuracy and loss over rounds, with one panel for each data set and partition, and one line per method.
 
-Accuracy is drawn over virtual time, too, where runs have a virtual clock.
+Bands or bars show the standard deviation over seeds. Runs with a virtual clock also get accuracy over virtual time.
 """
 
 import math
@@ -45,16 +45,17 @@ _MOST_IN_ONE = 4
 _UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
 _MOST_BANDS = 4
-"""Bands of more lines in a panel would hide each other: bars beside the last round are drawn instead."""
+"""Largest number of bands in a panel. More bands would hide each other, so bars beside the last round replace them."""
 _SKEWED = 20
-"""Losses with a larger ratio are drawn on a logarithmic axis, so that a diverging one does not flatten the others."""
+"""Largest ratio of losses on a linear axis. Beyond, the axis is logarithmic: a high loss would flatten the others."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean and sample standard deviation over the seeds in each round that all of them evaluated (0 for one seed).
+    """Mean and sample standard deviation over seeds, for each round that all seeds evaluated.
 
-    ``times``: the mean virtual time, in seconds, at the end of each of these rounds; empty if unknown.
+    The deviation of a single seed is 0. ``times``: the mean virtual time, in seconds, at the end of each of these
+    rounds; empty if unknown.
     """
 
     rounds: list[int]
@@ -74,9 +75,9 @@ class Curve:
 
 
 def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Picture]:
-    """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel.
+    """Draw figures of accuracy and loss. Up to four panels share one figure per measure; more get one figure each.
 
-    Panels of the same data have the same vertical axis. ``full_axis``: accuracy from 0 to 100 %.
+    Panels of the same data set have the same vertical axis. ``full_axis``: the accuracy axis spans 0 to 100 %.
     """
     styles, timed = styles_of(panels), _timed(panels)
     pictures = []
@@ -98,7 +99,7 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels and methods with virtual times."""
+    """Return the panels, reduced to the methods whose runs have virtual times."""
     kept = []
     for panel in panels:
         timed = tuple(line for line in panel.lines if not line[1].is_bound and curve(line[1], "accuracy").times)
@@ -108,13 +109,13 @@ def _timed(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
-    """Return {label: style}, the same in every figure."""
+    """Return {method label: line style}, so that a method has the same style in every figure."""
     names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
     return dict(zip(names, styled(names), strict=True))
 
 
 def curve(group: SeedGroup, measure: Measure) -> Curve:
-    """Return the group's curve; accuracy in percent. Values that are not finite are left out."""
+    """Return the curve of a group of seeds, accuracy in percent. Values that are not finite are left out."""
     seeds = [
         {record.round: value for record in run.rounds if (value := _value(record, measure)) is not None}
         for run in group.drawn
@@ -146,10 +147,10 @@ def draw(
     full_axis: bool = False,
     scaled_for: Sequence[Panel] = (),
 ) -> "Figure":
-    """Draw ``panels`` side by side where there is room, the legend below; over rounds, or over virtual time.
+    """Draw ``panels`` in a grid with the legend below. The horizontal axis shows rounds, or virtual time.
 
-    ``full_axis``: accuracy from 0 to 100 %. ``scaled_for``: the panels whose values the vertical axis spans; default:
-    those drawn.
+    ``full_axis``: the accuracy axis spans 0 to 100 %. ``scaled_for``: the panels whose values the vertical axis spans;
+    by default the drawn panels.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -189,7 +190,7 @@ def draw(
 
 
 def _names(panels: Sequence[Panel], styles: Mapping[str, Style]) -> dict[str, str]:
-    """Return {label: its name in the legend}, the same in every figure with these ``styles``."""
+    """Return {method label: short name in the legend}, equal in every figure with the same ``styles``."""
     bounds = [label for panel in panels for label, one in panel.lines if one.is_bound]
     return {**short_names(bounds), **short_names(styles)}
 
@@ -263,7 +264,7 @@ def _draw_panel(
 
 
 def x_label(panel: Panel) -> str:
-    """Return the label of the axis of rounds."""
+    """Return the label of the horizontal axis: communication rounds, or epochs of PATE's student."""
     voted = [any(run.voted for run in one.runs) for _, one in panel.lines]
     if all(voted):
         return "epoch of the student"
@@ -271,7 +272,7 @@ def x_label(panel: Panel) -> str:
 
 
 def _scale(axes: "Axes", measure: Measure, curves: Sequence[Curve], *, full_axis: bool) -> None:
-    """Let the vertical axis span all ``curves`` and their deviations."""
+    """Set the limits of the vertical axis so that all ``curves`` and their deviations are visible."""
     from matplotlib.ticker import LogLocator, MaxNLocator  # noqa: PLC0415
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

@@ -1,4 +1,4 @@
-"""The clients x classes picture of a split: bubbles for few clients (NIID-Bench, Li et al. 2022), else a heat map."""
+"""Figure of a partition, clients x classes: bubbles for few clients (NIID-Bench, Li et al. 2022), else a heat map."""
 
 import textwrap
 from dataclasses import replace
@@ -23,10 +23,11 @@ _INK = "#1f4e79"
 
 
 def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> None:
-    """Draw ``label_counts`` (clients, classes) to ``path``, a .png, .svg or .pdf file, and make its folder.
+    """Draw ``label_counts`` (clients, classes) into ``path``, a .png, .svg or .pdf file; create the folder if needed.
 
-    Up to 30 clients and classes: bubbles whose area is the number of records, with the numbers in them. Beyond: a heat
-    map on a square-root scale, so that small holdings stay visible, under the clients' sizes.
+    Up to 30 clients and classes are drawn as bubbles. The area of a bubble is proportional to its number of records,
+    which is written inside. Larger partitions are drawn as a heat map below a chart of the clients' sizes. The colour
+    scale is the square root, so that small numbers of records stay visible.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"cannot draw to {path}: use a name that ends in {', '.join(SUFFIXES)}")
@@ -65,7 +66,7 @@ def _bubbles(counts: NDArray[np.int64], title: str) -> "Figure":
 
 
 def _wrapped(title: str, width: float) -> str:
-    """Return ``title`` in lines that fit into ``width`` inches."""
+    """Return ``title`` broken into lines that fit into ``width`` inches."""
     return textwrap.fill(title, replace(PAGE, width=width).characters(_TITLE))
 
 

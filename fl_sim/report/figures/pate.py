@@ -1,7 +1,8 @@
-"""PATE's figures (Papernot et al. 2017): agreement of teachers, noisy labels over 1/gamma, students over their price.
+"""Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over 1/gamma, student accuracy over cost.
 
-An epsilon axis names the epsilon of one query or of all queries. The agreement is drawn from the votes, which a run
-stores only at its owner's request: that figure is as private as the votes, and says so.
+The label of an epsilon axis states if the epsilon is that of one query or of all queries. The figure of teacher
+agreement is computed from the raw votes, which a run stores only at the request of its owner. This figure is as private
+as the votes, and its caption says so.
 """
 
 import re
@@ -41,7 +42,7 @@ class PateRun:
 
     @property
     def gamma(self) -> float | None:
-        """Return the Laplace noise's parameter, None for other mechanisms."""
+        """Return gamma, the parameter of the Laplace noise; None for other mechanisms."""
         return self.facts.mechanism.gamma if self.facts.mechanism.kind == "lnmax" else None
 
 
@@ -51,7 +52,7 @@ Points: TypeAlias = Mapping[float, Sequence[float]]
 
 @dataclass(frozen=True)
 class Plot:
-    """The content of a figure: a number of a run on each axis, and the name of the run's line."""
+    """The definition of a figure: functions that give the x value, the y value and the line's name for a run."""
 
     stem: str
     heading: str
@@ -97,7 +98,7 @@ _PLOTS = (
 
 
 def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
-    """Draw the figures of the finished runs with PATE, each with at least two points; return also the damaged votes."""
+    """Draw the PATE figures that have at least two points. Return the figures, and a problem per damaged vote file."""
     places: dict[tuple[str, str, str], list[PateRun]] = {}
     for one in groups:
         for run in one.finished:
@@ -115,7 +116,7 @@ def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Prob
 
 
 def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = PAGE) -> "Figure":
-    """Draw means, and bars of one deviation where a point has several runs."""
+    """Draw the mean of each point, with bars of one standard deviation if a point has several runs."""
     figure, axes = one_panel(layout, len(lines), title)
     for (label, points), style in zip(lines.items(), styled(list(lines)), strict=True):
         spread = [mean_and_deviation(list(values)) for values in points.values()]
@@ -166,12 +167,12 @@ def _picture(plot: Plot, name: str, where: str, shots: Sequence[PateRun]) -> Pic
 
 
 def _by_numbers(label: str) -> list[tuple[int, str]]:
-    """Return a sort key of labels in which 50 comes before 100."""
+    """Return a sort key that orders the numbers in labels by value, so that 50 comes before 100."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", label)]
 
 
 def _agreement(name: str, where: str, shots: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
-    """Draw the lead of the first class over the second, in votes; PRIVATE."""
+    """Draw the distribution of the vote margin between the most and second most voted class. The figure is PRIVATE."""
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []
     for shot in shots:
@@ -209,7 +210,7 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
 
 
 def _votes(path: Path) -> NDArray[np.int64]:
-    """Return the votes, (queries, classes). Raises OSError or ValueError for anything else."""
+    """Return the vote counts, (queries, classes). Raise OSError or ValueError if the file holds anything else."""
     try:
         votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a map: it is refused where the file is too short
     except (SyntaxError, TokenError) as error:  # numpy reads the header as Python

@@ -1,7 +1,7 @@
-"""Contact sheets of images, a row for each class: the synthetic records of a run, and real records.
+"""Grids of example images with one row for each class, for the synthetic records of a run and for real records.
 
-Every pixel of an image is a square of whole pixels on the sheet, so nothing is blurred. ``samples.png`` of a run takes
-synthetic records evenly from the clients; a sheet of real images shows the first training records of each class.
+Images are enlarged by a whole factor, so that no pixel is blurred. The file ``samples.png`` of a run shows synthetic
+records from all clients in turn. A grid of real images shows the first training records of each class.
 """
 
 import math
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Tile: TypeAlias = NDArray[np.uint8]
-"""An RGB image, (height, width, 3). All tiles of a sheet are of one size."""
+"""An RGB image of shape (height, width, 3). All tiles of a grid have the same size."""
 EMPTY = 238
-"""The grey of a missing image."""
+"""Grey value, 0 to 255, of the tile that replaces a missing image."""
 BOTTOM = 16
-"""Pixels below the tiles."""
+"""Height in pixels of the margin below the tiles."""
 _PAPER = 255
 _TARGET = 52
 _UNRELATED = 0.2
-"""Correlation of neighbouring pixels below which an image looks like noise; of digits it is above 0.28."""
+"""Correlation of neighbouring pixels below which an image counts as noise. Images of digits have more than 0.28."""
 _FRAME = "#d55e00"
 _LINE, _LETTER = 25, 8.4  # pixels of a title in 8 points
 
@@ -43,14 +43,15 @@ _LEFT, _RIGHT = 95, 150  # pixels
 
 MOST_RECORD_CLASSES = 40
 MOST_PIXELS = 128
-"""Of a sheet of real records, and across one of its images."""
+"""Largest height or width in pixels of a real image in a grid. Larger images are subsampled."""
 _NAMES = 150  # pixels left of real records, for the names of their classes
 
 
 def images(inputs: NDArray[np.uint8]) -> list[Tile]:
-    """Return images, (records, channels, height, width), as tiles, enlarged to about 50 pixels where they are smaller.
+    """Return images of shape (records, channels, height, width) as tiles; enlarge small images to about 50 pixels.
 
-    Channels other than 1 (grey) and 3 (RGB) are averaged. Raises ValueError for records that are no images.
+    One channel is grey and three channels are RGB; any other number of channels is averaged to grey. Raises ValueError
+    if the records are not images.
     """
     if inputs.ndim != 4:
         raise ValueError(f"records of shape {inputs.shape[1:]} are no images")
@@ -62,9 +63,9 @@ def images(inputs: NDArray[np.uint8]) -> list[Tile]:
 
 
 def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for images, (records, channels, height, width), which look like noise: neighbouring pixels are unrelated.
+    """Return a boolean per image, (records,): True if its neighbouring pixels are nearly uncorrelated, as in noise.
 
-    An image of one colour is no noise.
+    ``inputs``: images of shape (records, channels, height, width). An image of one colour does not count as noise.
     """
     grey = inputs.astype(np.float64).mean(axis=1)
     grey -= grey.mean(axis=(1, 2), keepdims=True)
@@ -74,7 +75,7 @@ def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int, int]) -> None:
-    """Draw a frame around the tiles of ``size``, (height, width), whose left upper corners are ``places``, (x, y)."""
+    """Draw a frame around tiles. ``places``: their upper left corners (x, y); ``size``: height and width of a tile."""
     from matplotlib.patches import Rectangle  # noqa: PLC0415 (a second to import)
 
     for left, top in places:
@@ -85,7 +86,7 @@ def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int,
 
 
 def about_noise(number: int, shown: int) -> list[str]:
-    """Return the statement on ``number`` framed tiles among those ``shown``; none without any."""
+    """Return the lines that explain ``number`` framed images among ``shown`` images; empty if none is framed."""
     if not number:
         return []
     what = f"{number} of {shown} images look like noise (orange frames): neighbouring pixels are unrelated."
@@ -93,7 +94,7 @@ def about_noise(number: int, shown: int) -> list[str]:
 
 
 def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
-    """Return the tiles in rows and columns, ``gap`` white pixels apart; None stays white."""
+    """Return one image with the tiles in rows and columns, ``gap`` white pixels apart. None gives a white place."""
     height, width = next(tile.shape[:2] for row in rows for tile in row if tile is not None)
     across = max(len(row) for row in rows)
     sheet = np.full((len(rows) * (height + gap) - gap, across * (width + gap) - gap, 3), _PAPER, dtype=np.uint8)
@@ -110,8 +111,8 @@ def figure_of(
 ) -> "tuple[Figure, Axes]":
     """Return a figure that shows ``sheet`` pixel by pixel under ``title``, and its axes.
 
-    The axes' coordinates are the sheet's pixels. ``left``, ``above``, ``right``: pixels left free around the sheet for
-    labels; more on the right where the figure would be narrower than ``narrowest``.
+    The coordinates of the axes are the pixels of ``sheet``. ``left``, ``above``, ``right``: widths in pixels of the
+    margins for labels. The right margin grows until the figure is at least ``narrowest`` pixels wide.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -131,9 +132,10 @@ def figure_of(
 
 @dataclass(frozen=True)
 class Samples:
-    """A pool and the owners of its records: ``labels`` and ``clients`` are (records,).
+    """A pool of synthetic records. ``labels`` and ``clients`` have shape (records,) and cover the whole pool.
 
-    ``inputs``: images of the records at ``places``, ascending: of all records, unless images had to be found.
+    ``inputs``: the inputs of the records whose indices are ``places``, in ascending order. These are all records, or
+    only the records to draw if the pool holds feature vectors.
     """
 
     inputs: NDArray[Any]
@@ -144,21 +146,21 @@ class Samples:
 
     @property
     def nothing(self) -> Tile:
-        """Return the tile of a missing image."""
+        """Return the grey tile that replaces a missing image."""
         (black,) = images(np.zeros((1, *self.inputs.shape[1:]), dtype=np.uint8))
         return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` images of a class, those of ``first``."""
+        """Return up to ``most`` images of a class as tiles, for the records that ``first`` selects."""
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
-        """Return for each of ``some`` if it looks like noise."""
+        """Return a boolean for each image of ``some``: True if the image looks like noise."""
         found: list[bool] = noise(self.inputs[np.searchsorted(self.places, self.first(label, most))]).tolist()
         return found
 
     def first(self, label: int, most: int) -> NDArray[np.int64]:
-        """Return up to ``most`` records of a class, always the same: every client's first, every client's second..."""
+        """Return indices of up to ``most`` records of a class: every client's first, then every client's second ..."""
         places = np.flatnonzero(self.labels == label)
         clients = self.clients[places]
         turns = np.array([np.count_nonzero(clients[:number] == one) for number, one in enumerate(clients)])
@@ -167,7 +169,7 @@ class Samples:
 
 
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool of images as ``read_records`` does. Raises ValueError also for other records."""
+    """Read a run's pool of images with ``read_records``. Raise ValueError if the records are not images."""
     samples = read_records(pool, counts)
     if samples.inputs.ndim != 4:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no images")
@@ -175,9 +177,10 @@ def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
 
 
 def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool, of images or of vectors. ``counts``: the number of records of each client and class.
+    """Read a run's pool of synthetic images or vectors. ``counts``: number of records of each client and class.
 
-    Raises OSError or an error of safetensors for an unreadable file, ValueError for one that does not fit ``counts``.
+    Raises OSError or an error of safetensors for an unreadable file, and ValueError for a file that contradicts
+    ``counts``.
     """
     tensors = load_file(pool)
     inputs, labels = tensors["inputs"], np.asarray(tensors["labels"], dtype=np.int64)
@@ -193,10 +196,10 @@ def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
 def write_samples(
     out: Path, pool: Path, counts: Sequence[Sequence[int]], settings: Mapping[str, Any], note: str = ""
 ) -> list[str]:
-    """Write ``samples.png`` into the run directory ``out``. A failure is a warning: a picture must not stop a run.
+    """Write ``samples.png`` into the run directory ``out``. Return a warning for a failure, which never stops the run.
 
-    ``settings``: the experiment's, as in ``config.toml``; ``note``: on stand-in data. A pool without records has no
-    picture.
+    ``settings``: the settings of the experiment, as in ``config.toml``; ``note``: the note on stand-in data. No file is
+    written for a pool without records.
     """
     try:
         samples = read_samples(pool, counts)
@@ -208,7 +211,7 @@ def write_samples(
 
 
 def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figure":
-    """Draw up to ten images of each class, a row a class; a class without any is shown as empty."""
+    """Draw up to ten images of each class, one row for each class. A class without samples gets grey tiles."""
     shown = min(samples.num_classes, MOST_CLASSES)
     rows = [samples.some(label, PER_CLASS) for label in range(shown)]
     nothing = samples.nothing
@@ -234,7 +237,7 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
 
 
 def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[str]:
-    """Return the title of the picture: its content, and the privacy of the records."""
+    """Return the lines of the figure's title: content, privacy budget, number of records, and the note on the data."""
     chosen = settings["preprocess"]
     givers = len(set(samples.clients.tolist()))
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]
@@ -248,7 +251,7 @@ def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[st
 
 
 def promise(preprocess: Mapping[str, Any]) -> str:
-    """Return the privacy budget of the settings, in words; the epsilon spent is in the run's result."""
+    """Return the privacy budget of the settings as a phrase. The epsilon that was spent is in the run's result."""
     if math.isinf(preprocess["epsilon"]):
         return "epsilon inf: made without noise, so with no privacy guarantee"
     seeded = " (noise from the seed: a simulation only)" if preprocess["noise"] == "seeded" else ""
@@ -259,9 +262,9 @@ def promise(preprocess: Mapping[str, Any]) -> str:
 
 
 def draw_records(part: Examples, classes: Sequence[str], title: Sequence[str]) -> "Figure":
-    """Draw up to ten images of each class of ``part``, a row a class, of at most 40 classes.
+    """Draw up to ten images of each class of ``part``, one row for each class, for at most 40 classes.
 
-    Of images of more than 128 pixels every second, third ... pixel is shown.
+    Images of more than 128 pixels across are subsampled: only every second, third ... pixel is shown.
     """
     shown = min(len(classes), MOST_RECORD_CLASSES)
     every = -(-max(part.inputs.shape[2:]) // MOST_PIXELS)

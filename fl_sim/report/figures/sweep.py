@@ -1,6 +1,6 @@
-"""Final accuracy over epsilon or gamma on a logarithmic axis, with the best method without synthetic records.
+"""Figures of final accuracy over epsilon or gamma, with the best method without synthetic records as baseline.
 
-The runs of a line differ in epsilon alone, or in gamma alone.
+The horizontal axis is logarithmic. The runs of one line differ only in epsilon, or only in gamma.
 """
 
 import json
@@ -44,9 +44,9 @@ _GAMMA = "the synthetic records that a client releases, as a share of those it h
 
 @dataclass(frozen=True)
 class Point:
-    """A value of the setting and the final accuracies there in percent, {seed: accuracy}.
+    """One value of the swept setting, and the final accuracies at this value in percent, {seed: accuracy}.
 
-    ``released``: True if any of the runs had a synthetic record.
+    ``released``: True if any of these runs released a synthetic record.
     """
 
     value: float
@@ -55,13 +55,13 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Return the mean over the seeds."""
+        """Return the mean final accuracy over the seeds, in percent."""
         return statistics.fmean(self.by_seed.values())
 
 
 @dataclass(frozen=True)
 class SweepLine:
-    """Groups that differ in one setting alone; ``points`` ascend, inf is the last."""
+    """One line of the figure: groups of runs that differ only in the swept setting. ``points`` ascend; inf is last."""
 
     label: str
     points: tuple[Point, ...]
@@ -69,10 +69,10 @@ class SweepLine:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Lines that share axes: one data set, one split, one protocol. ``where``: both in words.
+    """One figure: lines of one data set, one partition and one protocol. ``where``: data set and partition in words.
 
-    ``baseline``: (label, point) of the best method without preprocessing under the same protocol, by final accuracy;
-    its value has no meaning. ``others``: the number of such methods.
+    ``baseline``: (label, point) of the method with the best final accuracy among the methods without preprocessing
+    under the same protocol; ``value`` of this point has no meaning. ``others``: the number of such methods.
     """
 
     setting: Setting
@@ -89,7 +89,7 @@ class Sweep:
 
 
 def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
-    """Find the finished runs that differ in epsilon alone, or in gamma alone."""
+    """Return a sweep for each set of finished runs that differ only in epsilon, or only in gamma."""
     found = []
     done = [one for one in groups if _accuracies(one) and not one.is_bound]
     for setting in SETTINGS:
@@ -108,7 +108,7 @@ def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
 
 
 def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Picture]:
-    """Draw a figure for each sweep. ``full_axis``: accuracy from 0 to 100 %."""
+    """Draw one figure for each sweep. ``full_axis``: the accuracy axis spans 0 to 100 %."""
     names = file_names([f"{one.setting}-{one.data}-{one.partition}" for one in found])
     pictures = []
     for name, one in zip(names, found, strict=True):
@@ -119,7 +119,7 @@ def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Pict
 
 
 def draw(sweep: Sweep, layout: Layout = PAGE, *, full_axis: bool = False) -> "Figure":
-    """Draw mean and deviation over seeds on a logarithmic axis; inf is a separate point behind a gap."""
+    """Draw mean and standard deviation over seeds on a logarithmic axis. Infinity is a separate point behind a gap."""
     meaning = textwrap.wrap(_meaning(sweep), layout.characters(layout.text))
     note = f" - data: {sweep.note}" if sweep.note else ""
     figure, axes = one_panel(layout, len(sweep.lines) + len(meaning), f"{sweep.where}{note}")
@@ -190,7 +190,7 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return the settings that must be equal for two methods to be compared."""
+    """Return a key of the settings that two methods must share to be compared: all but algorithm and preprocessing."""
     settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
     return _key({"note": one.note, **settings})
 
