@@ -46,19 +46,19 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name lazily: ``fl-sim --help`` does not wait for torch."""
+    """Import a public name at its first use, so that ``fl-sim --help`` does not wait for torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'fl_sim' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for completion."""
+    """Return the public names, for tab completion."""
     return __all__
 
 
 def _refuse_shadows() -> None:
-    """Raise ImportError where the user's own module hides a package of fl-sim."""
+    """Raise ImportError if a module of the user's own has the name of a package of fl-sim and hides it."""
     here = Path(__file__).resolve().parents[1]
     for name in ("strategies", "clients", "partitions"):
         spec = importlib.util.find_spec(name)

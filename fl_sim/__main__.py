@@ -1,4 +1,4 @@
-"""The command line: ``fl-sim VERB``. The user's mistake exits with 2, a failed run with 1, an interrupt with 130."""
+"""The command line: ``fl-sim VERB``. Exit code 2 means a mistake of the user, 1 a failed run, 130 an interrupt."""
 
 import logging
 import os
@@ -12,11 +12,11 @@ from fl_sim.errors import RunError, UserError, in_a_line
 from fl_sim.other_words import elsewhere
 
 INTERRUPTED = 130
-"""The exit code of a shell and of typer after Ctrl-C."""
+"""The exit code after Ctrl-C, as in shells and in typer."""
 
 
 def main() -> None:
-    """Run the command line. ``--debug`` anywhere lets tracebacks through."""
+    """Run the command line. With ``--debug`` anywhere among the arguments, errors are shown with their tracebacks."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     if debug:
@@ -40,9 +40,9 @@ def main() -> None:
 
 
 def command() -> None:
-    """Run the command line as a process, and exit without a cleanup of torch, which takes a fifth of a second.
+    """Run the command line as a process, and exit without torch's cleanup, which takes a fifth of a second.
 
-    All files are closed then, and the command has stopped its Ray and its workers.
+    At that time all files are closed, and the command has stopped its Ray instance and its workers.
     """
     code: object = 0
     _open_standard_files()
@@ -59,7 +59,10 @@ def command() -> None:
 
 
 def _open_standard_files() -> None:
-    """Open standard files that the shell closed (``>&-``): else the next file that is opened receives the output."""
+    """Open the standard files that the shell closed (``>&-``).
+
+    Otherwise the next file that is opened would receive the output.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

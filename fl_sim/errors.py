@@ -1,4 +1,4 @@
-"""Errors, and texts that are safe on a terminal and in a spreadsheet. Imports nothing slow."""
+"""Error classes, and functions that make texts safe for terminals and spreadsheets. Imports no slow module."""
 
 import math
 import re
@@ -6,14 +6,14 @@ import unicodedata
 from typing import Final
 
 MOST_LETTERS: Final = 3000
-"""Limit of a message; a word is cut at ``MOST_OF_A_WORD``."""
+"""Maximum length of a message, in characters. The maximum for one word is ``MOST_OF_A_WORD``."""
 MOST_OF_A_WORD: Final = 600
 
 
 class UserError(ValueError):
-    """A mistake of the user: the message names the value and the cure. The command line exits with 2.
+    """A mistake of the user: the message names the wrong value and the cure. The command line exits with 2.
 
-    However long the quoted values are, a message has at most ``MOST_LETTERS``.
+    A message has at most ``MOST_LETTERS`` characters, however long the quoted values are.
     """
 
     def __init__(self, message: str) -> None:
@@ -23,7 +23,8 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A failed run: the message names client and round. The command line exits with 1.
 
-    ``private``: messages of clients that may contain their records; never written to a file that others may read.
+    ``private``: messages of clients that may contain their records. They are never written to a file that others may
+    read.
     """
 
     def __init__(self, message: str, *, private: str = "") -> None:
@@ -32,11 +33,11 @@ class RunError(RuntimeError):
 
 
 class Diverged(RunError):  # noqa: N818 (what happened to the numbers, not a kind of error of ours)
-    """Numbers that are no longer finite; the caller adds the settings of the algorithm that matter."""
+    """Training produced numbers that are not finite. The caller adds the relevant settings of the algorithm."""
 
 
 class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wrong with us)
-    """An answer that cannot be used. The message states the reason; ``said``: the message of a failed client."""
+    """A client's reply that cannot be used. The message states the reason; ``said``: the failed client's message."""
 
     def __init__(
         self, reason: str, *, cure: str = "see that it runs the same version of fl-sim", said: str = ""
@@ -60,11 +61,11 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
 
 
 _STEERING: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-"""Control characters but tab and line feed, marks that change the direction of a text, and surrogates."""
+"""Control characters except tab and line feed, marks that change the direction of a text, and surrogates."""
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters of a terminal as ASCII escapes."""
+    """Return ``text`` with control characters replaced by ASCII escapes, so that a terminal does not obey them."""
     return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -74,7 +75,7 @@ def in_a_line(text: str) -> str:
 
 
 def as_cell(text: str) -> str:
-    """Return ``text`` for a cell of a spreadsheet, with an apostrophe in front of a formula.
+    """Return ``text`` for a cell of a spreadsheet, with an apostrophe before a formula, so that the formula is not run.
 
     Numbers are unchanged.
     """
@@ -83,7 +84,7 @@ def as_cell(text: str) -> str:
 
 
 def _bounded(message: str) -> str:
-    """Return ``message`` without the middle of too long words, and of a too long text."""
+    """Return ``message`` shortened: too long words, and a too long text, lose their middle."""
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

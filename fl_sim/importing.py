@@ -1,4 +1,4 @@
-"""Imports: modules at their first use, and no garbage collection among imported modules."""
+"""Imports: lazy modules, which are imported at their first use, and imports without garbage collection."""
 
 import gc
 import importlib
@@ -13,10 +13,10 @@ _LEFT_OUT: Final = Event()  # gc.get_freeze_count counts all objects, which take
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import in this block without garbage collection, and exclude the imported objects from it until the process ends.
+    """Disable garbage collection in this block, and exclude the imported objects from it until the process ends.
 
-    torch and Flower make a million objects: scanning them again and again takes a fourth of a short run's time (see
-    the notes on ``gc.freeze`` in Python's documentation).
+    torch and Flower create a million objects at import. To scan them again and again takes a quarter of a short run's
+    time (see the notes on ``gc.freeze`` in Python's documentation).
     """
     before = len(sys.modules)
     gc.disable()
@@ -49,16 +49,17 @@ else:
 
 
 def leave_out() -> None:
-    """Exclude all present objects from garbage collection until the process ends."""
+    """Exclude all existing objects from garbage collection until the process ends."""
     gc.freeze()
     _LEFT_OUT.set()
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Exclude all present objects from garbage collection in this block.
+    """Exclude all existing objects from garbage collection in this block.
 
-    After ``leave_out`` they stay excluded: the collection at the end takes most of a second.
+    If ``leave_out`` was called before, they stay excluded after the block: a collection at the end takes most of a
+    second.
     """
     if _LEFT_OUT.is_set():
         yield

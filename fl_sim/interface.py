@@ -46,11 +46,11 @@ RESULTS = Path("results")
 class RunResult:
     """The result of a run.
 
-    ``experiment``: with all defaults filled in. ``rounds``: one record each; accuracies are in [0, 1], and None in
-    rounds without evaluation. ``final_accuracy``: on the test set, after the last round. ``best_accuracy``: that of the
-    round that is best on validation, where records are held out, and else of the one that is best on the test set
-    itself, which is optimistic. ``privacy``: a statement for each unit that is protected, none where nothing is.
-    ``facts``: all that ``result.json`` in ``directory`` says.
+    ``experiment``: the experiment with all defaults filled in. ``rounds``: one record per round; accuracies are in [0,
+    1], and None in rounds without evaluation. ``final_accuracy``: test accuracy after the last round.
+    ``best_accuracy``: test accuracy of the round with the best validation accuracy. Without validation records it is
+    the best test accuracy of all rounds, which is optimistic. ``privacy``: one privacy statement for each protected
+    unit; empty if nothing is protected. ``facts``: the content of ``result.json`` in ``directory``.
     """
 
     experiment: Experiment
@@ -62,24 +62,24 @@ class RunResult:
     facts: Mapping[str, Any] = field(repr=False)
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame with a row for each round. Raises UserError where pandas is not installed."""
+        """Return a pandas DataFrame with one row per round. Raises UserError if pandas is not installed."""
         return _data_frame(record.numbers() for record in self.rounds)
 
 
 @dataclass(frozen=True)
 class TableResult:
-    """The ``table``, as far as it is filled, and the ``directory`` of the table and its runs."""
+    """The result of a table: ``table`` with the cells finished so far, and the ``directory`` of table and runs."""
 
     directory: Path
     table: "Table" = field(repr=False)
 
     @property
     def cells(self) -> "tuple[SeedResult, ...]":
-        """The result of each run: accuracies in [0, 1], or the error of a failed one."""
+        """The result of each run: accuracies in [0, 1], or the error of a failed run."""
         return self.table.results
 
     def to_markdown(self) -> str:
-        """Return the table as ``fl-sim table`` prints it."""
+        """Return the table in Markdown, as ``fl-sim table`` prints it."""
         from fl_sim.report.table_files import markdown  # noqa: PLC0415 (of no use to a single run)
 
         return markdown(self.table)
@@ -87,9 +87,9 @@ class TableResult:
     _repr_markdown_ = to_markdown  # what a notebook shows
 
     def to_pandas(self) -> Any:
-        """Return ``table.csv`` as a pandas DataFrame: a row a run, a column a setting and a measure, shares in percent.
+        """Return ``table.csv`` as a pandas DataFrame with one row per run; shares are in percent.
 
-        Raises UserError where pandas is not installed.
+        Each column is a setting or a measure. Raises UserError if pandas is not installed.
         """
         from fl_sim.report.table_files import run_lines  # noqa: PLC0415 (of no use to a single run)
 
@@ -108,12 +108,13 @@ def run(
 ) -> RunResult:
     """Run an experiment, or resume or read its run in ``out``, and return the result.
 
-    ``experiment``: an Experiment, or settings as in a TOML file; None is the default experiment. ``out``: by default
-    ``results/NAME``, named after the settings. ``data_root``: the first place to look for data sets. ``again``: run
-    from the beginning, after moving the run in ``out`` to a folder beside it. ``progress``: show it on standard error.
-    ``track``: trackers, such as "tensorboard,mlflow". ``observer``: an object with methods such as ``finished_round``,
-    which ends the run by returning True, and ``metrics``, which measures the model (docs/tracking.md). Raises UserError
-    for settings that cannot be run, RunError for a failed run; finished rounds are kept.
+    ``experiment``: an Experiment, or settings as in a TOML file; None is the default experiment. ``out``: the run
+    directory, by default ``results/NAME``, named after the settings. ``data_root``: the first directory in which data
+    sets are searched. ``again``: True moves the run in ``out`` to a folder beside it and starts from the beginning.
+    ``progress``: True shows the progress on standard error. ``track``: trackers, such as "tensorboard,mlflow".
+    ``observer``: an object with methods such as ``finished_round``, which ends the run by returning True, and
+    ``metrics``, which measures the model (docs/tracking.md). Raises UserError for settings that cannot be run, RunError
+    for a failed run; its finished rounds are kept.
     """
     root = _data_root(data_root)
     tracking = tracking_of(track)
@@ -144,9 +145,9 @@ def run(
 def load_model(directory: str | Path, *, data_root: str | Path | None = None) -> "nn.Module":
     """Return the trained model of the finished run in ``directory``, on the CPU and in evaluation mode.
 
-    Its input are records as clients trained on them: normalised by the data set's mean and deviation. The data set is
-    loaded for its shape and classes; ``data_root`` as ``run`` has it. Raises UserError where there is no finished run,
-    and where the run saved no model of its own.
+    The model expects records as in training: normalised by the data set's mean and standard deviation. The data set is
+    loaded for its shape and classes; ``data_root`` as for ``run``. Raises UserError if there is no finished run, or if
+    the run saved no model of its own.
     """
     out, root = Path(directory), _data_root(data_root)
     if not (out / run_directory.CONFIG).exists():
@@ -176,7 +177,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
 
 
 def directory_of(experiment: Experiment, out: Path | None, data_root: Path | None) -> tuple[Experiment, Path]:
-    """Return the experiment with all defaults, and its run directory: ``out``, or one named after its settings."""
+    """Return (experiment with all defaults, run directory): ``out``, or a directory named after the settings."""
     chosen = resolved(experiment, data_root)
     return chosen, out or RESULTS / run_name(chosen, load(chosen.data, data_root, chosen.features))
 
@@ -192,14 +193,15 @@ def table(
     track: str | Iterable[str] = (),
     again: bool = False,
 ) -> TableResult:
-    """Run a grid of experiments in worker processes and return the table; what is finished is not run again.
+    """Run a grid of experiments in worker processes and return the table; finished runs are not repeated.
 
-    ``plan``: the name of a preset, else the path of a TOML file, or its content: ``{"base": {...}, "grid": {...}}``, in
-    which settings objects may stand, too. ``out``: by default ``results/NAME``, for a plan from Python
-    ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). ``budget``: hours after which the table
-    is returned as far as it is filled; the same call goes on from there. A run that fails is a cell that says so.
-    ``track``: who is told of each run, as ``run`` has it. ``again``: runs of other records or code than there are now
-    are moved aside and run again. Raises UserError for a plan that cannot be run, and for such runs without ``again``.
+    ``plan``: the name of a preset, the path of a TOML file, or the content of such a file: ``{"base": {...}, "grid":
+    {...}}``, which may contain settings objects. ``out``: by default ``results/NAME``, for a plan from Python
+    ``results/table-DIGEST``. ``jobs``: the number of runs at the same time (default: one per core). ``budget``: the
+    time limit in hours, after which the table is returned with the cells finished so far; the same call continues from
+    there. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: runs
+    that were made with other records or code than the present ones are moved aside and repeated. Raises UserError for a
+    plan that cannot be run, and for such runs without ``again``.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 
@@ -224,7 +226,7 @@ def table(
 
 
 class _ProgressObserver:
-    """Sends the events of a run to its progress display."""
+    """An observer that passes the events of a run to its progress display."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -243,7 +245,7 @@ class _ProgressObserver:
         self._progress.preparing(what)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Show the warnings that are new since the start; the caller shows the result."""
+        """Show the warnings that are new since the start. The caller shows the result."""
         for warning in facts["warnings"]:
             if warning not in self._shown:
                 self._progress.say(warning)
@@ -257,7 +259,7 @@ def _data_root(given: str | Path | None) -> Path | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of a plan with tables in place of settings objects."""
+    """Return a part of a plan in which each settings object is replaced by its table."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):

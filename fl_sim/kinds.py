@@ -1,4 +1,4 @@
-"""Kinds: names, fields and short forms of settings classes, and the protocols of their optional members."""
+"""Kinds, the variants of a setting: names, fields and short forms of their classes, protocols of optional members."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -10,7 +10,7 @@ from fl_sim.own_code import PACKAGES
 
 
 class LocalChoices(Protocol):
-    """The settings of local training that the check of a kind reads."""
+    """The settings of local training that a kind's ``check`` may read."""
 
     @property
     def label_smoothing(self) -> float:
@@ -18,7 +18,7 @@ class LocalChoices(Protocol):
 
     @property
     def batch_norm(self) -> str:
-        """The treatment of BatchNorm layers."""
+        """The treatment of BatchNorm layers: "none", "average" or "personal"."""
 
     @property
     def optimizer(self) -> str:
@@ -26,31 +26,31 @@ class LocalChoices(Protocol):
 
 
 class Harm(Protocol):
-    """The settings of an attack that the check of a kind reads."""
+    """The settings of an attack that a kind's ``check`` may read."""
 
     @property
     def clients(self) -> int:
-        """The number of hostile clients."""
+        """The number of attacking clients."""
 
 
 class Compressing(Protocol):
-    """The settings of compression that the check of a kind reads."""
+    """The settings of compression that a kind's ``check`` may read."""
 
     @property
     def keeps_error(self) -> bool:
-        """True if the rest of an update is sent in a later round (error feedback)."""
+        """True if the unsent rest of an update is sent in a later round (error feedback)."""
 
 
 class Choices(Protocol):
-    """An experiment as the ``check`` of a kind sees it."""
+    """The experiment in the form that a kind's ``check`` may read."""
 
     @property
     def clients(self) -> int:
-        """The number of clients in the settings."""
+        """The number of clients of the experiment."""
 
     @property
     def rounds(self) -> int:
-        """The number of rounds in the settings."""
+        """The number of rounds of the experiment."""
 
     @property
     def partition(self) -> object:
@@ -70,7 +70,7 @@ class Choices(Protocol):
 
     @property
     def sampling_seed(self) -> int | None:
-        """The seed of the cohorts, if it is set."""
+        """The seed from which cohorts are sampled, if it is set."""
 
     @property
     def local(self) -> LocalChoices:
@@ -86,7 +86,7 @@ class Choices(Protocol):
 
     @property
     def attack(self) -> Harm:
-        """The attack of hostile clients."""
+        """The attack by hostile clients."""
 
     @property
     def devices(self) -> object:
@@ -98,18 +98,18 @@ class Choices(Protocol):
 
     @property
     def hides_time(self) -> bool:
-        """True if the time that clients take would reveal what is private."""
+        """True if durations of clients would reveal private facts and are therefore hidden."""
 
 
 class Staged(Protocol):
-    """A kind with a stage: before the first round, or after the last."""
+    """A kind that adds a stage before the first round or after the last round."""
 
     stage: ClassVar[str]
     """Import path of the stage, as "module:Class"."""
 
 
 class Proceeding(Protocol):
-    """A kind of server with a procedure in place of the rounds."""
+    """A kind of server that runs a procedure of its own in place of the rounds."""
 
     procedure: ClassVar[str]
     """Import path of the procedure (fl_sim.simulation.stage.Procedure), as "module:Class"."""
@@ -117,10 +117,10 @@ class Proceeding(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """A kind that is incompatible with some other settings."""
+    """A kind that excludes some values of other settings."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, in one line with the cure, for an incompatible ``experiment``."""
+        """Raise ValueError, in one line with the cure, if ``experiment`` is incompatible with this kind."""
 
 
 @runtime_checkable
@@ -129,18 +129,18 @@ class Completing(Protocol):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return the ``given`` table of settings of this kind, completed.
+        """Return the table ``given`` of this kind's settings, with missing values computed.
 
-        ``made``: returns the experiment with another such table. Raises UserError where no value fits.
+        ``made``: a function from such a table to the experiment with it. Raises UserError if no value fits.
         """
 
 
 @runtime_checkable
 class Sealing(Protocol):
-    """A kind that reads a file of the user's, and detects changes of the file by its digest."""
+    """A kind that reads a file of the user and stores the file's digest, which detects changes of the file."""
 
     def sealed(self) -> Self:
-        """Return these settings with the file's digest. Raises UserError where the file cannot be read."""
+        """Return these settings with the digest of the file. Raises UserError if the file cannot be read."""
 
 
 @runtime_checkable
@@ -148,38 +148,38 @@ class Budgeted(Protocol):
     """A kind with a privacy budget of its own."""
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError where the budget is too small for the first release; called before any training.
+        """Raise UserError if the budget is too small for the first release. Called before any training.
 
-        ``records``: the number of records of each client. Takes seconds at most.
+        ``records``: the number of records of each client. The check takes seconds at most.
         """
 
 
 @runtime_checkable
 class Remarking(Protocol):
-    """A kind with settings that have no effect, or an unexpected one, in some experiments."""
+    """A kind with settings that have no effect, or an unexpected effect, in some experiments."""
 
     def remarks(self, experiment: Choices) -> Sequence[str]:
-        """Return sentences for the user, each in one line."""
+        """Return sentences for the user about settings without effect or with an unexpected one, each in one line."""
 
 
 @runtime_checkable
 class Promising(Protocol):
-    """A kind that may promise privacy: then a run shows nothing about single clients, not even their time."""
+    """A kind that may promise privacy: then a run shows nothing about single clients, not even durations."""
 
     is_private: ClassVar[bool]
 
 
 @runtime_checkable
 class Supplying(Protocol):
-    """A kind that gives all clients further records for training."""
+    """A kind that gives all clients additional training records."""
 
     @property
     def replaces_records(self) -> bool:
-        """True if clients train on those alone, and not on their own."""
+        """True if clients train only on the supplied records, not on their own records."""
 
 
 def replaces_records(kind: object) -> bool:
-    """Return True if clients train on records of ``kind`` alone, and not on their own."""
+    """Return True if clients train only on the records that ``kind`` supplies, not on their own records."""
     return isinstance(kind, Supplying) and kind.replaces_records
 
 
@@ -189,54 +189,55 @@ class Captioned(Protocol):
 
     @classmethod
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return captions, one sentence each, for the settings of this kind in a table.
+        """Return captions, one sentence each, for the settings of this kind that occur in a table.
 
-        ``values``: writes the values of one field, each once.
+        ``values``: a function that writes the values of one field as text, each value once.
         """
 
 
 @runtime_checkable
 class Choosing(Protocol):
-    """The mark of a field with further kinds than the union in its annotation."""
+    """The marker of a field that accepts more kinds than the union in its annotation."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
-        """Return {kind: class}."""
+        """Return {kind: settings class} of all kinds that are known for the field."""
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the valid names."""
+        """Return the valid kind names."""
 
 
 @runtime_checkable
 class Computing(Protocol):
-    """A kind that may compute with the numbers of a record, which has no meaning for tokens."""
+    """A kind that may compute with the numbers of a record; tokens are numbers with which this makes no sense."""
 
     computes_with_records: ClassVar[bool]
 
 
 def hides_clients(aggregator: object) -> bool:
-    """Return True if an aggregator hides the cohort: then the set of clients with records is secret, too.
+    """Return True if an aggregator hides the cohort; then the set of clients with records is secret, too.
 
-    A client without records then sends zeros, even where there is a pool of synthetic records, and counts as all do.
+    In this case a client without records sends zeros, even if there is a pool of synthetic records, and counts as any
+    other client does.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 
 
 def is_none(kind: object) -> bool:
-    """Return True if a setting is of the kind "none": no compression, no attack, no clock, no stage."""
+    """Return True if a setting has the kind "none", such as no compression, no attack, no virtual clock, no stage."""
     return kind_of(kind) == "none"
 
 
 def path_in(kind: type, name: str) -> str:
-    """Return the import path ``module:Class`` of a kind's ``stage``, ``layer`` or ``procedure``, empty if it has none.
+    """Return the import path ``module:Class`` of a kind's ``stage``, ``layer`` or ``procedure``; empty if it has none.
 
-    A user's own parameter of that name is no import path.
+    A parameter of the same name in a user's own kind is not an import path.
     """
     path = getattr(kind, name, "")
     return path if isinstance(path, str) and ":" in path else ""
 
 
 def off(setting: str, instead: str) -> str:
-    """Return a remark on a setting without effect.
+    """Return a remark for the user about a setting without effect.
 
     >>> off("algorithm.mu=0", "the run is one of fedavg")
     'algorithm.mu=0 has no effect: the run is one of fedavg'
@@ -245,7 +246,7 @@ def off(setting: str, instead: str) -> str:
 
 
 def kinds(union: Any) -> dict[str, type]:
-    """Return {kind: class} of a union of settings classes (or of one class)."""
+    """Return {kind: class} of the members of a union of settings classes (or of one class)."""
     members = get_args(union) if get_origin(union) is not None else (union,)
     return {field_defaults(member)["kind"]: member for member in members}
 
@@ -259,38 +260,38 @@ def field_defaults(settings: type) -> dict[str, Any]:
 
 
 def is_settings(settings: type) -> bool:
-    """Return True if a class is a frozen pydantic model or dataclass."""
+    """Return True if a class is a settings class: a frozen pydantic model or a frozen dataclass."""
     if issubclass(settings, BaseModel):
         return bool(settings.model_config.get("frozen"))
     return is_dataclass(settings) and bool(settings.__dataclass_params__.frozen)  # type: ignore[attr-defined]  # typeshed has no such name
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a settings value: the name of one of ours, the import path of one of the user's own.
+    """Return the kind of a settings object: the name of a kind of fl-sim, or the import path of the user's own class.
 
-    A class that inherits from one of ours is the user's own, whatever kind it inherits.
+    A class that inherits from a class of fl-sim is the user's own, and its kind is its own import path.
     """
     settings = type(value)
     return f"{settings.__module__}:{settings.__qualname__}" if is_own_kind(value) else str(value.kind)
 
 
 def is_own_kind(value: object) -> bool:
-    """Return True if a value is of a class of the user's own."""
+    """Return True if the class of ``value`` is the user's own."""
     return is_own(type(value))
 
 
 def is_own(kind: type) -> bool:
-    """Return True if a class is the user's own."""
+    """Return True if ``kind`` is a class of the user's own, from outside of fl-sim's packages."""
     return kind.__module__.partition(".")[0] not in PACKAGES
 
 
 def title_of(value: Any) -> str:
-    """Return the title of a kind: its ``title``, else the name of its class."""
+    """Return the title of a kind: its attribute ``title``, or the name of its class if it has none."""
     return str(value.title) if "title" in vars(type(value)) else type(value).__name__
 
 
 def short_form(value: Any) -> str:
-    """Return the short form of a settings value, such as ``label-1`` or ``dirichlet:0.05``."""
+    """Return the short form of a settings object, such as ``label-1`` or ``dirichlet:0.05``."""
     kind = kind_of(value)
     parameter = next((name for name in field_defaults(type(value)) if name != "kind"), None)
     if parameter is None:
@@ -300,5 +301,5 @@ def short_form(value: Any) -> str:
 
 
 def is_numbered(kind: str, settings: type) -> bool:
-    """Return True if a kind has its number in its name, as ``label-2`` is ``label-k`` with a ``k`` of 2."""
+    """Return True if the kind's name contains a number, as in ``label-2``, which is ``label-k`` with ``k`` = 2."""
     return kind.endswith("-k") and "k" in field_defaults(settings)

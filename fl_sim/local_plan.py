@@ -1,4 +1,4 @@
-"""The local plan of an algorithm, as data: one definition for one client, a stack, and the compiled trainer."""
+"""Local plans: an algorithm's local objective as data, which every trainer (compiled, stacked, PyTorch) can execute."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 class Mix:
     """A loss that mixes each batch with one averaged record of the pool (FedMix, NaiveMix).
 
-    ``inputs``: (pool size, *input shape), normalised; ``labels``: (pool size, classes), class proportions.
-    ``linearise`` chooses FedMix's first-order expansion over NaiveMix's plain interpolation.
+    ``inputs``: (pool size, *input shape), normalised. ``labels``: (pool size, classes), the class proportions of each
+    averaged record. ``linearise``: True selects FedMix's first-order expansion, False NaiveMix's plain interpolation.
     """
 
     inputs: torch.Tensor
@@ -28,7 +28,7 @@ class Mix:
     linearise: bool
 
     def __post_init__(self) -> None:
-        """Raise RunError where a record of the pool has no label, or a label no record."""
+        """Raise RunError if the numbers of records and of labels in the pool differ."""
         if len(self.inputs) != len(self.labels):
             raise RunError(
                 f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
@@ -38,15 +38,16 @@ class Mix:
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of a loss term: one SGD step of one client, with n records.
+    """The inputs of a loss term: one SGD step of one client on a batch of n records.
 
-    ``inputs``: (n, *input shape), normalised; ``labels``: (n,); ``weights``: (n,), each record's part in a mean over
-    the batch. They add up to 1, and are 0 for the records that fill a smaller batch up where clients are stacked.
-    ``logits``: (n, classes), what the model in training makes of the records; ``params``: that model, to be
-    differentiated; ``anchor``: the model that the client received; ``data``: what the term brought along.
-    ``logits_of(params, inputs)``: what the same architecture makes of records under other parameters, without dropout.
-    ``features``: (n, d), what enters the last linear layer on the way to ``logits``, if ``LossTerm.features`` asks for
-    it; ``features_of(params, inputs)``: the same under other parameters.
+    ``inputs``: (n, *input shape), normalised. ``labels``: (n,). ``weights``: (n,), the weight of each record in a mean
+    over the batch. The weights sum to 1. Stacked clients have batches of one size: a smaller batch is filled up with
+    records of weight 0. ``logits``: (n, classes), the output of the model in training mode. ``params``: the parameters
+    of that model, to be differentiated. ``anchor``: the model that the client received. ``data``: the tensors of
+    ``LossTerm.data``. ``logits_of(params, inputs)``: a function that returns the logits of the same architecture with
+    other parameters, without dropout. ``features``: (n, d), the inputs of the model's last linear layer, if
+    ``LossTerm.features`` asks for them. ``features_of(params, inputs)``: a function that returns these features with
+    other parameters.
     """
 
     inputs: torch.Tensor
@@ -63,13 +64,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """An algorithm's own addition to the loss: ``function(batch)`` joins the cross-entropy (or ``mix``).
+    """A loss term of an algorithm: ``function(batch)`` is added to the cross-entropy (or to the ``mix`` loss).
 
-    ``function``: made of differentiable torch operations, without a choice that depends on numbers in tensors, as many
-    clients go through it at once; the same object for all clients, such as a function of a module or a method of the
-    algorithm. It returns one number per record, (n,), whose mean counts, or one number, (), that counts as it is.
-    ``data``: this client's tensors for it, each of the same shape for all clients. ``features``: whether it looks at
-    ``Batch.features``, for which the model needs a last linear layer.
+    ``function``: differentiable torch operations. No branch may depend on numbers in tensors, because many clients are
+    computed at once. All clients must use the same object, such as a module-level function or a method of the
+    algorithm. It returns one number per record, shape (n,), whose mean is added, or one number, shape (), which is
+    added as it is. ``data``: this client's tensors for the function; each has the same shape for all clients.
+    ``features``: True if the function reads ``Batch.features``, for which the model needs a last linear layer.
     """
 
     function: Callable[[Batch], torch.Tensor]
@@ -79,12 +80,12 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Pulls what the model says of a record towards what the received model said of it.
+    """A distillation term: it keeps the predictions of the trained model close to those of the received model.
 
-    Adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the batch, with
-    T the ``temperature``; the received model is not differentiated. Both softmaxes run over the ``classes``, (C,) bool,
-    or over all where that is None, and leave out a record's own class where ``exclude_true``. Where no class is left,
-    the term is 0. Logits are those of the model: neither shifted nor scaled.
+    Adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the batch. T is
+    the ``temperature``. The received model is not differentiated. Both softmaxes run over the ``classes``, (C,) bool,
+    or over all classes if ``classes`` is None. If ``exclude_true``, they leave out the record's own class. If no class
+    is left, the term is 0. Logits are the raw outputs of the model: neither shifted nor scaled.
     """
 
     weight: float
@@ -95,11 +96,11 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Suppression:
-    """Lowers the logit of a class where the record is of another one (FedVLS, as its released code has it).
+    """A suppression term: it lowers the logit of a class on records of other classes (FedVLS, as in its released code).
 
-    Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of e_c), where e_c is 1 for a record
-    of class c, else exp(logit c) / (C * ``shares[c]``). ``shares``: (C,), what part of the client's records each class
-    is; one whose share is not above 0 adds nothing.
+    Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of e_c). e_c is 1 for a record of
+    class c, else exp(logit c) / (C * ``shares[c]``). ``shares``: (C,), the share of each class in the client's records.
+    A class whose share is not above 0 adds nothing.
     """
 
     shares: torch.Tensor
@@ -108,11 +109,12 @@ class Suppression:
 
 @dataclass(frozen=True)
 class Ascent:
-    """Takes the gradient after a step uphill: sharpness-aware minimisation (Foret et al. 2021).
+    """Sharpness-aware minimisation: the gradient is taken after a step that increases the loss (Foret et al. 2021).
 
-    With g the gradient of the loss at w, over all parameters, uphill is w + ``radius`` * g / (||g|| + 1e-12); where
-    ``adaptive``, w + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes
-    (1 - ``share``) * g + ``share`` * (that of the same batch uphill). The loss that is reported is that at w.
+    Let g be the gradient of the loss at the parameters w. The uphill point is w + ``radius`` * g / (||g|| + 1e-12). If
+    ``adaptive``, it is w + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes (1 -
+    ``share``) * g + ``share`` * (the gradient of the same batch at the uphill point). Norms are over all parameters.
+    The reported loss is the loss at w.
     """
 
     radius: float
@@ -122,11 +124,11 @@ class Ascent:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Draws the features of a record to those of the received model, away from those of another one (MOON, eq. 3).
+    """A contrastive term: features move towards the received model's features, away from another model's (MOON, eq. 3).
 
-    Features z are what enters the last linear layer, flattened. Adds ``weight`` * softplus((cos(z, z of ``previous``) -
-    cos(z, z of the received model)) / ``temperature``), the mean over the batch; only z is differentiated. A vector of
-    zeros has no direction: its cosines are 0, and nothing moves it.
+    The features z of a record are the inputs of the last linear layer, flattened. Adds ``weight`` * softplus((cos(z, z
+    of ``previous``) - cos(z, z of the received model)) / ``temperature``), the mean over the batch. Only z of the
+    trained model is differentiated. A vector of zeros has no direction: its cosines and its gradient are 0.
     """
 
     weight: float
@@ -136,10 +138,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Pull:
-    """Pulls the features of a record to the prototype of its class (FedProto, eq. 6).
+    """A prototype term: it moves the features of a record towards the prototype of its class (FedProto, eq. 6).
 
-    Adds ``weight`` * ||z - ``prototypes[label]``||^2, the mean over the batch, 0 for classes that are not ``present``.
-    ``prototypes``: (C, d); ``present``: (C,) bool.
+    Adds ``weight`` * ||z - ``prototypes[label]``||^2, the mean over the batch. The term is 0 for classes that are not
+    ``present``. ``prototypes``: (C, d). ``present``: (C,) bool.
     """
 
     prototypes: torch.Tensor
@@ -149,22 +151,23 @@ class Pull:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """An algorithm's additions to local SGD, as data, so that one definition serves one client or a stack of them.
+    """The local plan: an algorithm's additions to local SGD as data, equal for one client and for a stack of clients.
 
-    The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf takes a
-    class out of the softmax), or what ``mix`` makes of the batch; ``distillation``, ``suppression``, ``contrast``,
-    ``pull`` and ``loss_term`` are added to it. Its gradient is taken where ``ascent`` says. Then
+    The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf removes
+    a class from the softmax), or the loss of ``mix``. The terms ``distillation``, ``suppression``, ``contrast``,
+    ``pull`` and ``loss_term`` are added to the loss. With ``ascent``, its gradient is that of sharpness-aware
+    minimisation. Then
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
-    before clipping (``LocalSettings.clip_norm``), weight decay and momentum; the anchor is the model the client
-    received. ``step_offset`` joins what momentum makes of that: w <- w - learning rate * (buffer + step_offset).
-    ``momentum_buffers`` starts the optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. What has
-    the strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer that does not know a field that is in
-    use hands the client on.
+    before clipping (``LocalSettings.clip_norm``), weight decay and momentum. The anchor is the model that the client
+    received. ``step_offset`` is added to the momentum buffer in each step: w <- w - learning rate * (buffer +
+    step_offset). ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks for
+    ``Trained.feature_sums``. A term of strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer that does
+    not support a field in use passes the client to another trainer.
 
-    Raises UserError for a shift or a scale beside ``mix``: its soft labels are of classes that a client may not hold,
-    so what a client's own label counts say of the logits has no meaning there.
+    Raises UserError for a shift or a scale together with ``mix``: mixed labels include classes that the client may not
+    hold, so a correction of logits by the client's own label counts has no meaning there.
     """
 
     gradient_offset: Params | None = None
@@ -184,7 +187,7 @@ class LocalPlan:
     class_features: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for parts that do not go together."""
+        """Raise UserError for fields that exclude each other: ``mix`` beside a shift or a scale of logits."""
         if self.mix is not None and (self.logit_shift is not None or self.logit_scale is not None):
             raise UserError(
                 "a plan that mixes records (mix) cannot shift or scale logits (logit_shift, logit_scale): mixed labels "
@@ -193,13 +196,13 @@ class LocalPlan:
 
 
 class LocalAlgorithm(Protocol):
-    """The half of an algorithm that runs on a client."""
+    """The client side of an algorithm."""
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the algorithm's additions to local SGD."""
+        """Return the algorithm's additions to local SGD for this client and round."""
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the payload and the client state."""
+        """Return the client's update: the payload and the new client state."""
 
 
 @runtime_checkable
@@ -209,22 +212,22 @@ class Sharing(Protocol):
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of one client; the server concatenates the clients' tensors name by name."""
+        """Return the shared tensors of one client by name; the server concatenates all clients' tensors per name."""
 
 
 @runtime_checkable
 class Sending(Protocol):
-    """An algorithm that sends a part of its model: the rest is each client's own.
+    """An algorithm whose clients send a part of the model and keep the rest for themselves.
 
-    The client trains the whole model; ``finish``, the server, its mean, clipping and noise see the sent part alone.
+    The client trains the whole model. ``finish``, the server, the mean, clipping and noise handle the sent part only.
     """
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return the names of the sent ones among the trained ``params``."""
+        """Return the names of the parameters that a client sends, a subset of the trained ``params``."""
 
 
 def sent_by(algorithm: object, params: Params) -> Params:
-    """Return the sent ones among ``params``, a model's trained parameters. Raises UserError for unknown names."""
+    """Return the sent part of ``params``, a model's trained parameters. Raises UserError for unknown names."""
     if not isinstance(algorithm, Sending):
         return params
     names = set(algorithm.sends(params))
@@ -238,7 +241,7 @@ def sent_by(algorithm: object, params: Params) -> Params:
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of the fields that differ from their defaults, and of those that have none."""
+    """Return the names of the fields that differ from their defaults, and of the fields without a default."""
     if isinstance(values, LocalSettings):
         return _settings_in_use(values)
     kind: Any = type(values)
@@ -264,7 +267,7 @@ def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
-    """Raise UserError for momentum, or a warm start for it, beside an optimiser with its own."""
+    """Raise UserError for momentum or momentum buffers beside Adam or AdamW, which have running means of their own."""
     if settings.optimizer == "sgd":
         return
     if settings.momentum or plan.momentum_buffers:

@@ -1,4 +1,4 @@
-"""Messages about mistakes in settings."""
+"""Error messages for mistakes in settings."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from fl_sim.kinds import Choosing, field_defaults, is_settings, kinds
 from fl_sim.other_words import bare, elsewhere, not_offered
 
 MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
-"""Limits of one message: mistakes, characters in all, characters of one mistake, characters of a quoted value."""
+"""Limits of one message: mistakes; and characters of the message, of one mistake, and of one quoted value."""
 
 
 def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
@@ -26,7 +26,7 @@ def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def explain(error: ValidationError, settings: type, what: str) -> str:
-    """Return the message of a validation error: the first mistakes, and the number of further ones."""
+    """Return the message for a validation error: the first mistakes, and the number of further mistakes."""
     details = error.errors()
     told = [_cut(_explain_one(detail, settings, what), MOST_OF_A_MISTAKE) for detail in details[:MOST_MISTAKES]]
     while len(told) > 1 and len("; ".join(told)) > MOST_CHARACTERS:
@@ -36,7 +36,7 @@ def explain(error: ValidationError, settings: type, what: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a value's ``text`` for a message, without its middle if it is far longer than any setting."""
+    """Return ``text``, a quoted value, with its middle cut out if it is far longer than any setting."""
     return _cut(text, MOST_OF_A_VALUE)
 
 
@@ -70,9 +70,9 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
-    """Return (the keys that a user wrote, the settings class of the last one).
+    """Return (the keys as the user wrote them, the settings class that contains the last key).
 
-    pydantic puts the kind it chose into the location, after the key of the union.
+    pydantic also puts the chosen kind into ``location``, after the key of the union. This name is removed.
     """
     path: list[str] = []
     parts = iter(location)
@@ -93,7 +93,7 @@ def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
 
 
 def _field(settings: type, name: str) -> tuple[Any, Choosing | None]:
-    """Return the annotation of a field, and the mark of one that takes several kinds."""
+    """Return the annotation of a field, and its ``Choosing`` marker (None for a field without several kinds)."""
     if not issubclass(settings, BaseModel):
         return get_type_hints(settings)[name], None
     field = settings.model_fields[name]

@@ -1,4 +1,4 @@
-"""Models: functions from (input shape, classes) to a fresh ``nn.Module``, ours and the user's own."""
+"""Models: functions from (input shape, number of classes) to a new ``nn.Module``; and models of the user's own."""
 
 import inspect
 import math
@@ -59,7 +59,7 @@ def mlp(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 def two_nn(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return "2NN" of McMahan et al. 2017 (section 3), which FedVLS' program has, too: two hidden layers of 200."""
+    """Return the "2NN" of McMahan et al. 2017 (section 3) and of FedVLS' program: two hidden layers of 200 units."""
     return _perceptron(input_shape, (200, 200), num_classes)
 
 
@@ -96,10 +96,10 @@ def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 class GatedRecurrent(nn.Module):
-    """An embedding in 8 numbers as LEAF's program has it, a GRU (Cho et al. 2014) and a linear head.
+    """A recurrent model for tokens: an embedding of size 8 as in LEAF, a GRU (Cho et al. 2014) and a linear head.
 
-    A record is a row of whole numbers, kept as float32 as all numbers of records are: tokens from 1, then zeros as
-    padding. The head takes the state after the last token, which has seen no padding: padding is masked exactly.
+    A record is a row of whole numbers, stored as float32 like all records: tokens from 1, then zeros as padding. The
+    head receives the GRU's state after the last token, before any padding: padding has exactly no effect.
     """
 
     def __init__(self, vocabulary: int, num_classes: int) -> None:
@@ -124,7 +124,7 @@ MODELS: dict[str, Factory] = {
 
 
 def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
-    """Return the default model: NIID-Bench's or (small images) DA-FL's CNN, mlp for features, gru for tokens."""
+    """Return a default model: a CNN (NIID-Bench's, DA-FL's for small images), mlp for features, gru for tokens."""
     if vocabulary:
         return GRU
     if len(input_shape) != 3:
@@ -142,12 +142,12 @@ def build(
     vocabulary: int = 0,
     trial: torch.Tensor | None = None,
 ) -> nn.Module:
-    """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
+    """Return the model called ``name``: a model of fl-sim, or ``package.module:factory`` of the user's own.
 
-    ``vocabulary``: above 0, records are sequences of tokens below it, for "gru" or a model of the user's own.
-    ``trial``: two records to try the latter on. Initial weights depend on ``seed`` alone. Raises UserError for an
-    unknown name, for a model of the user's own that cannot be trained here (``_build_own``), and for one without
-    BatchNorm layers where ``batch_norm`` is set.
+    ``vocabulary``: above 0, records are sequences of tokens below this number, for "gru" or a model of the user's own.
+    ``trial``: two records with which a user's own model is tried. Initial weights depend on ``seed`` alone. Raises
+    UserError for an unknown name, for a user's own model that cannot be trained here (``_build_own``), and for a model
+    without BatchNorm layers if ``batch_norm`` is set.
     """
     own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
@@ -190,14 +190,14 @@ def _build_own(
     vocabulary: int,
     trial: torch.Tensor | None,
 ) -> nn.Module:
-    """Return the model of the user's factory at the import path ``path``, tried on two records.
+    """Return the model of the user's factory at the import path ``path``, after a trial with two records.
 
-    ``trial``: two records of the data set, as models see them, with real tokens and categories (None: random ones).
+    ``trial``: two records of the data set as models receive them, with real tokens and categories (None: random ones).
 
-    Raises UserError, which names the model and the requirement, for a factory that fails, for anything but a module
-    that makes (n, classes) float32 logits of (n, *input_shape) float32 records, has float32 parameters of known sizes
-    some of which are trained, and whose buffers, if any, are the same at all times: they are not averaged. Running
-    statistics of BatchNorm layers are averaged where ``batch_norm`` says so.
+    Raises UserError, which names the model and the requirement, if the factory fails or the model does not fit. A model
+    must be a module that maps (n, *input_shape) float32 records to (n, classes) float32 logits. Its parameters must be
+    float32, of known sizes, and at least some of them trained. Its buffers must never change, because they are not
+    averaged; only running statistics of BatchNorm layers may, if ``batch_norm`` says so.
     """
     factory = _factory(path)
     if trial is None:
@@ -233,7 +233,7 @@ _CURE: Final = (
     "itself or goes on from call to call"
 )
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
-"""Import paths and factories whose models were equal when they were made twice."""
+"""Import paths and factories that are already checked: calling them twice gave equal models."""
 
 
 def _factory(path: str) -> Callable[..., Any]:
@@ -296,7 +296,7 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of two records in training mode, always with the same draws."""
+    """Return the logits of two records in training mode, always with the same random numbers."""
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:
@@ -326,7 +326,7 @@ def _check_logits(path: str, logits: Any, num_classes: int) -> None:
 
 
 def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], batch_norm: BatchNorm) -> None:
-    """Raise UserError for buffers that a forward pass has changed since ``before``, unless they are averaged."""
+    """Raise UserError if a forward pass has changed a buffer since ``before``, unless such buffers are averaged."""
     running = running_in(model)
     for name, buffer in model.named_buffers():
         if (name in before and torch.equal(buffer, before[name])) or (name in running and batch_norm != "none"):
@@ -344,7 +344,7 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError for buffers that differ from ``before`` in a model of another seed."""
+    """Raise UserError if a buffer of ``other``, a model built with another seed, differs from ``before``."""
     for name, buffer in other.named_buffers():
         if name not in before or not torch.equal(buffer, before[name]):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Modules that have moved: their old import paths work for one release, with a warning that names the new one."""
+"""Moved modules: an old import path works for one release, with a warning that names the new path."""
 
 import importlib
 import sys
@@ -248,19 +248,19 @@ MOVED: Final[Mapping[str, str]] = {
     "strategies.pate.student_gan": "strategies.pate.semi_supervised",
     "strategies.pate.student_resnet": "strategies.pate.student",
 }
-"""{where a module was: where what was in it is now}."""
+"""{old path of a module: path of the module that now has its content}."""
 
 
 class _Moved(Loader):
-    """Loads the module of the new path under the old one."""
+    """A loader that loads the module of the new path in place of the old one."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return None, so that Python makes a module, which ``exec_module`` replaces."""
+        """Return None: Python then creates an empty module, which ``exec_module`` replaces."""
         del spec
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the new module, and warn."""
+        """Import the module at its new path, and warn that the old path is deprecated."""
         old, new = module.__name__, MOVED[module.__name__]
         sys.modules[old] = importlib.import_module(new)
         told = f"{old} has moved to {new}: import it from there, as the old path goes with the next release"
@@ -268,7 +268,10 @@ class _Moved(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finds modules at their old paths. Comes first: else a part of a moved folder would be found a second time."""
+    """A finder for modules at their old paths.
+
+    It must come before Python's finders: else a submodule of a moved folder would be loaded a second time.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,10 +1,10 @@
-"""Fields that take any kind: ours, one by import path, by the name that a package gives it, or an object.
+"""Fields that accept any kind: fl-sim's, one by import path or by a name from an installed package, or an object.
 
-A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``, and takes
-``scaffold``, ``dirichlet:0.05`` (sets the first parameter), ``label-2``, a table with a ``kind``,
-``my_pkg.fed:FedDyn``, a table with that as its kind, a name that an installed package gives its own kind, and an object
-from Python. A kind is imported where it is chosen, and no other. The metadata of a package list the names in a group
-and their import paths, without importing any of it; ours are in pyproject.toml.
+A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``. It accepts
+``scaffold``, ``dirichlet:0.05`` (sets the first parameter), ``label-2``, a table with a ``kind``, an import path
+(``my_pkg.fed:FedDyn``), a table with an import path as its kind, a name that an installed package gives to a kind of
+its own, and a Python object. Only the chosen kind is imported. A package's metadata list the names in a group and their
+import paths, which can be read without an import; fl-sim's are in pyproject.toml.
 """
 
 import importlib.metadata
@@ -31,10 +31,10 @@ from fl_sim.own_code import IMPORT_PATH, load_object
 Json: TypeAlias = dict[str, Any]
 
 OURS: Final = "fl-sim"
-"""The package whose names are the kinds that come with fl-sim."""
+"""The name of fl-sim's package in entry points; the kinds that it names come with fl-sim."""
 
 PROTOCOLS: Final = "fl_sim.protocol"
-"""The entry-point group of the protocols of the user's own kinds, by setting."""
+"""The entry-point group with the Protocol, for each setting, that a user's own kind must satisfy."""
 
 SHORT_NAMES: Final = "fl_sim.kinds"
 """The entry-point group of short names for kinds of any setting."""
@@ -47,12 +47,12 @@ _AGAIN: Final = "run 'pip install' again where its code is, for example 'pip ins
 
 @dataclass(frozen=True)
 class OneOf:
-    """Makes a field take all forms of a kind, told apart by ``kind``.
+    """Marks a field that accepts every form of a kind; ``kind`` tells the forms apart.
 
-    ``what``: the field's name in messages. ``wants``: a Protocol; a class that has its members may be the user's own.
-    ``group``: the entry-point group that names our kinds, and those of other packages, with the Protocol in the group
-    PROTOCOLS; left out: our kinds are the union of settings classes that annotates the field, and the user's own are
-    refused where ``wants`` is None.
+    ``what``: the field's name in messages. ``wants``: a Protocol; a user's own class is accepted if it has the
+    Protocol's members. ``group``: the entry-point group with the names of fl-sim's kinds and of other packages' kinds;
+    the Protocol is then the entry point called ``what`` in the group PROTOCOLS. Without ``group``, fl-sim's kinds are
+    the union of settings classes in the field's annotation, and user's own classes are refused if ``wants`` is None.
     """
 
     what: str
@@ -60,7 +60,7 @@ class OneOf:
     group: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a schema that imports a kind when it is chosen."""
+        """Return a pydantic schema that imports a kind's class only when the kind is chosen."""
         del handler
 
         def validate(value: Any) -> Any:
@@ -80,17 +80,20 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(validate, serialization=shown)
 
     def known(self, annotation: Any) -> Mapping[str, type]:
-        """Return {kind: class} of our kinds for a field with this ``annotation``; those of a group load when read."""
+        """Return {kind: class} of fl-sim's kinds for a field with this ``annotation``.
+
+        If the field has a group, a class is imported when it is read.
+        """
         return OurKinds(self.group) if self.group else kinds(annotation)
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose from: of our kinds, and of other packages' where these may be."""
+        """Return the names that a user may choose: fl-sim's kinds and, for a field with a group, other packages'."""
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
-        """Return the table of a short form or an import path.
+        """Return the table that a short form or an import path stands for, as in ``dirichlet:0.05``.
 
-        Raises UserError for a kind that is not in ``union``; the message lists the valid ones and guesses.
+        Raises UserError for an unknown kind; the message lists the valid kinds and suggests a similar one.
         """
         known = self.known(union)
         name, colon, value = text.partition(":")
@@ -116,7 +119,7 @@ class OneOf:
         )
 
     def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
-        """Return the settings class of the kind in ``table``, None where its kind is unknown."""
+        """Return the settings class of the kind in ``table``; None if the kind is unknown."""
         kind = str(table.get("kind"))
         path = self._path_of(kind)
         return self._load(path) if path else self.known(union).get(kind)
@@ -144,9 +147,10 @@ class OneOf:
         return _plain(known[kind], kind) if len(table) == 1 else _tagged(known[kind], kind).validate_python(dict(table))
 
     def _path_of(self, name: str) -> str:
-        """Return ``name`` if it is an import path, or that which another package gives ``name`` to; empty for ours.
+        """Return the import path of a kind from outside fl-sim; empty for fl-sim's own kinds and for unknown names.
 
-        Raises UserError where two packages give it.
+        ``name``: an import path, or a short name that an installed package defines. Raises UserError if two packages
+        define the same name.
         """
         if not self._is_open:
             return ""
@@ -156,7 +160,10 @@ class OneOf:
         return "" if point is None or point.package == OURS else point.path
 
     def _load(self, path: str, instead: Iterable[str] = ()) -> Any:
-        """Return the class at ``path``. Raises UserError, with a guess among ``instead``, unless it is one to take."""
+        """Return the settings class at the import path ``path``.
+
+        Raises UserError unless this field accepts the class; the message suggests a similar name among ``instead``.
+        """
         try:
             loaded = load_object(path, self.what)
         except UserError as error:
@@ -167,7 +174,7 @@ class OneOf:
         return loaded
 
     def _checked(self, value: Any) -> Any:
-        """Return an object as it is. Raises UserError unless this field takes it."""
+        """Return ``value``, a settings object, unchanged. Raises UserError unless this field accepts it."""
         if isinstance(value, type):
             raise UserError(f"{self.what} is the class {value.__name__}: give an object, {value.__name__}()")
         if not self._is_open or not is_settings(type(value)):
@@ -212,7 +219,7 @@ class OneOf:
 
     @property
     def _is_open(self) -> bool:
-        """True if kinds may be the user's own."""
+        """True if this field accepts kinds of the user's own."""
         return self.wants is not None or bool(self.group)
 
     def _protocol(self) -> type:
@@ -221,7 +228,7 @@ class OneOf:
 
 
 def as_table(value: Any, mode: str = "python", *, exclude_none: bool = False) -> Json:
-    """Return the table with a ``kind`` that stands for a settings object; the other arguments are pydantic's."""
+    """Return the table with a ``kind`` that describes a settings object; other arguments are those of pydantic."""
     settings: Any = type(value)
     content: Json = _adapter(settings).dump_python(
         value, mode="json" if mode == "json" else "python", exclude_none=exclude_none
@@ -233,7 +240,7 @@ def as_table(value: Any, mode: str = "python", *, exclude_none: bool = False) ->
 
 
 class OurKinds(Mapping[str, type]):
-    """The kinds of a group that come with fl-sim, each imported when it is read."""
+    """A mapping {kind: class} of fl-sim's own kinds in one entry-point group; a class is imported at its first use."""
 
     def __init__(self, group: str) -> None:
         self._points = entry_points_of_ours(group)
@@ -253,13 +260,13 @@ class OurKinds(Mapping[str, type]):
 
 @cache
 def _plain(settings: type, kind: str) -> Any:
-    """Return the value of a kind that is chosen by its name alone, always the same one, as it is frozen."""
+    """Return the settings object of a kind with default values; it is frozen, so the same object is always returned."""
     return _tagged(settings, kind).validate_python({"kind": kind})
 
 
 @cache
 def _tagged(settings: Any, kind: str) -> TypeAdapter[Any]:
-    """Return the adapter for tables of one kind, whose mistakes have the kind in their place as those of a union do."""
+    """Return the pydantic adapter for tables of one kind, which reports the kind in the location of each mistake."""
     tagged: Any = Annotated[settings, _Tagged(kind)]
     return TypeAdapter(tagged)
 
@@ -278,7 +285,7 @@ class _Tagged:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return the members that ``protocol`` and the protocols that it extends declare."""
+    """Return the names of the public members that ``protocol`` and its base protocols declare."""
     declared: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False) and base.__module__ != "typing":
@@ -289,7 +296,7 @@ def _members(protocol: type) -> list[str]:
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A ``name`` in a ``group`` that a ``package`` gives to the object at an import ``path``."""
+    """An entry point: a ``package`` gives the object at an import ``path`` a ``name`` in a ``group``."""
 
     group: str
     name: str
@@ -297,14 +304,14 @@ class EntryPoint:
     package: str
 
     def __str__(self) -> str:
-        """Return the description in messages."""
+        """Return a description for error messages."""
         return f"entry point {self.name!r} of the package {self.package} in the group {self.group}"
 
 
 def names_in(group: str) -> list[str]:
-    """Return the names of a group: ours first, each part in alphabetical order, as metadata has them.
+    """Return the names in a group: fl-sim's names, then those of other packages, each part in alphabetical order.
 
-    Raises UserError where fl-sim's own metadata are older than its code.
+    Raises UserError if fl-sim's installed metadata is older than its code.
     """
     ours = entry_points_of_ours(group)
     return [*ours, *sorted(_installed().get(group, {}).keys() - ours.keys())]
@@ -312,7 +319,7 @@ def names_in(group: str) -> list[str]:
 
 @cache
 def entry_points_of_ours(group: str) -> Mapping[str, EntryPoint]:
-    """Return {name: entry point} of the kinds that come with fl-sim. Raises UserError as ``names_in`` does."""
+    """Return {name: entry point} of the kinds of fl-sim in ``group``. Raises UserError as ``names_in`` does."""
     named = _installed().get(group, {})
     own = {name: point for name, points in named.items() for point in points if point.package == OURS}
     if not own:
@@ -324,9 +331,9 @@ def entry_points_of_ours(group: str) -> Mapping[str, EntryPoint]:
 
 
 def find_entry_point(group: str, name: str) -> EntryPoint | None:
-    """Return the entry point ``name`` in ``group``, or as a short name of any setting; None where there is none.
+    """Return the entry point ``name`` in ``group``, or the short name ``name`` of any setting; None if there is none.
 
-    Raises UserError where two packages have one: none takes another's place in silence.
+    Raises UserError if two packages define the name, so that no package silently overrides another.
     """
     installed = _installed()
     points = (*installed.get(SHORT_NAMES, {}).get(name, ()), *installed.get(group, {}).get(name, ()))
@@ -342,7 +349,7 @@ def find_entry_point(group: str, name: str) -> EntryPoint | None:
 
 @cache
 def load_entry_point(point: EntryPoint) -> Any:
-    """Return the object of an entry point of ours. Raises UserError, with the cure, where it is not there."""
+    """Return the object of an entry point of fl-sim. Raises UserError, with the cure, if it cannot be imported."""
     try:
         return load_object(point.path, "entry point")
     except UserError as error:
@@ -351,7 +358,7 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 @cache
 def _loaded_kind(point: EntryPoint) -> type:
-    """Return the settings class of a kind of ours. Raises UserError, with the cure, unless it is one."""
+    """Return the settings class of a kind of fl-sim. Raises UserError, with the cure, if there is no such class."""
     loaded = load_entry_point(point)
     if not (isinstance(loaded, type) and is_settings(loaded) and field_defaults(loaded).get("kind") == point.name):
         raise UserError(f"{point}: {point.path} is no settings class of the kind {point.name!r}; {_AGAIN}")
@@ -360,7 +367,7 @@ def _loaded_kind(point: EntryPoint) -> type:
 
 @cache
 def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
-    """Return {group: {name: entry points}} of all installed packages, and of fl-sim, installed or not."""
+    """Return {group: {name: entry points}} of all installed packages and of fl-sim, even if it is not installed."""
     found: dict[str, dict[str, tuple[EntryPoint, ...]]] = defaultdict(dict)
     in_checkout = _in_checkout()
     for point in (*in_checkout, *_in_metadata({OURS} if in_checkout else set())):
@@ -369,9 +376,10 @@ def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 
 
 def _in_checkout() -> list[EntryPoint]:
-    """Return our entry points by the pyproject.toml beside the code: in a checkout, and in Flower's copy of it.
+    """Return fl-sim's entry points from the pyproject.toml beside the code; empty if there is no such file.
 
-    There the code runs without an installation, or with one of another version.
+    In a checkout, and in Flower's copy of it, the code runs without an installation, or beside an installation of
+    another version.
     """
     if not _PYPROJECT.exists():
         return []
@@ -381,7 +389,10 @@ def _in_checkout() -> list[EntryPoint]:
 
 
 def _in_metadata(seen: set[str]) -> Iterator[EntryPoint]:
-    """Yield the entry points of installed packages but those ``seen``; of one that is there twice the first."""
+    """Yield the entry points of installed packages except the packages in ``seen``.
+
+    If a package is installed twice, the first installation counts.
+    """
     for distribution in importlib.metadata.distributions():
         if f"[{_PREFIX}" not in (text := distribution.read_text("entry_points.txt") or ""):
             continue

@@ -1,4 +1,4 @@
-"""Words of other frameworks, and our settings for them. Imports nothing slow: typos are answered at once."""
+"""Terms of other frameworks, and the settings of fl-sim for them. Imports no slow module: typos get a fast answer."""
 
 from typing import Final
 
@@ -36,11 +36,11 @@ _OTHER_WORDS: Final = {
 }
 
 OTHER_WORDS: Final = {word: setting for setting, words in _OTHER_WORDS.items() for word in words.split()}
-"""{word of other frameworks: our settings}; looked up only for unknown words."""
+"""{term of other frameworks: settings of fl-sim}; used only for unknown names."""
 
 
 def bare(name: str) -> str:
-    """Return ``name`` without case, hyphens and underscores."""
+    """Return ``name`` in lower case, without hyphens and underscores."""
     return name.casefold().replace("-", "").replace("_", "")
 
 
@@ -54,15 +54,15 @@ _NOT_OFFERED: Final = {
 }
 
 NOT_OFFERED: Final = {bare(word): reason for reason, words in _NOT_OFFERED.items() for word in words.split()}
-"""{word for a feature that does not exist here: what there is in its place}; looked up only for unknown words."""
+"""{term for a feature that fl-sim does not have: the alternative in fl-sim}; used only for unknown names."""
 
 
 def not_offered(word: str) -> str:
-    """Return what there is in place of a feature that ``word`` names and fl-sim lacks, empty for all others."""
+    """Return the alternative to a feature ``word`` that fl-sim does not have; empty for all other words."""
     return NOT_OFFERED.get(bare(word), "")
 
 
 def elsewhere(word: str) -> str:
-    """Return ' (here: ...)' with our settings for a ``word`` of another framework, empty for all others."""
+    """Return ' (here: ...)' with fl-sim's settings for a ``word`` of another framework; empty for all other words."""
     plain = word.lower().replace("-", "_")
     return f" (here: {OTHER_WORDS[plain]})" if plain in OTHER_WORDS else ""

@@ -1,4 +1,4 @@
-"""The user's own code: imported by path, the digests of its source, and the file and line of its errors."""
+"""The user's own code: import by path, digests of its source, and file and line of its errors."""
 
 import ast
 import hashlib
@@ -25,10 +25,10 @@ PACKAGES: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
 """Top-level packages of fl-sim itself: neither they nor installed packages are the user's own code."""
 
 MAIN: Final = "__main__"
-"""The module of a script or notebook itself, whose code changes from one line to the next: its digest is empty."""
+"""The module of a script or notebook. Its code changes from line to line, so its digest is empty."""
 
 _MOST_LETTERS: Final = 300
-"""Length at which a foreign error message, which may be a page long, is cut."""
+"""Length, in characters, at which the error message of foreign code is cut."""
 
 _PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -38,11 +38,11 @@ _imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, which a reload
 
 
 def load_object(path: str, what: str) -> Any:
-    """Return the object at the import path ``path``; ``what`` ("model", "algorithm") begins each message.
+    """Return the object at the import path ``path``; each error message begins with ``what`` ("model", "algorithm").
 
-    The module may lie in the current folder, which joins the import path of this process and of its workers, behind all
-    installed packages. Raises UserError, in one line, for an invalid path, for a module that does not exist or fails
-    while it is imported, and for an unknown name.
+    The module may be in the current folder. This folder is added to the import path of this process and of its workers,
+    after all installed packages. Raises UserError, in one line, for an invalid path, for a module that does not exist
+    or fails during its import, and for an unknown name.
     """
     module_name, _, name = path.partition(":")
     if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -75,7 +75,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def in_one_line(said: BaseException | str) -> str:
-    """Return an error's type and text, or a text, without line breaks, and cut to a reasonable length."""
+    """Return the type and text of an error, or a text, in one line and cut to a reasonable length."""
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
     line = " ".join(text.split()).removesuffix(":")
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
@@ -104,14 +104,14 @@ def with_place(error: BaseException) -> str:
 
 
 def name_of(method: Callable[..., Any]) -> str:
-    """Return the name of a function or method, with its file and line."""
+    """Return the name of a function or method, followed by its file and line."""
     name = getattr(method, "__qualname__", type(method).__qualname__)
     code = getattr(inspect.unwrap(method), "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
 
 
 def check_returned(value: object, kind: type, method: Callable[..., Any]) -> None:
-    """Raise RunError unless ``value``, which ``method`` returned, is a ``kind``; a private one is not quoted."""
+    """Raise RunError if ``value``, which ``method`` returned, is not of type ``kind``; ``value`` is not quoted."""
     if not isinstance(value, kind):
         raise RunError(
             f"{name_of(method)} returned an object of type {type(value).__name__}, not a {kind.__name__}: mend it, and "
@@ -134,27 +134,27 @@ def error_context(what: str) -> Iterator[None]:
 
 
 def digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return {module: SHA-256 of its source} of the user's own ``modules``, and of the user's own that they import.
+    """Return {module: SHA-256 of its source} of the user's own ``modules`` and of the user's modules that they import.
 
-    A module that this process has imported has the digest of that time.
+    For a module that this process has imported, the digest is that of the file when it was imported.
     """
     return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
 
 
 def edited(modules: Iterable[str]) -> list[str]:
-    """Return the files behind ``digests`` that have changed since this process imported them."""
+    """Return the files of the modules in ``digests`` that have changed since this process imported them."""
     return [str(path) for name, path in _with_imports(modules) if path and _as_imported(name, path) != _digest(path)]
 
 
 def remember(module: str) -> None:
-    """Store the digest of a module that was imported just now."""
+    """Store the digest of a module that this process has just imported."""
     known = _imported.get(module)
     if known is None or known[0] is not _spec(module):
         digests([module])
 
 
 def _with_imports(modules: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
-    """Yield the user's own modules among ``modules`` and their imports, with their files, each once."""
+    """Yield (name, file) of the user's own modules among ``modules`` and of all user modules they import, each once."""
     waiting, seen = sorted(set(modules)), set[str]()
     while waiting:
         name = waiting.pop(0)
@@ -194,7 +194,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
-    """Return the modules that ``source`` may import anywhere, and the names that may be modules."""
+    """Return the names of all modules that ``source`` may import; some may be names inside of a module."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -217,7 +217,7 @@ def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the file of a module of the user's own; None for all others, and for names that are no module."""
+    """Return the file of a module of the user's own; None for installed or built-in modules and for unknown names."""
     top = name.partition(".")[0]
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None

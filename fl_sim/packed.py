@@ -1,6 +1,6 @@
-"""Compression of updates: a client packs the payload of its algorithm, and the server unpacks it first.
+"""Compression of updates: the client compresses the payload of its algorithm, and the server decompresses it.
 
-So algorithms and aggregators never see a packed update.
+Algorithms and aggregators therefore never handle a compressed update.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from fl_sim.types import Packed, Params, Payloads, Size
 __all__ = ["Coins", "Compressor", "Held", "Packed", "Packing", "Size"]
 
 Coins: TypeAlias = Callable[[], np.random.Generator]
-"""Returns, on each call, a fresh generator that client and server share for one packed group."""
+"""A function that returns, on each call, a fresh random generator, equal on client and server, for one packed group."""
 
 Held: TypeAlias = Mapping[str, Payloads]
-"""Tensors that a client holds back for its next round, by group of its update: {"delta": {"error": ...}}."""
+"""Tensors that a client keeps for its next round, by group of its update: {"delta": {"error": ...}}."""
 
 
 class Compressor(Protocol):
-    """A compressor of updates, defined by its settings: client and server each have a copy."""
+    """A compressor of updates, defined by its settings alone: client and server each have a copy of it."""
 
     @property
     def keeps_error(self) -> bool:
-        """True if the rest of an update is sent in later rounds, so that sums over rounds stay right."""
+        """True if later rounds send the unsent rest of an update (error feedback): sums over rounds are right."""
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of every packed update of this layout, whatever its numbers are."""
+        """Return the compressed size of every update with this layout; the size must not depend on the numbers."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the packed update of a client, and the tensors that it holds back for its next round.
+        """Return the compressed update of a client, and the tensors that the client keeps for its next round.
 
-        ``held``: the tensors from its previous round; none in its first one. Names and shapes of held tensors never
-        change. Numbers that are not finite must be among those sent.
+        ``held``: the tensors kept from the client's previous round; empty in its first round. Names and shapes of kept
+        tensors never change. Numbers that are not finite must be among the sent ones.
         """
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the update of ``packed``, whose ``size`` was checked. Raises Malformed where it is none."""
+        """Return the decompressed update; ``size`` is checked already. Raises Malformed if ``packed`` is invalid."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The compression of one run. ``seed``: the seed of the random numbers that both sides share.
+    """The compression of one run. ``seed``: the seed of the random numbers that client and server share.
 
-    Groups of an update that have the model's own names and shapes are packed, each by itself: the model's change, and
-    SCAFFOLD's change of a control variate. All others travel whole.
+    A group of an update is compressed if its tensors have the names and shapes of the model's parameters: the model's
+    change, and SCAFFOLD's change of a control variate. Each such group is compressed separately. All other groups are
+    sent uncompressed.
     """
 
     compressor: Compressor
     seed: int
 
     def sizes(self, template: Payloads, model: Params) -> dict[str, Size]:
-        """Return the sizes of the packed groups. ``template``: all groups; ``model``: its parameters."""
+        """Return {group: compressed size}. ``template``: all groups of an update; ``model``: the model's parameters."""
         like = dict(layout_of(model))
         layouts = {name: layout_of(params) for name, params in template.items()}
         return {name: self.compressor.size(layout) for name, layout in layouts.items() if dict(layout) == like}
@@ -67,7 +68,7 @@ class Packing:
     def pack(
         self, payloads: Payloads, model: Params, held: Held, client: int, server_round: int
     ) -> tuple[Payloads, dict[str, Packed], dict[str, Payloads]]:
-        """Return (whole groups, packed groups, tensors that the client holds back of each)."""
+        """Return (uncompressed groups, compressed groups, tensors that the client keeps, by compressed group)."""
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
@@ -78,11 +79,11 @@ class Packing:
         return {name: params for name, params in payloads.items() if name not in packed}, packed, kept
 
     def unpack(self, name: str, packed: Packed, layout: Layout, client: int, server_round: int) -> Params:
-        """Return the unpacked group ``name`` of a client's update. Raises Malformed for an impossible one."""
+        """Return the decompressed group ``name`` of a client's update. Raises Malformed if ``packed`` is invalid."""
         return self.compressor.unpack(packed, layout, self._coins(name, client, server_round))
 
     def held_back(self, template: Payloads, model: Params) -> dict[str, Payloads]:
-        """Return a template of the tensors that a client holds back between rounds."""
+        """Return a template (names and shapes) of the tensors that a client keeps between rounds."""
         blank = {name: zeros_like(flattened(params)) for name, params in template.items()}
         return self.pack(blank, model, {}, 0, 1)[2]
 

@@ -1,4 +1,4 @@
-"""Named tensors: arithmetic, the trained and the running part of a model, and a guard against writes to them."""
+"""Named tensors: arithmetic, trained parameters, running statistics, and a guard against writes by foreign code."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class FlatParams(Params):
-    """Named tensors in one vector, ``flat``, so that arithmetic on all of them is one operation.
+    """Named tensors stored in one vector ``flat``, so that arithmetic on all of them is one operation.
 
-    The tensors by name are views of the vector, made at the first access. They are read-only, as others may share them.
+    The named tensors are views of the vector, created at the first access. They are read-only, because other objects
+    may share them.
     """
 
     __slots__ = ("_views", "flat", "layout")
@@ -63,14 +64,14 @@ class FlatParams(Params):
 
 
 def flattened(params: Params) -> FlatParams:
-    """Return ``params`` as one vector outside of any graph: themselves if they are one, else a copy."""
+    """Return ``params`` as a FlatParams: unchanged if they are one already, else a copy without gradients."""
     if isinstance(params, FlatParams):
         return params
     return FlatParams(_joined(params.values()), layout_of(params))
 
 
 def vector_in(params: Params, layout: Layout) -> torch.Tensor:
-    """Return ``params``, which have the names and shapes of ``layout``, as one vector in its order."""
+    """Return ``params`` as one vector in the order of ``layout``; names and shapes must be those of ``layout``."""
     if isinstance(params, FlatParams) and params.layout == layout:
         return params.flat
     return _joined(params[name] for name, _ in layout)
@@ -84,9 +85,9 @@ def layout_of(params: Params) -> Layout:
 
 
 def check_layout(what: str, params: Params, layout: Layout) -> None:
-    """Raise ValueError where ``params`` have other names or shapes than ``layout``; their order may differ.
+    """Raise ValueError if names or shapes of ``params`` differ from those of ``layout``; the order may differ.
 
-    ``what``: the subject of the message.
+    ``what``: the subject of the error message.
     """
     had = layout_of(params)
     if had == layout or dict(had) == dict(layout):
@@ -123,7 +124,7 @@ def scale(params: Params, factor: float) -> Params:
 
 
 def zeros_like(params: Params) -> Params:
-    """Return zeros of the same names and shapes."""
+    """Return tensors of zeros with the names and shapes of ``params``."""
     if isinstance(params, FlatParams):
         return FlatParams(torch.zeros_like(params.flat), params.layout)
     return {name: torch.zeros_like(value) for name, value in params.items()}
@@ -132,7 +133,8 @@ def zeros_like(params: Params) -> Params:
 def is_finite(payloads: Payloads) -> bool:
     """Return True if every number of every tensor is finite.
 
-    A float64 sum of float32 numbers cannot overflow and preserves NaN and infinity: one pass; isfinite takes three.
+    The check sums in float64: a sum of float32 numbers cannot overflow there, and it preserves NaN and infinity. It
+    needs one pass over the numbers; torch.isfinite needs three.
     """
     for params in payloads.values():
         for value in [params.flat] if isinstance(params, FlatParams) else params.values():
@@ -147,12 +149,12 @@ def num_parameters(params: Params) -> int:
 
 
 def num_in(layout: Layout) -> int:
-    """Return the number of elements in tensors of this layout."""
+    """Return the number of elements in all tensors of ``layout``."""
     return sum(_sizes(layout))
 
 
 def head_shape(params: Params) -> tuple[int, int]:
-    """Return (classes, features) of a model's last linear layer. Raises UserError for a model that has none."""
+    """Return (classes, features) of the last linear layer. Raises UserError if the model has no linear layer."""
     matrices = {name: value for name, value in params.items() if value.ndim == 2}
     if not matrices:
         raise UserError(
@@ -164,40 +166,40 @@ def head_shape(params: Params) -> tuple[int, int]:
 
 
 def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:
-    """Return copies of named tensors, such as ``model.named_parameters()``, on the CPU and outside of any graph."""
+    """Return copies of named tensors, such as ``model.named_parameters()``, on the CPU and without gradients."""
     return {name: value.detach().to("cpu", copy=True) for name, value in named}
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trained parameters of ``model`` by name (no copies).
 
-    They alone are sent, aggregated, clipped and noised: a frozen one (``requires_grad=False``) is part of the
-    architecture, as a buffer is.
+    Only trained parameters are sent, aggregated, clipped and noised. A frozen parameter (``requires_grad=False``) is
+    part of the architecture, as a buffer is.
     """
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return the parameters and the running statistics of a model with ``params`` and a server's ``layers``."""
+    """Return a model's parameters (``params``, replaced where ``layers`` has them) and its running statistics."""
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
     return ({**params, **own} if own else params), statistics
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return the layers of a trained model; ``names``: of the parameters among them."""
+    """Return the parameters called ``names`` and the running statistics of a ``trained`` model."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that are trained or named in ``params``."""
+    """Return the parameters of ``model`` that are trained or named in ``params`` (no copies)."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
 def copy_into(weights: Params, params: Params) -> None:
     """Copy ``params`` into a model's ``weights``. Raises ValueError for other names or shapes.
 
-    Copying alone would broadcast a smaller tensor.
+    Without this check, PyTorch would broadcast a smaller tensor.
     """
     check_layout("the weights", params, layout_of(weights))
     for name, weight in weights.items():
@@ -205,7 +207,7 @@ def copy_into(weights: Params, params: Params) -> None:
 
 
 def _vectors(left: Params, right: Params) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both as vectors of the same layout if at least one of them is a vector already."""
+    """Return ``left`` and ``right`` as vectors; None if neither is a FlatParams or if their layouts differ."""
     if not isinstance(left, FlatParams) and not isinstance(right, FlatParams):
         return None
     if layout_of(left) != layout_of(right):
@@ -224,17 +226,17 @@ def _sizes(layout: Layout) -> list[int]:
 
 
 def all_norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
-    """Return all BatchNorm layers of ``model`` by name, also those whose statistics it never updates."""
+    """Return all BatchNorm layers of ``model`` by name, including layers whose running statistics are never updated."""
     from torch.nn.modules.batchnorm import _BatchNorm  # noqa: PLC0415 (torch is imported late)
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers of ``model`` whose statistics training updates, by name.
+    """Return by name the BatchNorm layers of ``model`` whose running statistics are updated in training.
 
-    A model whose own ``train`` leaves a layer in evaluation mode never updates its statistics: they are part of the
-    architecture, as other buffers are.
+    A model's own ``train`` method may leave a layer in evaluation mode. The statistics of such a layer are never
+    updated: they are part of the architecture, as other buffers are.
     """
     if not (norms := all_norms_in(model)):
         return norms
@@ -253,7 +255,7 @@ def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fixed_in(model: torch.nn.Module) -> Params:
-    """Return copies, on the CPU, of the fixed tensors of a fresh ``model``: frozen parameters and statistics."""
+    """Return CPU copies of the fixed tensors of a fresh ``model``: frozen parameters and never updated statistics."""
     trained = norms_in(model)
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
@@ -271,15 +273,15 @@ def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:
 def statistics_of(model: torch.nn.Module) -> Params:
     """Return copies, on the CPU and as float32, of the running statistics of ``model``.
 
-    The number of batches, which only a BatchNorm with ``momentum=None`` reads, is exact up to 2^24.
+    The count of batches is exact up to 2^24. Only a BatchNorm layer with ``momentum=None`` uses this count.
     """
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in running_in(model).items()}
 
 
 def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
-    """Copy ``statistics`` into ``model``, a mean number of batches rounded; reset them if there are none.
+    """Copy ``statistics`` into ``model``; reset the model's running statistics if ``statistics`` is empty.
 
-    Raises ValueError for other names or shapes.
+    The count of batches, which may be a mean over clients, is rounded. Raises ValueError for other names or shapes.
     """
     if not statistics:
         for layer in norms_in(model).values():
@@ -294,12 +296,13 @@ def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
 
 @dataclass(frozen=True)
 class WriteGuard:
-    """Tensors that foreign code may read, by name: it finds out who writes to them.
+    """A guard that detects writes to tensors that foreign code may only read.
 
-    Tensors in one process may be the same in many places: written to, the server's model would change for all clients
-    of a round. PyTorch counts the ``writes`` to a tensor, views of it included, and ``sums`` over its bits show writes
-    that PyTorch does not see, such as through NumPy, in a hundredth of the time of the shortest round. Without ``sums``
-    no bits are compared. ``found``: the first finding, as whoever runs next is not to blame.
+    Several objects of one process may share one tensor: a write to it would change the server's model for all clients
+    of a round. ``writes``: PyTorch's counts of writes to each tensor, writes to its views included. ``sums``: sums over
+    the bits of each tensor. They detect writes that PyTorch does not count, such as writes through NumPy, and take a
+    hundredth of the time of the shortest round. If ``sums`` is empty, no bits are compared. ``found``: messages of
+    writes found, the first one first: code that runs later is not to blame.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
@@ -309,7 +312,7 @@ class WriteGuard:
 
     @classmethod
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
-        """Return a guard of ``groups`` as they are now."""
+        """Return a guard of the present content of ``groups``; ``by_bits`` False omits the bit sums."""
         tensors: list[tuple[str, torch.Tensor]] = []
         writes, sums = [], []
         for name, params in groups.items():
@@ -321,13 +324,13 @@ class WriteGuard:
         return cls(tuple(tensors), tuple(writes), tuple(sums))
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError, which names the ``methods`` that ran since, where PyTorch has counted a write."""
+        """Raise RunError if PyTorch has counted a write; the message names ``methods``, the code that ran since."""
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
                 raise self._wrote(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
-        """Raise the same where the bits differ, however they were written."""
+        """Raise RunError if the bits of a tensor have changed, by any means; the message names ``methods``."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
                 raise self._wrote(name, methods)

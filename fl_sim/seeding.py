@@ -1,16 +1,16 @@
-"""Randomness derived by purpose: every generator is a pure function of the seed, the purpose, and integers.
+"""Random generators derived by purpose: each is a pure function of the seed, the purpose, and integers.
 
-The seeds of an experiment and their purposes, so that variances can be attributed:
+An experiment has several seeds with different purposes, so that variances can be attributed:
 
-``partition_seed``: "partition", "validation", PATE's "public pool", and what a split does to records: "feature-noise",
-also of "test" and "validation". ``model_seed``: "model", which draws initial weights, and those of PATE's networks,
-"teacher". ``sampling_seed``: "sampler". ``seed``: all the rest, such as "batches", "local" (dropout), "hostile
-clients", "share", "generator", "server epochs", "class gaussians", a forest's "teacher" and students; and seeded noise
-of privacy. Secret noise, and the cohorts of Global DP, come from no seed.
+``partition_seed``: "partition", "validation", PATE's "public pool", and changes of records by a partition:
+"feature-noise", also of "test" and "validation". ``model_seed``: "model", which draws initial weights, and those of
+PATE's networks, "teacher". ``sampling_seed``: "sampler". ``seed``: all other purposes, such as "batches", "local"
+(dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a forest's "teacher" and
+students; and seeded noise of privacy. Secret noise, and the cohorts of Global DP, come from no seed.
 
-A user's own code that draws from the global generators of torch, NumPy or Python finds them seeded for these purposes,
+A user's own code may draw from the global generators of torch, NumPy or Python. They are seeded for the purposes above,
 for "data set" (by 0), for "plan" and "finish" of a client in a round, and for "sampling", "merging" and "evaluation" in
-a round. Who makes synthetic records finds them as they are.
+a round. For code that makes synthetic records they are not seeded.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
 
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
-    """Seed torch's global generators, which layer initialisation and dropout draw from.
+    """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    The caller owns the process's generators or wraps its work in ``torch_kept``. (``torch.manual_seed`` would also
-    queue a call with a whole stack trace for every unused GPU.)
+    The caller must own the generators of the process or wrap its work in ``torch_kept``. (``torch.manual_seed`` would
+    also queue a call with a whole stack trace for every unused GPU.)
     """
     number = _key(seed, purpose, keys) >> 193  # 63 bits
     torch.default_generator.manual_seed(number)
@@ -58,9 +58,10 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
 
 
 def seed_process(seed: int, purpose: str, *keys: int) -> None:
-    """Seed the global generators of torch, NumPy and Python, which a user's own code may draw from.
+    """Seed the global generators of torch, NumPy and Python, from which a user's own code may draw.
 
-    The caller wraps its work in ``process_alone`` or ``process_kept``. Never around code that draws noise for privacy.
+    The caller wraps its work in ``process_alone`` or ``process_kept``. Never use this around code that draws noise for
+    privacy.
     """
     seed_torch(seed, purpose, *keys)
     number = _key(seed, purpose, keys)
@@ -69,9 +70,9 @@ def seed_process(seed: int, purpose: str, *keys: int) -> None:
 
 
 class _Key(ISeedSequence):
-    """Philox's key as it is: numpy's SeedSequence would hash it again.
+    """A seed sequence that passes a key to Philox unchanged; numpy's SeedSequence would hash the key again.
 
-    The same stream as ``Philox(key=key)``, which asks the operating system for a seed first, only to drop it.
+    The stream is that of ``Philox(key=key)``, but without its unnecessary request to the operating system for a seed.
     """
 
     def __init__(self, key: int) -> None:
@@ -89,7 +90,7 @@ def _key(seed: int, purpose: str, keys: tuple[int, ...]) -> int:
 
 @contextmanager
 def torch_kept() -> Iterator[None]:
-    """Restore torch's global generators when the block ends."""
+    """Restore the states of torch's global generators at the end of this block."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         yield
@@ -97,7 +98,7 @@ def torch_kept() -> Iterator[None]:
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Restore the global generators of torch, NumPy and Python when the block ends."""
+    """Restore the states of the global generators of torch, NumPy and Python at the end of this block."""
     ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (put back, not drawn from)
     with torch_kept():
         try:
@@ -109,21 +110,24 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def process_alone() -> Iterator[None]:
-    """Hold the lock of these generators in the block, which calls a user's own code, and restore them afterwards."""
+    """Lock the global generators of torch, NumPy and Python in this block, and restore their states afterwards.
+
+    The block calls a user's own code, which may draw from these generators.
+    """
     with _ONE_AT_A_TIME, process_kept():
         yield
 
 
 @contextmanager
 def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
-    """Hold the lock of these generators in the block, seed them, and restore them afterwards."""
+    """Lock the global generators of torch, NumPy and Python in this block, seed them, and restore them afterwards."""
     with process_alone():
         seed_process(seed, purpose, *keys)
         yield
 
 
 def process_state() -> tuple[object, ...]:
-    """Return the state of these generators: it changes with every draw."""
+    """Return the states of the global generators of torch, NumPy and Python; they change with every draw."""
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, words, *place = state
     return kind, words.tobytes(), *place, random.getstate(), torch.random.get_rng_state().numpy().tobytes()
@@ -131,6 +135,6 @@ def process_state() -> tuple[object, ...]:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Hold the lock of torch's global generators in the block, which builds a model, and restore them afterwards."""
+    """Lock the global generators in this block, which builds a model, and restore torch's generators afterwards."""
     with _ONE_AT_A_TIME, torch_kept():
         yield

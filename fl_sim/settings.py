@@ -1,4 +1,4 @@
-"""Settings: frozen values that take any kind in fields marked with ``OneOf``, names of models, and TOML files."""
+"""Settings: frozen values, fields marked with ``OneOf`` that accept any kind, names of models, and TOML files."""
 
 import re
 import stat
@@ -20,21 +20,21 @@ from fl_sim.one_of import Json, OurKinds, entry_points_of_ours, load_entry_point
 from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (said so for mypy: settings are declared with it)
 
 CHECKS: Final = "fl_sim.check"
-"""The entry-point group of checks of a setting against all others, for ours and for the user's own kinds."""
+"""The entry-point group of functions that check one setting, of fl-sim or the user's own, against all others."""
 
 
 @dataclass(frozen=True)
 class InOneLine:
-    """Makes a text field take a table, too: ``to_table`` parses the text, ``to_text`` writes it.
+    """Marks a text field that also accepts a table: ``to_table`` parses the text, ``to_text`` writes it.
 
-    So ``data.label=outcome`` sets a part of ``data``, which is one line in every file.
+    Thus ``data.label=outcome`` sets a part of ``data``, which is one line of text in every file.
     """
 
     to_table: Callable[[str], Json]
     to_text: Callable[[Mapping[str, Any]], str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the text, which a table is converted to."""
+        """Return the schema of the text; a table is converted to text before validation."""
 
         def joined(value: Any) -> Any:
             return self.to_text(value) if isinstance(value, Mapping) else value
@@ -56,9 +56,10 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _completed_table(cls, table: Any) -> Any:
-        """Return ``table`` with default kinds (``generator.batch_size=64`` is about the default generator) and lists.
+        """Return ``table`` with missing kinds and with lists in place of comma-separated texts.
 
-        A list may be typed as ``classifiers=discriminant,mlp``.
+        ``generator.batch_size=64`` gets the kind of the default generator. ``classifiers=discriminant,mlp`` becomes a
+        list.
         """
         if not isinstance(table, dict):
             return table
@@ -80,10 +81,10 @@ class Settings(BaseModel):
 
 
 def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[Json, type[BaseModel] | None]:
-    """Return the group ``name`` of ``table``, which holds fields of ``settings``, as a table, and its class.
+    """Return the group ``name`` of ``table`` as a table, and the settings class of this group.
 
-    A short form (``algorithm=fedprox``) becomes a table. The class is None for an unknown group, which validation
-    reports later. Raises UserError where ``name`` is a single value.
+    ``settings``: the class whose fields ``table`` holds. A short form (``algorithm=fedprox``) becomes a table. The
+    class is None for an unknown group, which validation reports later. Raises UserError if ``name`` is a single value.
     """
     field = settings.model_fields.get(name) if settings is not None else None
     marks = field.metadata if field is not None else []
@@ -106,9 +107,9 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 
 
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
-    """Return the class of the kind in ``table``, in any form, for the field ``name`` of ``settings``.
+    """Return the class of the kind that ``table`` chooses, in any form, for the field ``name`` of ``settings``.
 
-    None for an unknown kind, which validation reports later.
+    Returns None for an unknown kind, which validation reports later.
     """
     field = settings.model_fields[name]
     given, one_of = table.get(name, field.default), _one_of(field)
@@ -125,13 +126,13 @@ def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str)
 
 
 def by_default(text: str) -> Any:
-    """Return the default of a field as the short form of a kind, whose class is imported when it is needed."""
+    """Return a pydantic field whose default is the short form of a kind; its class is imported when it is needed."""
     return Field(text, validate_default=True)
 
 
 @cache
 def default_of(settings: type[BaseModel], name: str) -> Any:
-    """Return the default value of the field ``name`` of ``settings``, also where it is written as a short form."""
+    """Return the default value of the field ``name`` of ``settings``; a default in short form becomes an object."""
     field = settings.model_fields[name]
     one_of = _one_of(field)
     if one_of is None or not isinstance(field.default, str):
@@ -141,17 +142,17 @@ def default_of(settings: type[BaseModel], name: str) -> Any:
 
 
 def kinds_of(field: str) -> dict[str, type]:
-    """Return {kind: class} of all kinds of a setting that come with fl-sim, ``kinds_of("algorithm")``; imports them."""
+    """Return {kind: class} of fl-sim's kinds of a setting, as in ``kinds_of("algorithm")``; imports all classes."""
     return dict(OurKinds(f"fl_sim.{field}"))
 
 
 def choices_in(settings: type[BaseModel]) -> list[str]:
-    """Return the fields of ``settings`` that take one of several kinds."""
+    """Return the names of the fields of ``settings`` that accept one of several kinds."""
     return [name for name, field in settings.model_fields.items() if _one_of(field) is not None]
 
 
 def check_choices(experiment: BaseModel) -> None:
-    """Raise ValueError where a setting, whichever its kind but "none", is incompatible with the ``experiment``."""
+    """Raise ValueError if a setting of any kind but "none" is incompatible with the rest of ``experiment``."""
     checks = entry_points_of_ours(CHECKS)
     for field in choices_in(type(experiment)):
         if field in checks and not is_none(getattr(experiment, field)):
@@ -163,7 +164,7 @@ def _one_of(field: FieldInfo) -> OneOf | None:
 
 
 def _default_kind(field: FieldInfo) -> str:
-    """Return the kind of a field's default."""
+    """Return the kind of a field's default value."""
     if not isinstance(field.default, str):
         return str(field.default.kind)
     one_of = _one_of(field)
@@ -175,13 +176,16 @@ MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logisti
 """The keys of ``fl_sim.models.MODELS``."""
 
 GRU: Final = "gru"
-"""The model for sequences of tokens, and for nothing else (fl_sim.models.GatedRecurrent)."""
+"""The model for sequences of tokens; it accepts no other records (fl_sim.models.GatedRecurrent)."""
 
 ALL_NAMES: Final = (*MODEL_NAMES, GRU)
 
 
 def known_model(name: str) -> str:
-    """Return ``name``: nothing (the data set's default), one of ours, or an import path. Raises UserError otherwise."""
+    """Return ``name`` unchanged if it is a valid model name; raise UserError if it is not.
+
+    Valid are the empty name (the data set's default model), the names of fl-sim's models, and import paths.
+    """
     if name and ":" not in name and name not in ALL_NAMES:
         raise UserError(
             f"unknown model {shortened(name)!r}{guess(name, ALL_NAMES)}; choose one of {', '.join(ALL_NAMES)}, or "
@@ -191,17 +195,17 @@ def known_model(name: str) -> str:
 
 
 MOST_BYTES: Final = 2**20
-"""Limit of a settings file: the longest ones, with a number for each of 10,000 clients, have a tenth of it."""
+"""Maximum size of a settings file in bytes. The longest real files, with 10,000 numbers, have a tenth of it."""
 
 MOST_LEVELS: Final = 16
-"""Limit of nested tables: no setting has so many levels, and each costs the parser one more call."""
+"""Maximum depth of nested tables. No setting is nested so deeply, and each level costs the parser one more call."""
 
 _DEEP_KEY: Final = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_LEVELS}}}""")
 _INT64: Final = range(-(2**63), 2**63)
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises UserError where there is none, it is no regular file, too long, or not TOML."""
+    """Return the table in a TOML file. Raises UserError if the file is missing, not regular, too long, or not TOML."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is no file: settings are read from a TOML file, or given as key=value")
@@ -237,7 +241,7 @@ def flat(
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:
-    """Return the table of a TOML ``text`` from ``where``. Raises UserError unless it is valid and within bounds."""
+    """Return the table of a TOML ``text``. Raises UserError if it is invalid or too deep; ``where``: its source."""
     deep = UserError(f"{where} is nested more than {MOST_LEVELS} levels deep: no setting is")
     if _DEEP_KEY.search(text):
         raise deep

@@ -1,9 +1,9 @@
-"""``check`` and ``check_compressor``: tests that an algorithm or a compressor keeps the laws, ours or your own.
+"""``check`` and ``check_compressor``: test that an algorithm or compressor, of fl-sim or your own, keeps the laws.
 
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
 
-A test of a few seconds on embedded data. It says nothing about the algorithm's formulas: test those against the paper.
+A test takes a few seconds on embedded data. It does not test the algorithm's formulas: test those against the paper.
 """
 
 import tempfile
@@ -42,22 +42,22 @@ from strategies.algorithm import Algorithm, Sharing, groups_of, payload_template
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
-"""Largest distance between engines, relative to the length of the update: float32 sums in another order."""
+"""Largest relative distance between the models of two engines: they sum float32 numbers in different orders."""
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 (what was found out, not what went wrong)
-    """A law that the algorithm breaks, in one sentence."""
+    """An error: the algorithm breaks a law. The message is one sentence that names the law."""
 
 
 def check(algorithm: Algorithm) -> None:
-    """Hold ``algorithm``, a settings object, to the laws. Raises BrokenLaw with the first one that it breaks.
+    """Test ``algorithm``, a settings object, against the laws. Raises BrokenLaw for the first broken law.
 
-    1. It can be written down and read back. 2. Every client, one without records, too, sends the same names and shapes,
-    and finite numbers. 3. A client without records counts nothing. 4. The server's state keeps its names and shapes.
-    5. Compiled trainer, PyTorch and stacks end in the same model but for float32 rounding. 6. A run that was
-    interrupted goes on to the same bits. 7. Under Global DP no client moves the mean by more than the clipping norm
-    allows, or the algorithm is refused there. 8. Nothing that it is handed is written to: not the server's state, a
-    client's or the pool.
+    1. Written to JSON and read back, it is equal. 2. Every client, also one without records, sends the same names and
+    shapes, and finite numbers. 3. A client without records has no weight. 4. The server state keeps its names and
+    shapes. 5. The compiled trainer, PyTorch and stacks of clients end in the same model except for float32 rounding. 6.
+    An interrupted run, when resumed, ends in the same bits. 7. Under Global DP no client changes the mean by more than
+    the clipping norm allows, or the algorithm is refused there. 8. The algorithm writes to none of its inputs: not to
+    the server state, a client state or the pool.
     """
     laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
     for law in laws:
@@ -156,7 +156,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 
 
 def _architecture(algorithm: Algorithm) -> str:
-    """Return the name of a model for an algorithm: one of several layers where a part of it is the clients' own."""
+    """Return the model name for a test: a model with several layers if clients keep a part of it, else "logistic"."""
     return "mlp" if isinstance(algorithm, Sending) else "logistic"
 
 
@@ -268,16 +268,17 @@ LAYOUTS: tuple[Layout, ...] = (
     (("only", (1,)),),
 )
 MANY, OFF = 1000, 0.25
-"""Rounds, and the largest distance between the sums of arrived and sent updates after them, relative to length."""
+"""Number of rounds, and largest relative distance between the sums of received and of sent updates after them."""
 
 
 def check_compressor(way: Compressor) -> None:
-    """Hold ``way``, a settings object, to the laws. Raises BrokenLaw with the first one that it breaks.
+    """Test ``way``, the settings object of a compressor, against the laws. Raises BrokenLaw for the first broken law.
 
-    1. It can be written down and read back. 2. All that it packs has its ``size``. 3. What is packed follows from the
-    update, what was held back and the coins, and from nothing else. 4. A finite update arrives finite, and one that is
-    not does not. 5. What is held back always has the same names and shapes. 6. Over many rounds what arrives adds up
-    to what was sent: by error feedback, or on average.
+    1. Written to JSON and read back, it is equal. 2. Every compressed update has the size that ``size`` returns. 3. The
+    compressed update depends only on the update, on the tensors kept from earlier rounds and on ``coins``. 4. A finite
+    update is finite after decompression, and an update that is not finite stays so. 5. The kept tensors always have the
+    same names and shapes. 6. Over many rounds the received updates add up to the sent ones: by error feedback, or on
+    average.
     """
     experiment = Experiment(compress=way)
     if experiment_from(experiment.model_dump(mode="json")) != experiment:

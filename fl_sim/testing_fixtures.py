@@ -1,8 +1,8 @@
-"""Fixtures of pytest: coarse accounting, a clock that stands still, no waiting for disks.
+"""Fixtures for pytest: coarse privacy accounting, a fake clock, no waiting for disks.
 
-``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers them. What they replace inside of fl-sim is
-known here alone, so that tests name nothing private. The engine for tests is ``fl_sim.testing_runs.FakeEngine``.
-Nothing that takes seconds to import is imported at once.
+``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. Only this module knows which
+private names of fl-sim they replace, so tests name nothing private. The engine for tests is
+``fl_sim.testing_runs.FakeEngine``. Modules that take seconds to import are imported at their first use.
 """
 
 import os
@@ -15,14 +15,14 @@ import pytest
 
 
 class SetFineness(Protocol):
-    """Sets the resolution of the accountants."""
+    """A function that sets the resolution of the privacy accountants."""
 
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
-        """Make the grid of privacy losses ``losses`` times coarser, and sum a series at every ``orders``-th order."""
+        """Make the grid of privacy losses ``losses`` times coarser; sum series only at every ``orders``-th order."""
 
 
 class FewerImages(Protocol):
-    """Sets from how many images the images of features are computed, and clears their cache."""
+    """A function that sets how many images the images of features are computed from, and clears their caches."""
 
     def __call__(
         self,
@@ -32,13 +32,16 @@ class FewerImages(Protocol):
         at_a_time: int | None = None,
         whitened: int | None = None,
     ) -> None:
-        """Take that many steps from that many made-up images, so many at a time; whiten by that many. None: as ever."""
+        """Set the number of descent steps, of ``made`` images, of images ``at_a_time``, and of images for whitening.
+
+        None leaves a number unchanged.
+        """
 
 
 class FakeClock:
-    """A clock that moves only by sleeping, which returns at once, in place of the module ``time``.
+    """A fake of the module ``time``: its clock moves only by ``sleep``, which returns at once.
 
-    ``slept`` holds the seconds of every sleep; ``at_sleep``, if set, is called with them.
+    ``slept``: the seconds of every sleep. ``at_sleep``: a function that is called with the seconds of every sleep.
     """
 
     def __init__(self) -> None:
@@ -47,13 +50,13 @@ class FakeClock:
         self.at_sleep: Callable[[float], None] = lambda _: None
 
     def sleep(self, seconds: float) -> None:
-        """Move on by ``seconds``."""
+        """Move the clock forward by ``seconds``."""
         self.now += seconds
         self.slept.append(seconds)
         self.at_sleep(seconds)
 
     def monotonic(self) -> float:
-        """Return ``now``."""
+        """Return the present time of the fake clock, in seconds."""
         return self.now
 
     perf_counter = thread_time = monotonic
@@ -64,7 +67,7 @@ class FakeClock:
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeClock]:
-    """Replace the clock of a module that imports ``time`` by a FakeClock."""
+    """Return a function that replaces ``time`` in a module by a FakeClock, which it returns."""
 
     def replaced(module: ModuleType) -> FakeClock:
         clock = FakeClock()
@@ -76,13 +79,16 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync after every round and charge, which takes most of a small run's time."""
+    """Disable fsync after every round and charge: it takes most of a small run's time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")
 def set_fineness() -> Iterator[SetFineness]:
-    """Make both accountants coarser and faster, with larger upper bounds; each change clears their caches."""
+    """Yield a function that makes both accountants coarser and faster, with larger upper bounds on epsilon.
+
+    Each change clears the caches of the accountants.
+    """
     from fl_sim.privacy import accounting, loss_distribution, renyi  # noqa: PLC0415
 
     interval, series, chosen = loss_distribution._INTERVAL, renyi._SERIES, [1, 1]  # noqa: SLF001
@@ -103,7 +109,7 @@ def set_fineness() -> Iterator[SetFineness]:
 
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
-    """Compute images of features from fewer images, until the test ends."""
+    """Yield a function that reduces the number of images that images of features are computed from, for one test."""
     from fl_sim.data import images_of_features, reading, scattering  # noqa: PLC0415
 
     remembered = images_of_features._regression, scattering.whitening_of, reading._features_once  # noqa: SLF001

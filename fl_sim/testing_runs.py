@@ -1,9 +1,9 @@
-"""``check_run``: a test that a run with a layer or a stage keeps the laws of runs; and an engine for tests.
+"""``check_run``: test that a run with a layer or a stage keeps the laws of runs. Also an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
 
-The laws of algorithms are in ``fl_sim.testing``. A test of some seconds on embedded data.
+The laws of algorithms are in ``fl_sim.testing``. A test takes some seconds on embedded data.
 """
 
 import json
@@ -40,12 +40,12 @@ from fl_sim.types import Params
 from partitions import Iid
 
 _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_loss", "epsilon"}
-"""Fields of a round's line that measure the model or its privacy cost."""
+"""Names of the fields in a round's line that measure the model or its privacy cost."""
 
 
 @dataclass(frozen=True)
 class Without:
-    """The split of ``iid``, with an empty shard for one client; -1 for none."""
+    """The partition ``iid``, with an empty shard for one ``client``; -1 means no empty shard."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -53,21 +53,21 @@ class Without:
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
     ) -> Sequence[NDArray[np.int64]]:
-        """Return the parts."""
+        """Return the record indices of every client."""
         parts = [*Iid().split(labels, num_partitions, rng)]
         return [part[:0] if client == self.client else part for client, part in enumerate(parts)]
 
 
 def check_run(*, ray: bool = False, **settings: Any) -> None:
-    """Test a run with these ``settings`` against the laws. Raises BrokenLaw with the first one that it breaks.
+    """Test a run with these ``settings`` against the laws. Raises BrokenLaw for the first broken law.
 
-    1. The settings can be written down and read back. 2. A second run, and one with two workers, end in the same bits;
-    with ``ray`` one on Ray does, too. 3. A run that is broken off after any round goes on to the same bits: model, log
-    and result. 4. Where rounds or stages say what they will cost, no client answers before something is charged.
-    5. In a run that promises privacy nothing that is shown, but measures of the model, depends on whether one client
-    has records: neither texts nor whole numbers of the log and the result.
+    1. Written to JSON and read back, the settings are equal. 2. A second run, and a run with two workers, end in the
+    same bits; with ``ray`` a run on Ray does, too. 3. A run that is interrupted after any round and resumed ends in the
+    same bits: model, log and result. 4. If rounds or stages declare their privacy costs, no client answers before a
+    cost is charged. 5. If a run promises privacy, its visible output, except measures of the model, does not depend on
+    whether one client has records: neither texts nor whole numbers of the log and the result.
 
-    What is not given is small: three rounds of four clients with a linear model. Noise must be seeded.
+    Settings that are not given are small: three rounds of four clients with a linear model. Noise must be seeded.
     """
     usual = {"model": "logistic", "clients": 4, "rounds": 3, "partition": Without(), "engine": {"kind": "inprocess"}}
     experiment = experiment_from({**usual, **settings})
@@ -104,7 +104,7 @@ def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The output of a run: its model, the lines of its log, its result."""
+    """The output of a run: its model, the lines of its log, and its result."""
 
     model: Params
     rounds: list[dict[str, Any]]
@@ -118,7 +118,7 @@ def _ran(experiment: Experiment, out: Path) -> _Ran:
 
 
 def _lasting(told: Any) -> Any:
-    """Return JSON values without the fields in which runs of one experiment differ: times, ids, the engine."""
+    """Return JSON values without the fields that differ between runs of one experiment: times, ids, the engine."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
         return {name: _lasting(value) for name, value in told.items() if name not in passing}
@@ -127,12 +127,12 @@ def _lasting(told: Any) -> Any:
 
 @dataclass
 class _Break(Silent):
-    """Breaks a run off after a round."""
+    """An observer that interrupts a run after the round ``last``."""
 
     last: int
 
     def finished_round(self, record: RoundRecord) -> None:
-        """End it here."""
+        """Interrupt the run after the round ``last``."""
         if record.round == self.last:
             raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
-    """Raise BrokenLaw where a run that says what it will cost hears a client before anything is charged."""
+    """Raise BrokenLaw if a run that declares privacy costs receives a client's reply before any charge."""
     job = job_of(experiment)
     payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
     send = LocalGrid.send_and_receive
@@ -182,7 +182,7 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
 
 
 def _charges(folder: Path) -> int:
-    """Return the number of charges on the ledgers in a folder, whose first line is a header."""
+    """Return the number of charges on all ledgers in ``folder``; the first line of a ledger is its header."""
     lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
     return sum(max(0, number - 1) for number in lines)
 
@@ -200,9 +200,9 @@ def _expect_as_shown(one: _Ran, other: _Ran) -> None:
 
 
 def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
-    """Return the place of the first text or whole number that differs; floats are measures of a noised model.
+    """Return the path of the first text or whole number that differs between two JSON values; empty if none does.
 
-    ``apart``: names of what may differ, here or further in.
+    Floats may differ: they are measures of a noised model. ``apart``: names of fields that may differ, at any depth.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
@@ -218,16 +218,16 @@ def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
 
 
 Answer: TypeAlias = Callable[[int, Message], RecordDict | Message | None]
-"""The answer of a client, by its number, to a message: a reply or its content, or ``None`` for a lost one.
+"""A function from (client number, message) to the client's reply: a message, its content, or ``None`` for a lost reply.
 
-An exception becomes the reply of a failed client; ``TimeoutError`` that of a late one.
+An exception becomes the reply of a failed client, and ``TimeoutError`` the reply of a late client.
 """
 
 
 class FakeEngine(LocalGrid):
-    """A Grid whose clients answer by ``answering``; ``order`` permutes the replies of an exchange.
+    """A Grid for tests: ``answering`` computes the clients' replies, and ``order`` permutes the replies of an exchange.
 
-    ``asked``: all messages so far. ``waits``: the timeout of each exchange.
+    ``asked``: all messages sent so far. ``waits``: the timeout of each exchange.
     """
 
     def __init__(
@@ -255,5 +255,5 @@ class FakeEngine(LocalGrid):
 
 
 def played_by(app: ClientApp, num_clients: int) -> Answer:
-    """Return the answers of ``app``."""
+    """Return an ``Answer`` that executes each message with the Flower ``app``."""
     return lambda _, message: answer(app, message, num_clients)

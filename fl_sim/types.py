@@ -1,4 +1,4 @@
-"""The values of a run: frozen, and independent of algorithms, engines and libraries above torch."""
+"""The values of a run: frozen data classes, independent of algorithms, engines and all libraries except torch."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ else:
     Params = Mapping  # settings are read before torch is there
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
-They are read-only, as many places in one process share them; many are views of one vector (fl_sim.params.FlatParams).
+The tensors are read-only, because many objects of one process share them. Many are views of one vector
+(fl_sim.params.FlatParams).
 """
 
 Payloads: TypeAlias = dict[str, Params]
 """Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
-"""Precision of products."""
+"""Numerical precision of matrix products and convolutions."""
 
 Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
-"""Optimiser of local training, by the formulas of torch.optim."""
+"""Optimiser of local training, with the formulas of torch.optim."""
 
 BatchNorm: TypeAlias = Literal["none", "average", "personal"]
-"""Treatment of BatchNorm layers: refused; running statistics averaged; layers personal to each client."""
+"""Treatment of BatchNorm layers: refused; running statistics averaged; or layers of its own for each client."""
 
 
 @dataclass(frozen=True)
 class Augment:
     """Random augmentation of training images; none by default.
 
-    ``crop``: an image is padded by as many pixels of ``black`` on every side, and a window of its own size is cut out
-    anywhere. ``flip``: it is mirrored left to right as often as not. ``black``: one number per channel, what a byte of
-    0 becomes by normalisation. ``reflect``: it is padded by its own pixels instead, mirrored at its edges, which are
-    not repeated.
+    ``crop``: the number of pixels that are added on every side of an image; a random window of the original size is
+    then cut out. The added pixels have the value ``black``: one number per channel, the normalised value of a byte of
+    0. With ``reflect`` they are the image's own pixels instead, mirrored at its edges without repeating the edge.
+    ``flip``: the image is mirrored left to right with probability 1/2.
     """
 
     crop: int = 0
@@ -53,14 +54,13 @@ class Augment:
 
     @property
     def moves(self) -> bool:
-        """True if any image is changed."""
+        """True if this augmentation changes images."""
         return bool(self.crop or self.flip)
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return random offsets of the window, down and right, and mirroring, for ``count`` images.
+        """Return random window offsets (down, right) and mirroring for ``count`` images, shape (count, 3).
 
-        (count, 3): the first two from 0 to 2 ``crop``, the third 0 or 1. Without augmentation nothing is drawn from
-        ``generator``.
+        Offsets are from 0 to 2 ``crop``; mirroring is 0 or 1. Without augmentation nothing is drawn from ``generator``.
         """
         if not self.moves:
             return np.zeros((count, 3), np.int64)
@@ -74,8 +74,8 @@ class Examples:
 
     ``inputs``: uint8 images of shape (records, channels, height, width) in 0..255, or float32 features of shape
     (records, features). ``labels``: int64 of shape (records,), values in 0..num_classes-1. ``groups``: int64 of shape
-    (records,), where each record comes from (its writer, hospital or device), if that is known. Arrays may be read-only
-    memory maps; nobody writes to them.
+    (records,), the number of each record's source (its writer, hospital or device), if it is known. Arrays may be
+    read-only memory maps; they must not be written to.
     """
 
     inputs: NDArray[np.uint8] | NDArray[np.float32]
@@ -88,21 +88,22 @@ class Examples:
 
     @property
     def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        """Return all arrays that there are, in the order of a digest of them."""
+        """Return inputs, labels and, if there are any, groups, in the order of a digest of the records."""
         return (self.inputs, self.labels) if self.groups is None else (self.inputs, self.labels, self.groups)
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
-        """Copy the records at ``indices``, in that order."""
+        """Return a copy of the records at ``indices``, in that order."""
         groups = None if self.groups is None else self.groups[indices]
         return Examples(self.inputs[indices], self.labels[indices], groups)
 
 
 @dataclass(frozen=True)
 class Column:
-    """The public facts of one column of a table, which is one feature of a record or several neighbouring ones.
+    """The public facts of one column of a table. A column is one feature of a record, or several neighbouring features.
 
-    A number is one feature: it may be rounded to ``values``, ascending and in the units of the records. A category is
-    one feature for each of its ``categories``, of which at most one is 1: none for an unlisted category.
+    A column of numbers is one feature, which may be rounded to ``values``, in ascending order and in the units of the
+    records. A column of categories has one feature for each of its ``categories``; at most one of them is 1, and none
+    for an unlisted category.
     """
 
     name: str
@@ -111,34 +112,33 @@ class Column:
 
     @property
     def width(self) -> int:
-        """The number of features."""
+        """The number of features (numbers in a record) of this column."""
         return self.categories or 1
 
     @property
     def cells(self) -> int:
-        """The number of different entries: for a category one more than are listed."""
+        """The number of different entries; for a category it includes one for all unlisted categories."""
         return len(self.values) or self.categories + 1
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A classification task: training and test records and the public constants that normalise them.
+    """A classification task: training and test records, and the public constants that normalise them.
 
-    ``name``: as in ``data=name``. ``train`` is dealt to clients, ``test`` is what models are measured on.
-    ``num_classes``: labels are 0 to one less. ``mean`` and ``std``: one float per channel, in units of 1 (an input byte
-    b becomes ``(b / 255 - mean) / std``). They are published constants of the data set, never computed from what
-    clients hold. ``note`` says what a reader must know about the copy at hand (a subset, a generated stand-in), and is
-    shown wherever results are. ``counted``: what was counted or noticed among the user's own records, such as those
-    left out; shown only where nobody is promised privacy. ``columns``: of a table, in order, if they are known; public
-    as the constants are.
-    ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
-    ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: the facts that were
-    read off the records and show in results or in the model's shape, each with the setting that makes it public, if
-    there is one; every privacy statement lists them. ``inferred``: what a reader took a file to be without being told,
-    such as the decimal sign of its numbers, a line each. ``vocabulary``: above 0, records are sequences of whole
-    numbers below it (fl_sim.models). ``validation``: records that no client holds and that are not for testing, for
-    ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took their place;
-    empty for all others.
+    ``name``: as in ``data=name``. ``train``: the records that are assigned to clients. ``test``: the records on which
+    models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``: one float per
+    channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). They are published constants of the
+    data set, never computed from the clients' records. ``note``: facts about this copy that a reader must know (a
+    subset, generated stand-in data), shown beside all results. ``counted``: counts and oddities of the user's own
+    records, such as the number of records left out; shown only if nobody is promised privacy. ``columns``: the columns
+    of a table, in order, if they are known; public as the constants are. ``classes``: the names of the classes, if
+    known. ``names``: the names of the numbers of a record, if known. ``shown``: pairs (content found in a file, its
+    use). ``read_off``: the facts that were read off the records and show in results or in the model's shape, each with
+    the setting that makes it public, if there is one; every privacy statement lists them. ``inferred``: assumptions
+    about a file that no setting states, such as the decimal sign of its numbers, one line each. ``vocabulary``: above
+    0, records are sequences of whole numbers below ``vocabulary`` (fl_sim.models). ``validation``: records that no
+    client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the shape of the
+    original images if features have replaced them; else empty.
     """
 
     name: str
@@ -166,19 +166,19 @@ class Dataset:
 
 
 FINER: Final = {"cifar100-coarse": "cifar100"}
-"""{data set: the one with the same records in more classes}."""
+"""{data set: the data set with the same records in more classes}."""
 
 _SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
-"""The separator of a data set's place and its reading options."""
+"""The separator between the location of a data set and its reading options."""
 
 
 def called(data: str) -> str:
-    """Return the name of the records of ``data`` in bills, without classes and reading options."""
+    """Return the name of the records of ``data`` in accounts of privacy costs, without classes and reading options."""
     return _SETTINGS.split(records_of(data))[0]
 
 
 def records_of(data: str) -> str:
-    """Return the data set with the same records, for most ``data`` itself. Releases about both add up."""
+    """Return the data set with the same records in more classes, mostly ``data`` itself. Releases about both add up."""
     return FINER.get(data, data)
 
 
@@ -187,15 +187,15 @@ class LocalSettings:
     """The settings of one client's training in one round: SGD with momentum, or another ``optimizer``.
 
     Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
-    ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the
-    last batch of an epoch may be smaller. Of the last of ``epochs`` there may be a part. ``steps``, where it is not
-    0, says how many steps there are whatever ``epochs`` is; records that are used up are shuffled again.
-    ``label_smoothing``: what part of every label is spread evenly over all classes.
-    ``clip_norm``: the most that the L2 norm of a step's gradient, over all parameters, may be (0: as long as it
-    is). What is clipped is the gradient with all that the plan adds to it, before weight decay and momentum. So a
-    correction that cancels the gradient at the optimum still cancels it, as in FedDyn's program, which puts the
-    correction into the loss; that program adds alpha w as weight decay, and so does not clip it.
-    ``augment``: how images are moved each time that they are trained on.
+    ``learning_rate``: that of this round, after any schedule. ``momentum``: in [0, 1). ``batch_size``: at least 1; the
+    last batch of an epoch may be smaller. ``epochs``: may have a fraction, which is a part of the last epoch.
+    ``steps``: if not 0, the number of steps, whatever ``epochs`` is; when all records are used, they are shuffled
+    again. ``label_smoothing``: the share of every label that is spread evenly over all classes. ``clip_norm``: the
+    maximum L2 norm of a step's gradient over all parameters (0: no maximum). The gradient is clipped after all
+    additions of the local plan, and before weight decay and momentum. So a correction that cancels the gradient at the
+    optimum still cancels it, as in FedDyn's program, which puts the correction into the loss; that program adds alpha w
+    as weight decay, and so does not clip it. ``augment``: the random augmentation of images, drawn anew for each use of
+    a record.
     """
 
     learning_rate: float
@@ -210,7 +210,7 @@ class LocalSettings:
     augment: Augment = Augment()
 
     def num_steps(self, num_examples: int) -> int:
-        """Return the number of steps a client with ``num_examples`` records takes; a part of a step is a whole one."""
+        """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
         if self.epochs % 1 == 0:  # the usual case, asked for several times a client and round
@@ -219,11 +219,11 @@ class LocalSettings:
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:
-        """Return the number of batches in an epoch."""
+        """Return the number of batches in one epoch over ``num_examples`` records."""
         return -(-num_examples // self.batch_size)
 
     def num_passes(self, num_examples: int) -> int:
-        """Return the number of shuffles: one for each epoch that is begun."""
+        """Return the number of times that the records are shuffled: once for each epoch that is begun."""
         return -(-self.num_steps(num_examples) // max(1, self.num_batches(num_examples)))
 
 
@@ -231,11 +231,12 @@ class LocalSettings:
 class LocalTask:
     """The request to one client in one round, with everything that its algorithm may read.
 
-    ``server_round``: from 1. ``client``: its number among ``num_clients``, from 0. ``settings``: of its training.
-    ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: this client's state after
-    its last round. ``pool``: the tensors that all clients shared before the first round.
-    ``class_counts``: the number of its ``num_examples`` records, synthetic ones included, of each class, which no one
-    else knows. ``statistics``: the received running statistics of BatchNorm layers; empty ones are reset.
+    ``server_round``: from 1. ``client``: the client's number, from 0 to ``num_clients`` - 1. ``settings``: the settings
+    of its training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: the
+    client state after this client's last round. ``pool``: the tensors that all clients shared before the first round.
+    ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic ones
+    included; only the client knows it. ``statistics``: the received running statistics of BatchNorm layers; if they are
+    empty, the statistics are reset.
     """
 
     server_round: int
@@ -255,10 +256,10 @@ class LocalTask:
 class Trained:
     """The result of local training.
 
-    ``params``: the new model. ``momentum_buffers``: the optimiser's. ``num_steps``: the steps taken. ``loss``: the mean
-    over them, None without a step (an empty shard). ``feature_sums``: (C, d), the sums of the inputs of the new model's
-    last linear layer over the client's records of each class, where the plan asks for them.
-    ``statistics``: the running statistics of the new model's BatchNorm layers.
+    ``params``: the new model. ``momentum_buffers``: the optimiser's momentum buffers. ``num_steps``: the number of
+    steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: (C, d), for
+    each class the sum over the client's records of the inputs of the new model's last linear layer, if the plan asks
+    for it. ``statistics``: the running statistics of the new model's BatchNorm layers.
     """
 
     params: Params
@@ -270,7 +271,7 @@ class Trained:
 
 
 class Size(NamedTuple):
-    """The size of a packed group: float32 ``numbers``, and bytes of ``bits``."""
+    """The size of a compressed group: the count of float32 ``numbers`` and the count of bytes in ``bits``."""
 
     numbers: int
     bits: int = 0
@@ -278,29 +279,29 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A group of tensors, packed for the wire. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
+    """A compressed group of tensors. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
 
     numbers: torch.Tensor
     bits: NDArray[np.uint8]
 
     @staticmethod
     def of(numbers: torch.Tensor | NDArray[np.float32], bits: NDArray[np.uint8] | None = None) -> Packed:
-        """Return a packed group of float32 ``numbers`` and ``bits``, if there are any."""
+        """Return a compressed group of float32 ``numbers`` and, if given, of ``bits``."""
         kept = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
         return Packed(kept, np.zeros(0, np.uint8) if bits is None else bits)
 
     @staticmethod
     def blank(size: Size) -> Packed:
-        """Return a packed group of zeros."""
+        """Return a compressed group of this size that holds zeros."""
         return Packed(torch.zeros(size.numbers), np.zeros(size.bits, np.uint8))
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """The payload of a client (``payloads``), and its state until its next round (``state``).
+    """The update of a client: its payload (``payloads``), and the client state for its next round (``state``).
 
-    ``num_examples`` is its weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if any.
-    ``packed``: groups that travel packed in place of whole.
+    ``num_examples``: the client's weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if
+    any. ``packed``: groups that are sent compressed, and are therefore not in ``payloads``.
     """
 
     payloads: Payloads
@@ -312,7 +313,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's update as the server received it. ``packed``: groups that are still packed."""
+    """One client's update as the server received it. ``packed``: groups that are still compressed."""
 
     client: int
     payloads: Payloads
@@ -323,10 +324,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's replies, sorted by client, with the public numbers of the round.
+    """The replies of one round, sorted by client, with the public numbers of the round.
 
-    ``expected_size``: the size that the sampler plans (fixed size, or sampling rate times population), not the number
-    of replies. ``num_holders``: the number of the ``num_clients`` with records to train on; None: all.
+    ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
+    number of replies. ``num_holders``: the number of clients, of all ``num_clients``, that have records to train on;
+    None means all.
     """
 
     server_round: int
@@ -336,34 +338,34 @@ class Cohort:
     num_holders: int | None = None
 
     def participation(self, num_trained: int) -> float:
-        """Return |S|/K for ``num_trained`` clients: their share of those that can ever take part."""
+        """Return |S|/K for ``num_trained`` clients S; K are the clients that can ever take part."""
         return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of arrays to clients (``down``) and from them (``up``)."""
+    """The number of bytes of all arrays sent to clients (``down``) and received from them (``up``)."""
 
     down: int
     up: int
 
     def __mul__(self, clients: int) -> Traffic:
-        """Return the traffic of ``clients`` clients."""
+        """Return this traffic times the number of ``clients``."""
         return Traffic(self.down * clients, self.up * clients)
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Return the sum of both."""
+        """Return the sum of two traffics."""
         return Traffic(self.down + other.down, self.up + other.up)
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The means over clients: all that the server half of an algorithm sees of a round.
+    """The means over clients: the only view of a round that the server side of an algorithm has.
 
-    ``payloads``: the means of the clients' payloads, by group. ``participation``: the share of the population behind
-    the means, |S|/K, where K are the clients with records. Under privacy the clients with records are secret: it is the
-    public expectation, and K are all clients. ``without_effect``: a remark where the aggregator returned the plain mean
-    of these updates, else empty.
+    ``payloads``: the means of the clients' payloads, by group. ``participation``: |S|/K, where S are the clients behind
+    the means, and K the clients with records. Under privacy the set of clients with records is secret: then
+    ``participation`` is the public expectation, and K are all clients. ``without_effect``: a sentence if the aggregator
+    returned just the plain mean of these updates, else empty.
     """
 
     payloads: Payloads
@@ -373,10 +375,10 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The global model (``params``), further tensors for clients (``broadcast``) and for the server (``memory``).
+    """The server state: the global model (``params``), and tensors for clients (``broadcast``) and server (``memory``).
 
-    ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the clients' means
-    after the last round (fl_sim.params). Algorithms neither see nor change them.
+    ``layers``: running statistics of BatchNorm layers and, if these layers are personal, their parameters: the clients'
+    means after the last round (fl_sim.params). Algorithms neither read nor change ``layers``.
     """
 
     params: Params
@@ -386,5 +388,5 @@ class ServerState:
 
     @property
     def model(self) -> Params:
-        """The tensors for evaluation: parameters, and the layers in place of theirs if there are any."""
+        """The tensors for evaluation: ``params`` and ``layers``; a tensor in both has its value in ``layers``."""
         return {**self.params, **self.layers} if self.layers else self.params

@@ -1,4 +1,4 @@
-"""Ways to split a data set over clients: labels in, disjoint index arrays out. Needs numpy alone."""
+"""Partitions: rules that split a data set over clients, from labels to disjoint index arrays. Requires only numpy."""
 
 from partitions.assign import label_counts
 from partitions.feature_skew import FeatureNoise, Natural

@@ -1,4 +1,4 @@
-"""Feature skew: different noise for each client (NIID-Bench, Li et al. 2022, 4.2), and real sources of records."""
+"""Feature skew: different noise for each client (NIID-Bench, Li et al. 2022, 4.2), or a split by sources of records."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from partitions.scheme import ImpossibleSplit, Indices, Inputs, Parts
 
 @dataclass(frozen=True)
 class FeatureNoise:
-    """Equal IID parts with Gaussian noise on the inputs, of another strength for each client, in units of raw inputs.
+    """Equal IID parts with Gaussian noise on the inputs, of different strength for each client, in units of raw inputs.
 
-    ``variant`` "paper": client i of K has noise of *variance* ``sigma`` * i / K, i = 1..K, and test records have none.
-    "niid-bench", the published program: client i has noise of *standard deviation* ``sigma`` * i / (K - 1), i = 0..K-1,
-    and test records are noisy, too: the program tests on a copy of the test set for each client, here test record j
-    has the noise of client j mod K.
+    ``variant`` "paper": client i of K has noise of *variance* ``sigma`` * i / K, i = 1..K, and test records have no
+    noise. "niid-bench" follows the published program: client i has noise of *standard deviation* ``sigma`` * i / (K -
+    1), i = 0..K-1, and test records are noisy, too. The program tests on one copy of the test set for each client; here
+    test record j has the noise of client j mod K.
     """
 
     kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
@@ -34,29 +34,29 @@ class FeatureNoise:
 
     @property
     def title(self) -> str:
-        """The short form."""
+        """The short form of this partition, such as ``feature-noise:0.1``."""
         return f"feature-noise:{self.sigma}"
 
     def remarks(self, experiment: object) -> list[str]:
-        """Return a sentence where there is no noise."""
+        """Return a sentence for the user if ``sigma`` is 0, so that no input is noisy."""
         del experiment
         return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and parts are iid"]
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays that cover every record, sizes within 1.
+        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record; sizes differ by at most 1.
 
         Raises ImpossibleSplit for more clients than records.
         """
         return Iid().split(labels, num_partitions, rng)
 
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return ``inputs`` with the noise of ``client`` added; see ``partitions.scheme.FeatureSkew``."""
+        """Return ``inputs`` plus the noise of ``client``; see ``partitions.scheme.FeatureSkew``."""
         noise = rng.standard_normal(inputs.shape, dtype=np.float32)
         seen: Inputs = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
         return seen
 
     def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return the test ``inputs``, noisy in the program's variant; see ``partitions.scheme.EvaluationSkew``."""
+        """Return the test ``inputs``, noisy in the variant "niid-bench"; see ``partitions.scheme.EvaluationSkew``."""
         if self.variant == "paper":
             return inputs
         seen = inputs.copy()
@@ -65,10 +65,11 @@ class FeatureNoise:
         return seen
 
     def noise_variance(self, client: int, num_partitions: int) -> float:
-        """Return the variance of the noise on the inputs of ``client``, from 0, in units of raw inputs.
+        """Return the variance of the noise of ``client`` (numbered from 0), in squared units of raw inputs.
 
-        Client 0 is the paper's i = 1, so every client has noise and the last client has ``sigma``. In the program
-        client 0 has none, and the last one has ``sigma`` squared.
+        In the variant "paper", client 0 is the paper's i = 1: every client has noise, and the last client's variance is
+        ``sigma``. In the variant "niid-bench", client 0 has no noise, and the last client's variance is ``sigma``
+        squared.
         """
         if self.variant == "niid-bench":
             return (self.sigma * client / max(1, num_partitions - 1)) ** 2
@@ -79,8 +80,9 @@ class FeatureNoise:
 class Natural:
     """All records of one writer, hospital or device belong to one client (LEAF, Caldas et al. 2018).
 
-    With as many groups as clients, client i holds the group of the i-th smallest number. With more groups, each client
-    gets equally many (within 1), drawn at random.
+    The records of one source form a group. If there are as many groups as clients, client i receives the group with the
+    i-th smallest number. If there are more groups, every client receives equally many groups (within 1), drawn at
+    random.
     """
 
     kind: Literal["natural"] = field(default="natural", kw_only=True)
@@ -89,7 +91,7 @@ class Natural:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Raise ImpossibleSplit: labels do not name the source of a record."""
+        """Raise ImpossibleSplit: this partition needs the source of each record, which labels do not contain."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
             "this data set does not say where its records come from; name the column of a table, data.client=COLUMN, "
@@ -97,7 +99,7 @@ class Natural:
         )
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays that cover every record, none empty.
+        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record; none is empty.
 
         Raises ImpossibleSplit for more clients than groups.
         """

@@ -13,10 +13,11 @@ from partitions.scheme import ImpossibleSplit, Indices, Parts
 
 @dataclass(frozen=True)
 class LabelK:
-    """Client i of K holds class i mod L and ``k`` - 1 further distinct random classes of the L there are.
+    """Client i of K holds class i mod L and ``k`` - 1 other distinct classes, drawn at random from all L classes.
 
-    Each class is split equally among its holders (sizes differ by at most 1). With K >= L every record belongs to
-    exactly one client. With fewer clients than classes some classes may have no holder: their records are in no shard.
+    Each class is split equally among the clients that hold it (sizes differ by at most 1). With K >= L every record
+    belongs to exactly one client. With fewer clients than classes some classes may be held by no client: their records
+    are in no shard.
     """
 
     kind: Literal["label-k"] = field(default="label-k", kw_only=True)
@@ -30,13 +31,14 @@ class LabelK:
 
     @property
     def title(self) -> str:
-        """NIID-Bench's name."""
+        """NIID-Bench's name of this partition."""
         return f"{self.k}-Label"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays, none empty.
+        """Return ``num_partitions`` disjoint, sorted index arrays; none is empty.
 
-        Raises ImpossibleSplit for k > L, more clients than records, or a class with fewer records than holders.
+        Raises ImpossibleSplit for k > L, for more clients than records, and for a class with fewer records than clients
+        that hold it.
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         num_classes = len(class_sizes)
@@ -63,12 +65,13 @@ class LabelK:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """For every class c, client shares p_c ~ Dir_K(``beta``), redrawn until every client holds enough records.
+    """For every class c, client shares p_c ~ Dir_K(``beta``), drawn again until every client holds enough records.
 
-    ``min_size``: a split without an explicit number of records for each client is refused. The default (None) aims at
-    NIID-Bench's 10; where that is out of reach (Dir(0.05) over 100 clients nearly always leaves some empty) the last
-    draw is used, empty shards included. At most 1000 draws are made, fewer from 500 clients x 10 classes on.
-    ``balanced``: NIID-Bench's variant, in which clients that already hold N/K records get no more.
+    ``min_size``: the minimum number of records of each client. A split that does not reach an explicit minimum is
+    refused. The default (None) aims at NIID-Bench's 10; if that is out of reach (Dir(0.05) over 100 clients nearly
+    always leaves some clients empty), the last draw is used, empty shards included. At most 1000 draws are made, fewer
+    from 500 clients x 10 classes on. ``balanced``: NIID-Bench's variant, in which clients that already hold N/K records
+    get no more.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)
@@ -83,13 +86,13 @@ class Dirichlet:
 
     @property
     def title(self) -> str:
-        """NIID-Bench's name."""
+        """NIID-Bench's name of this partition."""
         return f"Dir({self.beta})"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
+        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record.
 
-        Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches an explicit ``min_size``.
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         wanted = assign.USUAL_MIN_SIZE if self.min_size is None else self.min_size
@@ -129,10 +132,10 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class Shards:
-    """K * ``shards_per_client`` shards of the label-sorted records, ``shards_per_client`` random ones a client.
+    """The records, sorted by label, are cut into K * ``shards_per_client`` shards; each client receives random ones.
 
-    Where the records do not divide, shard sizes differ by 1. A shard may straddle a class boundary, so a client can
-    hold more classes than shards.
+    Each client receives ``shards_per_client`` shards. If the records do not divide evenly, shard sizes differ by 1. A
+    shard may contain the end of one class and the start of the next, so a client can hold more classes than shards.
     """
 
     kind: Literal["shards"] = field(default="shards", kw_only=True)
@@ -146,7 +149,7 @@ class Shards:
 
     @property
     def title(self) -> str:
-        """The short form."""
+        """The short form of this partition."""
         return f"shards:{self.shards_per_client}"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:

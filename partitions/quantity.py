@@ -1,4 +1,4 @@
-"""IID labels: equal parts, or sizes from a Dirichlet distribution (quantity skew; NIID-Bench, Li et al. 2022, 4.3)."""
+"""IID labels: equal parts, or client sizes from a Dirichlet distribution (NIID-Bench, Li et al. 2022, 4.3)."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ from partitions.scheme import Indices, Parts
 
 @dataclass(frozen=True)
 class Iid:
-    """Shuffled equal parts; sizes differ by at most 1."""
+    """The records are shuffled and split into equal parts; sizes differ by at most 1."""
 
     kind: Literal["iid"] = field(default="iid", kw_only=True)
 
@@ -30,11 +30,11 @@ class Iid:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Client sizes ~ Dir(``beta``) of all records, whatever their label, redrawn until every client holds enough.
+    """Client sizes ~ Dir(``beta``) of all records, independent of labels, drawn again until every client holds enough.
 
-    ``min_size``: a split without an explicit number of records for each client is refused; 0 takes the first draw. The
-    default (None) aims at NIID-Bench's 10; where 1000 draws do not reach it (a small ``beta``, many clients), the last
-    one is used, empty shards included.
+    ``min_size``: the minimum number of records of each client. A split that does not reach an explicit minimum is
+    refused; 0 accepts the first draw. The default (None) aims at NIID-Bench's 10; if 1000 draws do not reach it (a
+    small ``beta``, many clients), the last draw is used, empty shards included.
     """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)
@@ -48,13 +48,13 @@ class Quantity:
 
     @property
     def title(self) -> str:
-        """The short form."""
+        """The short form of this partition."""
         return f"quantity:{self.beta}"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
+        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record.
 
-        Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches an explicit ``min_size``.
         """
         num_records = len(labels)
         check_sizes(num_records, num_partitions)

@@ -1,4 +1,4 @@
-"""Classification data sets by name, read once per process and kept as bytes."""
+"""Classification data sets by name: each is read once per process, and images are stored as bytes."""
 
 from fl_sim.data.features import Features, version_of
 from fl_sim.data.naming import NAMES, is_own, tuned_on

@@ -1,7 +1,7 @@
-"""A Dataset from arrays: the checks of labels, classes and tokens that all sources of records pass; and its card.
+"""A Dataset from arrays: checks of labels, classes and tokens for all sources of records; and the data set's card.
 
-Classes are those that the user lists as public by ``data.classes``, or read off the records, which the data set then
-states. Tokens are given as such, or made of texts by LEAF's alphabet of Shakespeare's plays.
+Classes are public if the user lists them by ``data.classes``. Otherwise they are read off the records, which the data
+set then states. Tokens are given as numbers, or made from texts with LEAF's alphabet of Shakespeare's plays.
 """
 
 import os
@@ -24,24 +24,24 @@ COLOUR_READ_OFF: Final = "whether any image has colour, and so the model's input
 _MOST_LISTED: Final = 1000
 
 ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""LEAF's 80 characters, in its order: character i is class i, and token i + 1, as token 0 is padding."""
+"""LEAF's 80 characters in its order: character i is class i, and token i + 1, because token 0 is padding."""
 
 MOST_CHARACTERS: Final = 10_000
-"""The most characters of a user's own alphabet; each is a class."""
+"""Maximum number of characters in a user's own alphabet; each character is a class."""
 
 MOST_TOKENS: Final = 2**24
-"""The most tokens: whole numbers up to here are exact in float32, the type of all numbers of records."""
+"""Maximum number of tokens. Records are float32, in which all whole numbers up to this one are exact."""
 
 FIRST: Final = 5
-"""The count of records of a table on a card."""
+"""The number of records of a table that its card shows."""
 
 
 def known_dataset(
     known: KnownSet, train: Examples, test: Examples, where: str, remarks: tuple[str, ...] = ()
 ) -> Dataset:
-    """Return ``known`` with these records; the note states how the copy differs from the official one.
+    """Return ``known`` with these records; the note states how this copy differs from the official one.
 
-    Raises UserError for records that cannot be this data set's; ``where``: the files, for the message.
+    Raises UserError for records that cannot belong to this data set. ``where``: the files, for the message.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
@@ -73,10 +73,10 @@ def own_dataset(
     *,
     listed: tuple[str, ...] = (),
 ) -> Dataset:
-    """Check the user's own records and return the data set. ``listed``: the classes, if they are public.
+    """Return a data set of the user's own records, after checks. ``listed``: the classes, if they are public.
 
-    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1. Unless classes are
-    ``listed``, there are at least two, each with training records. A listed class may have no record.
+    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1. Classes that are not
+    ``listed`` must be at least two, each with training records. A listed class may have no record.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -149,37 +149,37 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
 
 
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
-    """Return True if images of ``shape`` (records, ...) seem to have their channels before height and width.
+    """Return True if images of ``shape`` (records, ...) seem to have the channel axis before height and width.
 
-    Read as channels last, such images have up to four rows and more than four columns and channels, or fewer rows
-    than columns and as many channels as columns.
+    If it were the last axis, such images would have up to four rows and more than four columns and channels, or fewer
+    rows than columns and as many channels as columns.
     """
     _, first, second, last = shape
     return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last
 
 
 def looks_channels_last(shape: tuple[int, ...]) -> bool:
-    """Return True if images of ``shape`` (records, ...) seem to have their channels after height and width."""
+    """Return True if images of ``shape`` (records, ...) seem to have the channel axis after height and width."""
     _, first, second, last = shape
     return last <= 4 < min(first, second) or last < first == second
 
 
 def enumerated(names: Iterable[str], most: int = 20) -> str:
-    """Return the first ``most`` names, and how many more there are."""
+    """Return the first ``most`` names as text, with the number of further names."""
     found = [*names]
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{', '.join(map(shortened, found[:most]))}{more}"
 
 
 def most_bytes() -> int:
-    """Return the most bytes of one array: half of the machine's memory."""
+    """Return the maximum size of one array in bytes: half of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def listed_classes(own: OwnName) -> tuple[str, ...]:
-    """Return the classes of ``data.classes`` in order, none if it is not set; ``10`` stands for 0 to 9.
+    """Return the classes of ``data.classes`` in order, empty if it is not set; the value ``10`` means 0 to 9.
 
-    Raises UserError for fewer than two classes, and for one that is listed twice.
+    Raises UserError for fewer than two classes, and for a class that is listed twice.
     """
     given = own.options.get("classes", ())
     if len(given) == 1 and given[0].isascii() and given[0].isdigit() and 2 <= int(given[0][:5]) <= _MOST_LISTED:
@@ -193,19 +193,19 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return the note that classes were read off the records, unless the user has ``listed`` them."""
+    """Return the remark that classes were read off the records; empty if the user has ``listed`` the classes."""
     return () if listed else (CLASSES_READ_OFF,)
 
 
 def unlisted(where: str, cure: str = "") -> UserError:
-    """Return the refusal of an unlisted class without its name, which may be the secret of a record."""
+    """Return an error about an unlisted class. It does not name the class, which may be the secret of a record."""
     return UserError(
         f"{where}: there are records of a class that data.classes does not list; list it, leave data.classes out{cure}"
     )
 
 
 def alphabet_set(given: str) -> str:
-    """Return the alphabet of a setting, LEAF's if it is empty. Raises UserError for a character named twice."""
+    """Return the alphabet ``given`` by a setting, LEAF's if it is empty. Raises UserError for repeated characters."""
     if not given:
         return ALPHABET
     if twice := [character for character in given if given.count(character) > 1][:1]:
@@ -216,7 +216,10 @@ def alphabet_set(given: str) -> str:
 
 
 def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
-    """Return texts, each of at least one character, as rows of tokens, zeros behind the shorter ones."""
+    """Return texts as rows of tokens, float32 (texts, longest length); shorter texts end in zeros.
+
+    Each text has at least one character; UserError is raised for anything else.
+    """
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where} has inputs that are no texts, or empty ones, among texts")
     rows = np.zeros((len(texts), max(map(len, map(str, texts)))), dtype=np.float32)
@@ -226,7 +229,7 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 
 
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
-    """Return the classes of single characters, the next ones of texts."""
+    """Return the class numbers of single characters; each is the next character of a text, to be predicted."""
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
             f"{where} has texts for inputs and labels that are no single characters: of texts, next-character "
@@ -236,7 +239,10 @@ def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArr
 
 
 def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
-    """Return whole numbers (records, length) as tokens. Raises UserError for others, and padding before a token."""
+    """Return whole numbers (records, length) as float32 tokens.
+
+    Raises UserError for other arrays, for numbers outside of the vocabulary, and for padding before a token.
+    """
     if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
         raise UserError(f"{where}: {array.dtype} {array.shape}; tokens are whole numbers of shape (records, length)")
     tokens = array.astype(np.int64)
@@ -255,7 +261,7 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
 
 
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
-    """Raise UserError if numbers of ``dataset`` that ``preprocess`` learns from lie outside of 0 to 1."""
+    """Raise UserError if numbers of ``dataset``, from which ``preprocess`` learns, are outside of 0 to 1."""
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
@@ -265,10 +271,10 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 
 
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
-    """Return the facts of a data set as plain values: sizes, classes, clients, columns.
+    """Return a summary of a data set as plain values: sizes, classes, clients, columns.
 
-    ``with_records``: also the first training records of a table, as models see them, and the ``ranges`` of its numbers:
-    statistics of the training records.
+    ``with_records``: include the first training records of a table, as models receive them, and the ``ranges`` of its
+    numbers. Both are statistics of the training records.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4
@@ -364,7 +370,7 @@ def _clients(dataset: Dataset) -> dict[str, Any] | None:
 
 
 def _names(dataset: Dataset) -> tuple[str, ...]:
-    """Return a name for each number of a record: of a category COLUMN=CATEGORY."""
+    """Return the name of each number of a record; for a category it is COLUMN=CATEGORY."""
     if dataset.names:
         return dataset.names
     if dataset.columns:

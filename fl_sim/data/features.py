@@ -1,7 +1,7 @@
-"""Public features in place of pixels, computed once for a data set's records and cached in a verified file.
+"""Public features in place of pixels: computed once for a data set's records and cached in a verified file.
 
-The cache is in $FL_SIM_FEATURES, else in the user's cache folder. The content of the records and the version of the
-transform name a file; a damaged file is made again.
+The cache is in $FL_SIM_FEATURES, or in the user's cache folder if that is not set. A file's name is made of the content
+of the records and the version of the transform. A damaged file is computed again.
 """
 
 import hashlib
@@ -23,33 +23,33 @@ from fl_sim.store.files import folder_lock, readable_os_errors, user_folder, wri
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
-"""The representation of inputs: pixels, the vectors of ``fl_sim.data.scattering``, or these after whitening."""
+"""The representation of inputs: pixels, scattering features (``fl_sim.data.scattering``), or whitened ones."""
 
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {"scattering": 1, "whitened-scattering": 1}
-"""Raise the version when a transform gives other numbers."""
+"""The version of each transform. Raise a version when its transform gives other numbers."""
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
 
 
 def features_root() -> Path:
-    """Return the folder of the cache: $FL_SIM_FEATURES, else in the user's cache folder."""
+    """Return the cache folder: $FL_SIM_FEATURES if it is set, else a folder in the user's cache folder."""
     return user_folder("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache", "features")
 
 
 def version_of(features: Features) -> str:
-    """Return a name for ``features`` that changes with their numbers; empty for "none"."""
+    """Return a name of the version of ``features``, which changes with their numbers; empty for "none"."""
     return "" if features == "none" else f"{features}-{_VERSION[features]}"
 
 
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
-    """Return ``dataset`` with vectors in place of images, (records, numbers), of norm 1 at most.
+    """Return ``dataset`` with feature vectors in place of images: (records, numbers), each of norm at most 1.
 
-    Training multiplies them by the root of their number (``std``), to a standard deviation of about 1. ``records``: a
-    digest of all records of ``dataset``. Raises UserError for records without features, RunError if the file cannot be
-    written.
+    In training, vectors are multiplied by the square root of their length (``std``), which gives a standard deviation
+    of about 1. ``records``: a digest of all records of ``dataset``. Raises UserError for records without features,
+    RunError if the file cannot be written.
     """
     if features == "none":
         return dataset
@@ -75,7 +75,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
 
 
 def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
-    """Return the features of training and test records from the cache, or compute and cache them."""
+    """Return the features of training and test records from the cache; compute and cache them if they are missing."""
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
     folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
     private = is_own(dataset.name)  # features of the user's own records are as private as these
@@ -103,7 +103,7 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
 
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
-    """Compute the features (n, numbers) of ``images`` (n, channels, height, width), without the cache."""
+    """Return the features, shape (n, numbers), of ``images`` (n, channels, height, width), without use of the cache."""
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
 
     vectors = features_of(images)
@@ -114,7 +114,7 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 
 
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
-    """Raise FileNotFoundError if there is no file, and ValueError or another error if it has changed."""
+    """Return the features in a cache file. Raises FileNotFoundError if it is missing, another error if it is wrong."""
     if not path.exists():
         raise FileNotFoundError(path)
     with safe_open(path, "np") as file:

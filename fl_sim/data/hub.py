@@ -1,6 +1,6 @@
-"""Data sets in the formats of Hugging Face's ``datasets``: a folder (save_to_disk, parquet, json), or a hub name.
+"""Data sets of Hugging Face's ``datasets``: a folder (save_to_disk, parquet, json), or a name on the hub.
 
-A column of images makes a data set of images; without one the columns are a table's (fl_sim.data.table).
+If a column holds images, the result is a data set of images. Otherwise the columns form a table (fl_sim.data.table).
 """
 
 import os
@@ -25,10 +25,10 @@ from fl_sim.types import Dataset, Examples
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the data set at ``path``, a folder or a name on the hub. Raises UserError for anything but a data set.
+    """Return the data set at ``path``, a folder or a name on the hub. Raises UserError for anything else.
 
-    Trains on the part ``data.train_part`` ("train"), and tests on ``data.test_part`` ("test", if there is one), or on
-    the share ``data.test`` of the former; the note lists the parts that are left out.
+    Training records are the part ``data.train_part`` ("train"). Test records are the part ``data.test_part`` ("test",
+    if there is one), or the share ``data.test`` of the training part. The note lists the parts that are left out.
     """
     library = _library()
     parts = _parts(library, own, path)
@@ -81,7 +81,7 @@ def _library() -> Any:
 
 
 def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
-    """Return {part: its records}. Nothing is fetched if FL_SIM_OFFLINE is set."""
+    """Return {part name: its records}. Nothing is downloaded if FL_SIM_OFFLINE is set."""
     is_offline = bool(os.environ.get("FL_SIM_OFFLINE"))
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -102,7 +102,10 @@ def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
 
 
 def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the training part and the test part, the latter empty if another setting defines the test records."""
+    """Return the names of training part and test part.
+
+    The name of the test part is empty if another setting defines the test records.
+    """
     train, test = own.option("train_part") or "train", own.option("test_part")
     if not test and "test" in parts and not own.option("test") and not own.option("split"):
         test = "test"
@@ -117,7 +120,7 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _table(where: str, part: Any, first: Any) -> TableReader:
-    """Return ``part`` with class codes of ``first``, the training part: classes are matched by name."""
+    """Return ``part`` as a table with the class codes of ``first``, the training part; classes are matched by name."""
     arrow = pyarrow()
     schema = part.features.arrow_schema.remove_metadata()
     for place, name in enumerate(schema.names):
@@ -138,7 +141,10 @@ def _batches(where: str, part: Any, first: Any, columns: Sequence[str]) -> Itera
 
 
 def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
-    """Return the class codes of the training part, -1 for no class; class names if that part has no codes."""
+    """Return a column's class codes as in the training part ``first``, -1 for no class.
+
+    If the training part has no class codes, the class names are returned.
+    """
     arrow = pyarrow()
     compute, kinds = arrow.compute, arrow.types
     own, others = _names_in(part, name), _names_in(first, name)
@@ -163,13 +169,16 @@ def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
 
 
 def _names_in(part: Any, name: str) -> Sequence[str]:
-    """Return the class names of a column; empty if it has no classes."""
+    """Return the class names of a column; empty if the column has none."""
     names: Sequence[str] = getattr(part.features.get(name), "names", None) or ()
     return names
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the one column of a kind, or of several the one with the usual name; empty if there is none."""
+    """Return the name of the only column of type ``kind``; empty if there is none.
+
+    If there are several, the column called ``usual`` is returned; empty if none has this name.
+    """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""
 
@@ -223,7 +232,7 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the file's class names, if it has any. Raises UserError for records without a class."""
+    """Return the class names in the file, empty if there are none. Raises UserError for records without a class."""
     names = getattr(label, "names", None)
     if names and "-1" in classes:
         raise UserError(f"{where}: records of class -1 have no label; name parts that are labelled, by data.test_part")

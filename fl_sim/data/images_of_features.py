@@ -1,12 +1,12 @@
-"""Images for feature vectors: pixels are changed until their public features come close to the vectors.
+"""Images for feature vectors: the pixels of an image are changed until its public features are close to a vector.
 
-A synthetic record in a feature space (``features=scattering``) is a vector. As Mahendran and Vedaldi (2015) do it for
-networks, gradient descent on pixels finds an image with such features. Many images have nearly the same features, so
-three public priors are added. The search starts at the image that ridge regression predicts, fitted on made-up images
-(``made_images``). Its steps are those of pixels under pink noise's spectrum: coarse shapes come before fine ones. And
-images with a small total variation are preferred.
+A synthetic record in a feature space (``features=scattering``) is a vector. Gradient descent on pixels finds an image
+with similar features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so
+three public priors are added. First, the search starts at the image that ridge regression predicts; the regression is
+fitted on synthetic images (``made_images``). Second, its steps are scaled to the spectrum of pink noise, so that coarse
+shapes appear before fine ones. Third, images with a small total variation are preferred.
 
-The input is the vectors, the shape of the images and the public transform alone. If the vectors were released under
+The only inputs are the vectors, the shape of the images and the public transform. If the vectors were released under
 differential privacy, the images are post-processing of that release and cost nothing more.
 """
 
@@ -26,7 +26,7 @@ from fl_sim.data.scattering import Whitening, described, dimension_of, made_imag
 Shape = tuple[int, int, int]
 
 STEPS: Final = 150
-"""Steps of gradient descent for each image."""
+"""The number of gradient steps for each image."""
 
 _AT_A_TIME: Final = 20  # images
 _RATE: Final = 0.1  # of Adam at the start; it falls to zero as a cosine does
@@ -47,9 +47,10 @@ def images_of(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Return images (n, *shape) with ``features`` near ``vectors`` (n, numbers), and their distances (n,).
 
-    Distances are between a vector and the features of its image, in units of the vector's length. ``shape``: channels,
-    height and width. ``tell``: a callback for the finished share of the work. The same vectors have the same images
-    each time. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` cannot be theirs.
+    A distance is that between a vector and the features of its image, divided by the length of the vector. ``shape``:
+    channels, height and width. ``tell``: a callback that receives the finished share of the work. The same vectors
+    always give the same images. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` do
+    not have their form.
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(
@@ -79,7 +80,7 @@ def images_of(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread of torch: sums then have the same bits everywhere."""
+    """Limit torch to one thread in this block, so that the bits of sums do not depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,9 +91,9 @@ def _one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def _regression(shape: Shape, features: Features) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from features to images (n, *shape) of mean 0 and deviation 1, fitted on made-up images.
+    """Return a function from features to images (n, *shape) of mean 0 and deviation 1, fitted on synthetic images.
 
-    Features hardly depend on brightness and contrast, so these images have mean 0 and deviation 1, too.
+    The fitted images have mean 0 and deviation 1, because features hardly depend on brightness and contrast.
     """
     made = made_images(shape, _MADE, _SEED)
     inputs, images = (torch.from_numpy(one).double() for one in (vectors_of(made, features), made.astype(np.float64)))
@@ -119,9 +120,9 @@ def _standardised(images: torch.Tensor) -> torch.Tensor:
 def _descended(
     targets: torch.Tensor, start: torch.Tensor, whitening: Whitening | None, tell: Callable[[float], None]
 ) -> torch.Tensor:
-    """Return images in [0, 1] with features near ``targets``, by Adam from ``start``, of mean 0 and deviation 1.
+    """Return images in [0, 1] with features near ``targets``, found by Adam from the images ``start``.
 
-    Adam changes white noise, which ``image`` turns into an image.
+    ``start`` has mean 0 and deviation 1. Adam changes white noise, which the function ``image`` turns into an image.
     """
     channels, height, width = start.shape[1:]
     spectrum, mixture = _pink(height, width), _mixture(channels)
@@ -153,7 +154,7 @@ def _descended(
 
 
 def _pink(height: int, width: int) -> torch.Tensor:
-    """Return an amplitude for each frequency of ``rfft2``: falling as 1/f, with a mean square of 1."""
+    """Return the amplitude of each frequency of ``rfft2``: it falls as 1/f and has a mean square of 1."""
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
     frequencies[0, 0] = 1 / max(height, width)
     amplitudes = 1 / frequencies
@@ -161,9 +162,9 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return the mixture of channels, (channels, channels): most variance is the brightness that all share.
+    """Return the matrix that mixes channels, (channels, channels): most variance is brightness shared by all channels.
 
-    It is symmetric; its square is the covariance of channels with one brightness and small own parts.
+    The matrix is symmetric. Its square is the covariance of channels with one common brightness and small own parts.
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

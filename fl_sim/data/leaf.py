@@ -1,6 +1,6 @@
-"""LEAF's JSON (Caldas et al. 2018): folders train and test, each file with users, num_samples and user_data.
+"""Data sets in LEAF's JSON (Caldas et al. 2018): folders train and test, files with users, num_samples and user_data.
 
-Files are read one after another. Each user's records are a group, in both parts.
+Files are read one after another. The records of each user form a group, in both parts.
 """
 
 import json
@@ -33,7 +33,7 @@ from fl_sim.own_code import in_one_line
 from fl_sim.types import Dataset, Examples
 
 FEMNIST_SIDE: Final = 28
-"""FEMNIST's images are rows of 28 x 28 numbers from 0 (black) to 1."""
+"""FEMNIST's images have 28 x 28 pixels; each is a list of numbers from 0 (black) to 1."""
 
 _BY_USER: Final = "each user is a client, the same one in train and test where names are equal"
 _IMAGES_READ_OFF: Final = ("that all numbers of a record lie from 0 to 1, so that records are images",)
@@ -42,7 +42,7 @@ _SWELL: Final = 12  # the bytes of a file's Python objects, in those of the file
 
 @dataclass(frozen=True)
 class _User:
-    """One user's records: inputs (records, numbers), bytes for FEMNIST's images, and labels (records,)."""
+    """One user's records: inputs (records, numbers), as bytes for FEMNIST's images, and labels (records,)."""
 
     name: str
     file: Path
@@ -52,12 +52,12 @@ class _User:
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the records below ``path``. Raises UserError, with file and user, for anything but LEAF's JSON.
+    """Return the data set below ``path``. Raises UserError, with file and user, for anything but LEAF's JSON.
 
-    Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows of numbers stay as they are, and
-    classes are the labels in the files, or those of ``data.classes``, by size. Texts with one character as their label
-    are Shakespeare's: sequences of tokens, and every character of the alphabet is a class (LEAF's, or
-    ``data.alphabet``).
+    Rows of 784 numbers from 0 to 1 are FEMNIST's images and become bytes. Other rows of numbers are unchanged. Classes
+    are the labels in the files, or those of ``data.classes``, in numerical order. Texts whose labels are single
+    characters are Shakespeare's: they become sequences of tokens, and every character of the alphabet is a class
+    (LEAF's, or ``data.alphabet``).
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]
@@ -110,7 +110,7 @@ def _padded(user: _User, length: int) -> _User:
 
 
 def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
-    """Return the labels of ``data.classes``, by size. Raises UserError unless they are whole numbers."""
+    """Return the labels of ``data.classes`` in numerical order. Raises UserError unless they are whole numbers."""
     listed = listed_classes(own)
     if listed and is_text:
         raise UserError("data.classes: of texts every character of LEAF's alphabet is a class; leave data.classes out")
@@ -122,7 +122,7 @@ def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
 
 
 def _users(folder: Path, alphabet: str) -> list[_User]:
-    """Read the users with records from all files of ``folder``, with one file's objects in memory at a time."""
+    """Return the users with records from all files of ``folder``; only one file's objects are in memory at a time."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         raise UserError(f"{folder} holds no *.json; wanted are LEAF's folders {folder.parent}/train and test")
@@ -153,7 +153,7 @@ def _users(folder: Path, alphabet: str) -> list[_User]:
 
 def _content(file: Path) -> Mapping[str, Any]:
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Raise UserError for an object with a key twice, of which JSON would drop the first."""
+        """Raise UserError for a JSON object with a repeated key, of which Python would drop the first value."""
         found = dict(pairs)
         if len(found) < len(pairs):
             key = Counter(key for key, _ in pairs).most_common(1)[0][0]

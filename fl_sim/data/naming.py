@@ -1,9 +1,9 @@
-"""Names of data sets: the public ones, with what is published of each, and the user's own, ``KIND:PLACE`` and settings.
+"""Names of data sets: public sets with their published facts, and the user's own, ``KIND:PLACE`` and settings.
 
-Published of a public set: its files in torchvision's layout, its sizes, its constants. The name of the user's own
-records contains the settings of reading: ``csv:patients.csv:label=outcome:client=hospital`` in one line, or in a file
-of settings the table ``{kind = "csv", place = "patients.csv", label = "outcome", client = "hospital"}``, which is
-stored as that line: the name alone defines a data set.
+The published facts of a public set are its files in torchvision's layout, its sizes and its constants. The name of the
+user's own records contains the settings with which they are read: ``csv:patients.csv:label=outcome:client=hospital`` in
+one line. In a file of settings it may be the table ``{kind = "csv", place = "patients.csv", label = "outcome", client =
+"hospital"}``, which is stored as that line. Thus the name alone defines a data set.
 """
 
 import hashlib
@@ -40,17 +40,17 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "medmnist": ("classes", "val"),
     "hf": (*(key for key in _TABLE if key != "test_file"), *_HF),
 }
-"""{kind: its settings}"""
+"""{kind of data: the names of its settings}"""
 
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
-"""{kind: its sort of place}, if that is not a file"""
+"""{kind of data: the noun for its location in messages}, for kinds whose location is not a file"""
 
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
-"""The forms of such names, for messages."""
+"""The forms of names of the user's own data, for messages."""
 
 _LISTS: Final = frozenset({"classes", "drop", "text"})
 _TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+", "fill": ""}
-"""{a setting for each column: the separator of its values, empty if it takes one}"""
+"""{setting that is given per column: the separator of its values, empty if it has one value}"""
 
 _NEXT: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
@@ -63,7 +63,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "medmnist": "MedMNIST's npz files.",
     "hf": "What Hugging Face's datasets reads: a folder, or a name on its hub.",
 }
-"""{kind: its description}"""
+"""{kind of data: its description}"""
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "label": ("a column", "The column with the class, texts or whole numbers; left out: the one called label."),
@@ -92,7 +92,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "train_part": ("text", "The part that is trained on; left out: train."),
     "test_part": ("text", "The part that is tested on; left out: test, where there is one."),
 }  # fmt: skip
-"""{setting: (its form, its meaning)}; each is written ``data.SETTING``."""
+"""{setting: (form of its value, its meaning)}; users write a setting as ``data.SETTING``."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class KnownSet:
     """The public facts of a data set.
 
     ``files``: {path below the root: MD5 of the unpacked file, or None if torchvision has the MD5}. ``mean`` and
-    ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``
-    is empty if torchvision cannot download the set. ``merged``: for a set with the records of a finer one, the class
-    here of each class there.
+    ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``:
+    empty if torchvision cannot download the set. ``merged``: for a set with the records of a finer set, the class in
+    this set of each class of the finer set.
     """
 
     name: str
@@ -119,19 +119,19 @@ class KnownSet:
 
     @property
     def finer(self) -> str:
-        """The set with the same records in more classes, and the files of this one; empty for most."""
+        """The name of the data set with the same records and files, but more classes; empty for most data sets."""
         return FINER.get(self.name, "")
 
     @property
     def npz_names(self) -> tuple[str, ...]:
-        """The names of one npz file with the set; none for tables of numbers."""
+        """The accepted file names of an npz file with this data set; empty for tables of numbers."""
         if self.layout == "uci":
             return ()
         name = records_of(self.name)
         return tuple(dict.fromkeys((f"{name}.npz", f"{name.replace('-', '_')}.npz")))
 
     def in_torchvision(self) -> Any:
-        """Return torchvision's class of this set."""
+        """Return the class of this data set in torchvision."""
         from torchvision import datasets  # noqa: PLC0415 (seconds to import)
 
         return getattr(datasets, self.torchvision_class)
@@ -219,7 +219,7 @@ _TUNED_ON = {
 
 KNOWN: dict[str, KnownSet] = {known.name: known for known in _ALL}
 NAMES: tuple[str, ...] = (DIGITS, *KNOWN)
-"""The names that ``load`` takes, beside those of the user's own files (``own_name``)."""
+"""The names of public data sets that ``load`` accepts, besides names of the user's own files (``own_name``)."""
 
 
 OTHER_NAMES: Final[Mapping[str, str]] = {
@@ -228,13 +228,13 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("pathmnist", "bloodmnist", "dermamnist", "organamnist"), "medmnist:FILE"),
     **dict.fromkeys(("cifar", "cifar-10-batches-py"), "cifar10"),
 }
-"""{other names of data sets: what they are called here}"""
+"""{other name of a data set: its name in fl-sim}"""
 
 
 def tuned_on(data: str) -> str:
-    """Return a sentence on the settings of this project that were chosen on the training records of ``data``, if any.
+    """Return a sentence on the settings that this project chose on the training records of ``data``; empty if none.
 
-    An epsilon does not cover these choices: a choice is a release without a charge. It begins with a space.
+    An epsilon does not cover these choices: a choice is a release without a charge. The sentence begins with a space.
     """
     if (records := records_of(data)) not in _TUNED_ON:
         return ""
@@ -243,7 +243,10 @@ def tuned_on(data: str) -> str:
 
 @dataclass(frozen=True)
 class OwnName:
-    """A parsed name. ``options``: {setting: its values}; ``columns``: {setting: {column: its values}}."""
+    """A parsed name of the user's own data.
+
+    ``options``: {setting: its values}. ``columns``: {setting that is given per column: {column: its values}}.
+    """
 
     kind: OwnKind
     place: str
@@ -251,18 +254,18 @@ class OwnName:
     columns: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def option(self, key: str) -> str:
-        """Return the value of a setting, empty if it is not set."""
+        """Return the value of the setting ``key``; empty if it is not set."""
         return self.options[key][0] if key in self.options else ""
 
     def of_columns(self, key: str) -> Mapping[str, tuple[str, ...]]:
-        """Return {column: its values} of ``key``."""
+        """Return {column: values} of the per-column setting ``key``."""
         return self.columns.get(key, {})
 
 
 def own_name(name: str) -> OwnName | None:
-    """Parse ``name``; None if it is no name of the user's own files.
+    """Return the parsed ``name``; None if it is not a name of the user's own files.
 
-    Raises UserError for a setting that its kind does not have, or that is given twice.
+    Raises UserError for a setting that its kind of data does not have, or that is given twice.
     """
     head, _, rest = name.partition(":")
     kind = _kind(head)
@@ -289,7 +292,7 @@ def is_own(name: str) -> bool:
 
 
 def as_table(name: str) -> dict[str, Any]:
-    """Return ``name`` as a table. Raises UserError for a data set without settings."""
+    """Return ``name`` as a table of settings. Raises UserError for a data set without settings."""
     own = own_name(name)
     if own is None or not OPTIONS[own.kind]:
         having = ", ".join(f"{kind}:" for kind, options in OPTIONS.items() if options)
@@ -303,7 +306,7 @@ def as_table(name: str) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, Any]) -> str:
-    """Return the name for a table. Raises UserError unless it is one of the user's own files."""
+    """Return the name that a table of settings stands for. Raises UserError unless it is about the user's own files."""
     given, place = table.get("kind"), table.get("place")
     kind = _kind(given)
     if kind is None:
@@ -326,13 +329,13 @@ def from_table(table: Mapping[str, Any]) -> str:
 
 
 def without_settings(name: str) -> str:
-    """Return ``name`` without the settings behind its place."""
+    """Return ``name`` without its settings: only kind and location."""
     own = own_name(name)
     return name if own is None else f"{own.kind}:{own.place}"
 
 
 def short_label(name: str) -> str:
-    """Return ``name`` for the head of a table, with four letters of a digest in place of its settings."""
+    """Return ``name`` for the heading of a table, with four characters of a hash in place of its settings."""
     place = without_settings(name)
     return name if place == name else f"{place} [{hashlib.sha256(name.encode()).hexdigest()[:4]}]"
 
@@ -369,6 +372,6 @@ def _text(key: str, value: Any) -> str:
 
 
 def _quoted(text: str, between: str = "") -> str:
-    """Return ``text`` with the special characters of a name as %XX."""
+    """Return ``text`` with each character that has a meaning in names replaced by %XX."""
     special = "%:=" + between.strip(".")
     return "".join(f"%{ord(letter):02X}" if letter in special or letter < " " else letter for letter in text)

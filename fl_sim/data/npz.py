@@ -1,7 +1,7 @@
-"""Arrays in an npz file: copies of public sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
+"""Data sets in npz files: copies of public sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
 
-All are checked, and memory-mapped unless they are compressed. The arrays client_train (or groups) and client_test name
-the client of each record, by whole numbers or texts.
+All arrays are checked, and memory-mapped unless they are compressed. The arrays client_train (or groups) and
+client_test name the client of each record, by whole numbers or texts.
 """
 
 import math
@@ -37,7 +37,7 @@ from fl_sim.types import Dataset, Examples
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 
 CLIENTS: Final = ("client_train", "groups")
-"""Two names for the same array."""
+"""Two accepted names of the same array."""
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 _JPEG = ("jpeg_train", "jpeg_test")
@@ -48,12 +48,12 @@ _WORDS: Final = {
     **dict.fromkeys(("x", "data", "images", "features"), "x_train and x_test"),
     **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
 }
-"""{other names of arrays: their names here}"""
+"""{array name of other programs: array name here}"""
 _INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
 
 _LARGE: Final = 2**26
-"""Bytes: the headers of larger files are checked against one another before any array is read."""
+"""In bytes: in larger files, array headers are checked against one another before any array is read."""
 _MOST_PACKED: Final = 500  # the most bytes of such a compressed array, in those in the file
 
 MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
@@ -61,7 +61,7 @@ _USES: Final = ("leave", "train", "validate")
 
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
-    """Read the copy of a known data set in ``path``."""
+    """Return the known data set whose copy is the file ``path``."""
     arrays = read_arrays(path, REQUIRED, _OPTIONAL, others=True)
     train, test = with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     num_jpeg, total = sum(arrays[name].size for name in _JPEG if name in arrays), len(train) + len(test)
@@ -70,16 +70,17 @@ def read_known(path: Path, known: KnownSet) -> Dataset:
 
 
 def read_own(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
+    """Return the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
 
-    Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
-    0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
-    would be a statistic of the clients' private data. Optional arrays: ``client_train`` (or ``groups``), a whole number
-    or a text for each training record, its writer, hospital or device, for partition=natural; ``client_test``, the same
-    for test records, for clients' accuracies; ``x_val`` and ``y_val``, for ``evaluate.validation=given``;
-    ``vocabulary``, a number: inputs are then sequences of tokens, whole numbers below it, from 1, with zeros behind
-    shorter ones. Raises UserError for any other array, which may be misspelt. ``data.classes`` lists public classes;
-    ``data.values`` the two values of float images that become 0 and 255.
+    Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one per channel), or
+    by 0.5 and 0.5 without these arrays. Features are normalised by ``mean`` and ``std``, or not at all. These constants
+    are never computed from the training records: that would be a statistic of the clients' private data. Optional
+    arrays: ``client_train`` (or ``groups``), a whole number or a text that names each training record's writer,
+    hospital or device, for partition=natural; ``client_test``, the same for test records, for clients' accuracies;
+    ``x_val`` and ``y_val``, for ``evaluate.validation=given``; ``vocabulary``, a number: inputs are then sequences of
+    tokens, whole numbers from 1 to ``vocabulary`` - 1, and shorter sequences end in zeros. Raises UserError for any
+    other array, whose name may be misspelt. ``data.classes`` lists public classes; ``data.values`` the two values of
+    float images that become 0 and 255.
     """
     arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
     if values:
@@ -111,7 +112,10 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
-    """Read the arrays of a file. Raises UserError if it is damaged, lacks some or, unless ``others``, has more."""
+    """Return the arrays in a file. Raises UserError if it is damaged or lacks required arrays.
+
+    Unless ``others`` is True, further arrays raise UserError, too.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             found = [info.filename.removesuffix(".npy") for info in archive.infolist()]
@@ -132,7 +136,7 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
 
 
 def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Describe the assumptions about images of ``shape`` in a file, a line each."""
+    """Return the assumptions about images of ``shape`` in a file, as text lines."""
     _, height, width = shape[:3]
     if len(shape) == 3:
         return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
@@ -141,7 +145,7 @@ def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Return images channels first, or features as float32. Raises UserError for anything else."""
+    """Return uint8 images with channels first, or float32 features. Raises UserError for anything else."""
     if array.dtype == np.uint8 and array.ndim == 3:
         return array.astype(np.uint8, copy=False)[:, np.newaxis]
     if array.dtype == np.uint8 and array.ndim == 4:
@@ -178,7 +182,7 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Return both parts with the client of each record, if the file has them."""
+    """Return both parts with the client of each record as groups, if the file names clients."""
     given = [name for name in CLIENTS if name in arrays]
 
     def clients(name: str, records: Examples) -> NDArray[np.generic]:
@@ -210,10 +214,11 @@ def with_clients(
 
 
 def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the images with one label each, normalised by 0.5 and 0.5 as MedMNIST's own programs do.
+    """Return MedMNIST's images with one label each, normalised by 0.5 and 0.5 as in MedMNIST's own programs.
 
-    ``data.val``: "leave" leaves the validation part out and notes it, "train" trains on it, too, "validate" is for
-    ``evaluate.validation=given``. Raises UserError for several labels an image, for volumes, and for other files.
+    ``data.val``: "leave" leaves the validation part out, which the note says; "train" adds it to the training records;
+    "validate" keeps it for ``evaluate.validation=given``. Raises UserError for several labels per image, for volumes,
+    and for other files.
     """
     use = own.option("val") or "leave"
     if use not in _USES:
@@ -236,7 +241,7 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _check_names(path: Path, found: list[str], required: Sequence[str], known: Sequence[str] | None) -> None:
-    """Raise UserError for an array that is there twice, missing or, if ``known`` are given, unknown."""
+    """Raise UserError if an array occurs twice, is missing or, if ``known`` is given, is not among the known ones."""
     name, count = Counter(found).most_common(1)[0] if found else ("", 0)
     if count > 1:
         raise UserError(
@@ -258,7 +263,10 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
 
 
 def _values(own: OwnName) -> tuple[float, float] | None:
-    """Return the values of images that become 0 and 255, None if they are bytes. Raises UserError unless LOW..HIGH."""
+    """Return the two values of images that become 0 and 255; None if images are bytes.
+
+    Raises UserError unless the setting ``data.values`` has the form LOW..HIGH.
+    """
     if not (given := own.option("values")):
         return None
     low, _, high = given.partition("..")
@@ -269,7 +277,7 @@ def _values(own: OwnName) -> tuple[float, float] | None:
 
 
 def _as_bytes(where: str, array: NDArray[np.generic], values: tuple[float, float]) -> NDArray[np.uint8]:
-    """Return images of numbers as bytes; those outside of ``values`` count as the nearer end."""
+    """Return images of numbers as bytes: ``values`` become 0 and 255, and numbers outside are clipped."""
     if array.dtype.kind not in "fiu" or array.dtype == np.uint8 or array.ndim not in {3, 4}:
         raise UserError(
             f"{where}: {array.dtype} {array.shape}: data.values is for images of numbers, (records, height, width[, "
@@ -285,7 +293,7 @@ def _as_bytes(where: str, array: NDArray[np.generic], values: tuple[float, float
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:
-    """Return the number of tokens, 0 if records are no sequences of tokens."""
+    """Return the vocabulary size (number of tokens); 0 if records are not sequences of tokens."""
     if "vocabulary" not in arrays:
         return 0
     given = arrays["vocabulary"]
@@ -299,7 +307,7 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
 
 
 def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
-    """Read an array's shape. Raises UserError unless the length of its member is right, and fits into memory."""
+    """Return the shape in an array's header. Raises UserError if its size in bytes is wrong or exceeds the memory."""
     where = f"{path}: {info.filename}"
     try:
         with archive.open(info) as file:
@@ -324,7 +332,7 @@ def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple
 
 
 def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise UserError for an array of the same few bytes over and over, a gigabyte in a megabyte."""
+    """Raise UserError for a suspiciously well compressed array, such as a gigabyte in a megabyte."""
     for info in members:
         if info.file_size > max(_LARGE, _MOST_PACKED * info.compress_size):
             raise UserError(
@@ -335,7 +343,7 @@ def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-    """Raise UserError for arrays that cannot belong together, before any array is read."""
+    """Raise UserError if the lengths of arrays do not match. The check precedes the reading of any array."""
     lengths = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
@@ -366,9 +374,9 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
-    """Map a stored member of bytes at its place in the zip; None if it cannot be mapped.
+    """Return a memory map of an uncompressed uint8 array inside the npz file; None if it cannot be mapped.
 
-    Wider types are read instead: a zip does not align its members, and torch takes no unaligned memory.
+    Arrays of wider types are read instead: a zip file does not align its members, and torch needs aligned memory.
     """
     with path.open("rb") as file:
         file.seek(info.header_offset)
@@ -404,7 +412,7 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
 
 
 def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return whole numbers as they are, and a number for each text."""
+    """Return whole numbers unchanged; for texts, return one number per different text."""
     if clients.dtype.kind != "U":
         return clients.astype(np.int64)
     numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)

@@ -1,7 +1,8 @@
-"""Images read by Pillow, as bytes of one size; nothing is scaled unless the settings ask for it.
+"""Image files, read by Pillow, as bytes of one size; nothing is scaled unless the settings ask for it.
 
-A folder of images is PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). With ``data.test`` it is
-PATH/train/CLASS/*.png or PATH/CLASS/*.png alone, and a share of every class is drawn for testing.
+A folder of images has the form PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). With
+``data.test`` it has the form PATH/train/CLASS/*.png or PATH/CLASS/*.png, and a share of every class is drawn for
+testing.
 """
 
 import re
@@ -44,16 +45,16 @@ _ORIENTATION: Final = 0x0112  # the tag of EXIF
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 Pixels: TypeAlias = tuple[NDArray[np.uint8], bool]
-"""One image, (height, width) or (height, width, 3), and True if it was turned upright by its EXIF orientation."""
+"""An image, (height, width) or (height, width, 3), and True if its EXIF orientation made a rotation necessary."""
 
 
 def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read a folder of images; classes are train's subfolders, numbered in the order of their names.
+    """Return the data set in a folder of images; classes are the subfolders of train, in the order of their names.
 
-    ``data.classes`` lists public classes, in another order. Grey images keep one channel unless any image has colour.
-    Normalised by 0.5 and 0.5, never by statistics of the training images: those are the clients' private data. Raises
-    UserError with the file that cannot be read, has another size than the first, or belongs to a class without
-    training images.
+    ``data.classes`` lists public classes, in another order. Images have one channel if all are grey, else three. They
+    are normalised by 0.5 and 0.5, never by statistics of the training images: those are the clients' private data.
+    Raises UserError for a file that cannot be read, that has another size than the first, or that belongs to a class
+    without training images.
     """
     settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
     root = _training_folder(path, test_part)
@@ -92,16 +93,17 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The form of images: ``size`` (width, height), None for their own; ``values``: those that become 0 and 255.
+    """The settings of images: ``size`` (width, height), None for the original size; and ``values``.
 
-    ``values`` is for images of more than 8 bits, None if none is expected.
+    ``values``: the two pixel values of images with more than 8 bits that become 0 and 255; None if no such image is
+    expected.
     """
 
     size: tuple[int, int] | None = None
     values: tuple[int, int] | None = None
 
     def described(self) -> str:
-        """Describe the changes to images; empty if there are none."""
+        """Return a description of the changes to images; empty if there are none."""
         size = f"images scaled to {self.size[0]}x{self.size[1]}" if self.size else ""
         values = f"values {self.values[0]}..{self.values[1]} of 16 bits became 0..255" if self.values else ""
         return "; ".join(filter(None, (size, values)))
@@ -113,7 +115,7 @@ class ImageSettings:
 
 
 def image_settings(own: OwnName) -> ImageSettings:
-    """Read the settings of images from a data set's name. Raises UserError for an invalid size or range."""
+    """Return the settings of images in a data set's name. Raises UserError for an invalid size or range."""
     size, values = own.option("size"), own.option("values")
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", size)
     if size and (found is None or max(map(int, found.groups())) > MOST_SIDE):
@@ -127,10 +129,10 @@ def image_settings(own: OwnName) -> ImageSettings:
 
 
 def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
-    """Decode an image file's ``content``. Raises UserError for images that are neither grey nor RGB.
+    """Return the pixels of an image file with this ``content``. Raises UserError unless it is grey or RGB.
 
-    Warnings of Pillow are about damage that it tolerates. It gets no path: Pillow 12 turns a TIFF file twice that it
-    maps into memory.
+    Pillow's warnings are suppressed: they are about damage that Pillow tolerates. Pillow gets no path, because Pillow
+    12 rotates a memory-mapped TIFF file twice.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 (only images need it)
 
@@ -164,10 +166,10 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
 def stack_images(
     opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """Stack ``count`` images as (records, channels, height, width), and describe the assumptions, a line each.
+    """Return ``count`` images as (records, channels, height, width), and the assumptions as text lines.
 
-    One channel unless any image has colour. ``opened``: (place, function that reads the image) of each. Raises
-    UserError if one has another size than the first, or all of them take too much memory.
+    There is one channel unless any image has colour. ``opened``: for each image its name for messages and a function
+    that reads it. Raises UserError if an image has another size than the first, or if all images take too much memory.
     """
     images: list[NDArray[np.uint8]] = []
     first, turned = "", 0
@@ -200,7 +202,10 @@ def stack_images(
 def _classes(
     path: Path, train: Mapping[str, Path], test: Mapping[str, Path], listed: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the classes in order. Raises UserError for a folder in test that is not in train, or not ``listed``."""
+    """Return the classes in order.
+
+    Raises UserError for a test folder without a training folder, or for a folder that ``listed``, if given, lacks.
+    """
     if listed:
         if {*train, *test} - {normalize("NFC", name) for name in listed}:
             raise unlisted(str(path))
@@ -214,7 +219,7 @@ def _classes(
 
 
 def _training_folder(path: Path, test_part: TestPart) -> Path:
-    """Return the folder with the training classes. Raises UserError for a test part that is set twice, or nowhere."""
+    """Return the folder of the training classes. Raises UserError unless exactly one setting defines the test part."""
     train, test = path / "train", path / "test"
     if test_part.share:
         if test.is_dir():
@@ -230,7 +235,7 @@ def _training_folder(path: Path, test_part: TestPart) -> Path:
 
 
 def _subfolders(split: Path) -> dict[str, Path]:
-    """Return {class: its folder} in order; names are in Unicode's composed form."""
+    """Return {class: its folder}, sorted by class; names are in Unicode's composed form (NFC)."""
     found = [entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     folders = {normalize("NFC", entry.name): entry for entry in found}
     if not found:
@@ -242,7 +247,7 @@ def _subfolders(split: Path) -> dict[str, Path]:
 
 
 def _files(split: Path, folders: Mapping[str, Path], classes: tuple[str, ...]) -> list[tuple[Path, int]]:
-    """Return (file, label) of every image in a part; a class may have no test images, and so no folder."""
+    """Return (file, label) of every image in a part. A class without test images may have no folder."""
     files = [
         (file, label)
         for label, name in enumerate(classes)
@@ -256,7 +261,7 @@ def _files(split: Path, folders: Mapping[str, Path], classes: tuple[str, ...]) -
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return all in ``folder`` that is not hidden, in order."""
+    """Return all entries of ``folder`` that are not hidden, sorted by name."""
     return sorted(file for file in folder.iterdir() if not file.name.startswith("."))
 
 
@@ -270,7 +275,7 @@ def _image(file: Path, settings: ImageSettings) -> Pixels:
 
 
 def _has_transparency(image: Any) -> bool:
-    """Return True if a pixel is transparent: by its own alpha, or by a colour that the file declares transparent."""
+    """Return True if a pixel is transparent, by its alpha value or by a colour that the file declares transparent."""
     if image.mode == "RGBA":
         alpha = image
     elif image.mode in _GREY | _COLOUR and "transparency" in image.info:

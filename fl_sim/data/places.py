@@ -1,4 +1,4 @@
-"""Places of data sets: the roots to search, the files found in them, and the download of missing ones."""
+"""Locations of data sets: the directories to search, the files found there, and the download of missing files."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _STALL_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Root:
-    """A directory to search, and who named it (``origin``)."""
+    """A directory to search, and the setting that named it (``origin``)."""
 
     path: Path
     origin: str
@@ -26,9 +26,10 @@ class Root:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set as found: the layout of its files, and the root, file or folder to read (None: embedded).
+    """A data set that was found: the layout of its files, and the path to read (None for embedded data).
 
-    Layout "own": a function of the user's own, called with the root, or None.
+    With the layout "own", the data set is a function of the user's own, and the path is its argument (a data root or
+    None).
     """
 
     layout: Layout | OwnKind
@@ -36,7 +37,7 @@ class DataSource:
 
 
 def roots(data_root: Path | None) -> tuple[Root, ...]:
-    """Return the directories to search, in order: the given one, $FL_SIM_DATA, the user's cache."""
+    """Return the directories to search, in order: ``data_root``, $FL_SIM_DATA, the user's cache."""
     named = os.environ.get("FL_SIM_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     found = [
@@ -51,9 +52,9 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
 
 
 def find(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Find ``name``; None if it is not on this machine.
+    """Return the location of the data set ``name``; None if it is not on this machine.
 
-    Raises UserError for a name that is none of ``NAMES``, no KIND:PLACE of the user's own files and no
+    Raises UserError for a name that is neither one of ``NAMES``, nor KIND:PLACE of the user's own files, nor
     package.module:function.
     """
     if name == DIGITS:
@@ -82,7 +83,7 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Find ``name``; None for a known set that must be downloaded first.
+    """Return the location of the data set ``name``; None for a known set that must be downloaded first.
 
     Raises UserError as ``find`` does, and for missing files of the user's own.
     """
@@ -93,7 +94,7 @@ def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def describe_missing(name: str, data_root: Path | None = None) -> str:
-    """Return a message with the files of ``name``, the places searched, and an alternative."""
+    """Return a message with the missing files of ``name``, the directories searched, and an alternative."""
     known = KNOWN.get(name)
     if known is None:
         own = own_name(name)
@@ -108,7 +109,7 @@ def describe_missing(name: str, data_root: Path | None = None) -> str:
 
 
 def wanted_files(name: str) -> str:
-    """Return the files below a root that make the known data set ``name``."""
+    """Return the files, relative to a root, that the known data set ``name`` consists of, as text."""
     known = KNOWN[name]
     folder, slash, _ = next(iter(known.files)).rpartition("/")
     files = ", ".join(file.removeprefix(folder + slash) for file in known.files)
@@ -119,7 +120,7 @@ def wanted_files(name: str) -> str:
 def download(known: KnownSet, data_root: Path | None) -> DataSource:
     """Download ``known`` with torchvision into the first writable root, unless FL_SIM_OFFLINE is set.
 
-    Raises UserError with the files, the places and the embedded alternative.
+    Returns the location. Raises UserError, with the files, the directories and the embedded alternative, on failure.
     """
     missing = describe_missing(known.name, data_root)
     if not known.torchvision_class:

@@ -1,16 +1,17 @@
-"""Readers of the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and two tables of UCI's.
+"""Readers of the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and two tables of UCI.
 
 The digits are embedded: scikit-learn's 1,797 real handwritten digits of 8x8 pixels (UCI, Alpaydin and Kaynak 1998).
-Their file is read from scikit-learn's folder, and split as ``sklearn.model_selection.train_test_split`` does it
-(stratified, random_state 0): to import scikit-learn would take longer than a short run. A test compares both. Idx files
-(LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN are in torchvision's
-layout.
+Their file is read from scikit-learn's folder, and split as by ``sklearn.model_selection.train_test_split`` (stratified,
+random_state 0). scikit-learn itself is not imported, because its import takes longer than a short run; a test compares
+both splits. Idx files (LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN
+are in torchvision's layout.
 
-Adult (Becker and Kohavi 1996): does a person earn over 50,000 dollars? Diabetes 130-US hospitals (Strack et al. 2014):
-is a patient in hospital again within 30 days? Categories and divisors are those of the published descriptions, none is
-computed from the records; an unlisted category ("?") is all zeros. The divisors are the top codes of the census form in
-Adult, and the largest values in the publication of Diabetes; the values that ``columns`` rounds to are round numbers up
-to these. Both were published, so they cost no epsilon: bounds computed from the records would be a release.
+Adult (Becker and Kohavi 1996) asks: does a person earn over 50,000 dollars? Diabetes 130-US hospitals (Strack et al.
+2014) asks: is a patient in hospital again within 30 days? Categories and divisors are those of the published
+descriptions, none is computed from the records. An unlisted category ("?") is all zeros. The divisors are the top codes
+of the census form in Adult, and the largest values in the publication of Diabetes. The values to which ``columns`` are
+rounded are round numbers up to the divisors. Both were published, so they cost no epsilon: bounds computed from the
+records would be a release.
 """
 
 import csv
@@ -34,7 +35,7 @@ from fl_sim.types import Column, Dataset, Examples
 
 _NUM_TRAIN, _NUM_TEST = 1437, 360
 _MEAN, _STD = (0.3054,), (0.3760,)
-"""Of the public training part, computed once, like those of the published sets."""
+"""Mean and standard deviation of the public training part, computed once, like the published ones of other sets."""
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -84,11 +85,11 @@ _ICD9 = (
     ("digestive", ((520, 580), (787, 788))), ("diabetes", ((250, 251),)), ("injury", ((800, 1000),)),
     ("musculoskeletal", ((710, 740),)), ("genitourinary", ((580, 630), (788, 789))), ("neoplasms", ((140, 240),)),
 )  # fmt: skip
-"""Groups of diagnoses by ICD-9 code (Strack et al. 2014, table 2); all others are one more."""
+"""Groups of diagnoses by ICD-9 code (Strack et al. 2014, table 2). All other codes form one more group."""
 
 
 def read_digits() -> Dataset:
-    """Read the digits: grey values 0..16 scaled to 0..255, a fixed stratified split of 1,437 and 360 records."""
+    """Return the digits: grey values 0..16 scaled to 0..255, with a fixed stratified split of 1,437 and 360 records."""
     found = importlib.util.find_spec("sklearn")
     folders = (found.submodule_search_locations or []) if found else []
     path = next((path for one in folders if (path := Path(one) / "datasets/data/digits.csv.gz").is_file()), None)
@@ -106,7 +107,7 @@ def read_digits() -> Dataset:
 
 
 def read_idx(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Read (training, test) records; images stay on disk until they are used."""
+    """Return (training, test) records of idx files; images stay on disk until they are used."""
     paths = [root / file for file in known.files]
     train, test = (
         Examples(_idx_mapped(images, 3)[:, np.newaxis], _idx_mapped(labels, 1).astype(np.int64))
@@ -116,10 +117,10 @@ def read_idx(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 
 
 def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Read (training, test) records of the pickled batches below ``root``.
+    """Return (training, test) records of CIFAR's pickled batches below ``root``.
 
-    Pickles can run code when they are read: torchvision compares each file's MD5 with the published one before it opens
-    any, and refuses a set with a file that differs.
+    A pickle can run code when it is read. Therefore torchvision compares the MD5 of each file with the published one
+    before it opens any file, and refuses a set with a file that differs.
     """
     cifar = known.in_torchvision()
     try:
@@ -134,13 +135,13 @@ def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 
 
 def read_svhn(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Read (training, test) records of the two .mat files (Netzer et al. 2011); label 10 there is the digit 0."""
+    """Return (training, test) records of SVHN's two .mat files (Netzer et al. 2011), where label 10 is the digit 0."""
     train, test = (_read_mat(root / file) for file in known.files)
     return train, test
 
 
 def read_uci(root: Path, known: KnownSet) -> Dataset:
-    """Read one of UCI's tables. Raises UserError for a file that does not fit its description."""
+    """Return a data set of UCI, Adult or Diabetes. Raises UserError for a file that does not fit its description."""
     is_adult = known.name == "adult"
     try:
         train, test = (_adult if is_adult else _diabetes)(root, known)
@@ -154,7 +155,7 @@ def read_uci(root: Path, known: KnownSet) -> Dataset:
 
 
 def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the training and the test part: the same share of every class, then shuffled."""
+    """Return the shuffled record indices of training part and test part, with the same share of every class."""
     coins = np.random.RandomState(0)
     held = np.bincount(labels)
     for_training = _shares(held, _NUM_TRAIN, coins)
@@ -166,7 +167,7 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` in proportion to ``held``; the rest after rounding goes to the largest remainders."""
+    """Divide ``total`` in proportion to ``held`` into whole numbers; largest remainders are rounded up."""
     exact = held / held.sum() * total
     whole = np.floor(exact)
     remainder, left = exact - whole, int(total - whole.sum())
@@ -181,7 +182,11 @@ def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -
 
 
 def _idx_mapped(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
-    """Map an idx file of bytes: 0, 0, 8, the number of dimensions, each as a big-endian uint32, then the data."""
+    """Return a memory map of an idx file of bytes.
+
+    The file starts with the bytes 0, 0, 8 and the number of dimensions; then each dimension as a big-endian uint32;
+    then the data.
+    """
     header_size = 4 + 4 * num_dimensions
     with path.open("rb") as file:
         header = file.read(header_size)
@@ -247,7 +252,10 @@ def _adult_record(row: Row) -> list[float]:
 
 
 def _adult_columns() -> tuple[Column, ...]:
-    """Return the columns in the order of a record: years and hours by fives, money by steps of about a half."""
+    """Return Adult's columns in the order of a record.
+
+    Years and hours are rounded to steps of 5, amounts of money to steps of about a half.
+    """
     money = (0.0, *(step / 25 for step in range(10, 26)))  # 100 to 100,000 dollars
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
     amounts = Column("capital-gain", money), Column("capital-loss", money)
@@ -255,7 +263,10 @@ def _adult_columns() -> tuple[Column, ...]:
 
 
 def _diabetes(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Split by patient, who may have come several times: a fixed fifth of the patients is the test part."""
+    """Return (training, test) records of Diabetes; a fixed fifth of the patients forms the test part.
+
+    The split is by patient, because a patient may have several records.
+    """
     path = root / next(iter(known.files))
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -274,7 +285,7 @@ def _diabetes_record(row: Row) -> list[float]:
 
 
 def _diabetes_columns() -> tuple[Column, ...]:
-    """Return the columns in the order of a record: small numbers one by one, large ones by up to 20 steps."""
+    """Return Diabetes' columns in the order of a record: small numbers in steps of 1, large ones in up to 20 steps."""
     values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
     numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})
     diagnoses = dict.fromkeys(("diag_1", "diag_2", "diag_3"), (*(name for name, _ in _ICD9), "other"))

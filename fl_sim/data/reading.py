@@ -1,4 +1,4 @@
-"""Data sets by name: loaded once per process, and again after their files have changed; verified; and their content.
+"""Data sets by name: loading (once per process, and again after file changes), verification, and content digests.
 
 Verification compares checksums, sizes, shapes and counts with the published ones. The user's own data set by import
 path, ``data=my_package.sets:hospitals``, is a function of the data root.
@@ -36,17 +36,17 @@ from fl_sim.types import Dataset, Examples, records_of
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
-"""Files of Hugging Face's library beside the records."""
+"""Files of Hugging Face's ``datasets`` that lie beside the records."""
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
-    """Return the data set ``name``, one of ``NAMES``, KIND:PLACE (fl_sim.data.naming) or package.module:function.
+    """Return the data set ``name``: one of ``NAMES``, KIND:PLACE (fl_sim.data.naming), or package.module:function.
 
-    Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
-    downloaded unless FL_SIM_OFFLINE is set. Read once per process, and again after its files have changed (a function
-    of the user's own is called once); images stay uint8, memory-mapped if the files allow. ``features``: the
-    representation of the inputs. Raises UserError for unknown names, missing or damaged files, anything but a
-    classification data set, and records without such features.
+    Files are searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order. A public set that is in none
+    of them is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files
+    have changed (a function of the user's own is called once). Images stay uint8, memory-mapped if the files allow it.
+    ``features``: the representation of the inputs. Raises UserError for unknown names, missing or damaged files,
+    anything but a classification data set, and records without such features.
     """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     stamps = _stamps(name, source)
@@ -55,13 +55,13 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
 
 
 def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -> str:
-    """Return a digest of the training and validation records of ``name`` and, ``with_test``, of its test records."""
+    """Return a digest of the training and validation records of ``name``; ``with_test`` includes its test records."""
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     return _fingerprint_once(name, source, _stamps(name, source), with_test)
 
 
 def read(name: str, source: DataSource) -> Dataset:
-    """Read the data set ``name`` at ``source``."""
+    """Return the data set ``name`` at the location ``source``."""
     path, own = source.path, own_name(name)
     if source.layout == "own":
         return _made(name, path)
@@ -74,7 +74,7 @@ def read(name: str, source: DataSource) -> Dataset:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a verification: the place of a data set, its problems, and a note."""
+    """The result of a verification: the location of a data set, the problems found, and a note."""
 
     name: str
     source: DataSource | None
@@ -83,15 +83,15 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """True if the set was found and has no problems."""
+        """True if the data set was found and has no problems."""
         return self.source is not None and not self.problems
 
 
 def verify(name: str, data_root: Path | None = None) -> Check:
-    """Read all of ``name`` and compare it with the published facts.
+    """Read all of the data set ``name`` and compare it with the published facts.
 
-    Official files: MD5; npz files: the zip's checksums (no MD5 is published for them); all: shapes, counts, labels.
-    Raises UserError for an unknown name.
+    Official files are compared by MD5, npz files by the checksums in the zip (no MD5 is published for them). Shapes,
+    counts and labels are always compared. Raises UserError for an unknown name.
     """
     source = find(name, data_root)
     if source is None:
@@ -108,8 +108,8 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 def content_of(name: str, data_root: Path | None) -> str:
     """Return a digest of the training records of ``name`` in their files, whatever the settings of reading.
 
-    Of tables and folders: of the whole file or folder. It reveals one record to anybody who knows all others: it is for
-    this machine alone, see ``sealed_content``. Raises UserError as ``load`` does.
+    For tables and folders it is a digest of the whole file or folder. The digest reveals one record to anybody who
+    knows all other records: it is for this machine alone, see ``sealed_content``. Raises UserError as ``load`` does.
     """
     name = records_of(name)
     own = own_name(name)
@@ -128,7 +128,7 @@ def content_of(name: str, data_root: Path | None) -> str:
 
 
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
-    """Return ``content_of`` the training records of ``name``, and of its test records."""
+    """Return two digests as ``content_of`` does: of the training records of ``name``, and of its test records."""
     own = own_name(records_of(name))
     if own is not None and "test_file" in own.options:
         return content_of(name, data_root), content_of(f"{own.kind}:{own.option('test_file')}", data_root)
@@ -139,10 +139,10 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
 
 
 def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
-    """Return ``content_of`` under a secret key of this machine, for results; empty if there is no key.
+    """Return a keyed hash of ``content_of`` with the secret key of this machine, for results; empty if there is no key.
 
-    The part before the colon identifies the key: contents under two keys cannot be compared. ``make_key``: as ``make``
-    of ``machine_key``, for a plan, which writes nothing.
+    The part before the colon identifies the key: hashes with two keys cannot be compared. ``make_key``: the argument
+    ``make`` of ``machine_key``; False for a plan, which writes nothing.
     """
     key = machine_key(make=make_key)
     if not key:
@@ -181,7 +181,7 @@ _READERS: Final[Mapping[OwnKind, Callable[[str, OwnName, Path], Dataset]]] = {
 }  # fmt: skip
 
 _Stamps: TypeAlias = tuple[tuple[str, int, int, int], ...]
-"""Path, size, time of the last change in nanoseconds and inode of every file of a data set."""
+"""Path, size in bytes, time of the last change in nanoseconds, and inode of every file of a data set."""
 
 
 @lru_cache(maxsize=2)
@@ -197,7 +197,7 @@ def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
 
 
 def _stamps(name: str, source: DataSource) -> _Stamps:
-    """Return the stamps of the files of ``name``; none if they are unknown or embedded."""
+    """Return path, size, time and inode of every file of ``name``; empty if files are unknown or embedded."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 
@@ -219,9 +219,9 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 
 
 def _made(name: str, data_root: Path | None) -> Dataset:
-    """Call the function at the import path ``name`` with ``data_root`` (or None), and check its data set.
+    """Return the data set that the function at the import path ``name`` returns for ``data_root`` (or None).
 
-    It must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError for anything else.
+    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError for anything else.
     """
     factory = load_object(name, "data set")
     if not callable(factory):
@@ -306,7 +306,7 @@ def _checksums(name: str, source: DataSource) -> list[str]:
 
 
 def _published(known: KnownSet) -> dict[str, str]:
-    """Return {file: MD5}."""
+    """Return {file: published MD5}."""
     if own := {file: md5 for file, md5 in known.files.items() if md5 is not None}:
         return own
     dataset = known.in_torchvision()
@@ -317,7 +317,7 @@ def _published(known: KnownSet) -> dict[str, str]:
 
 
 def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Path]:
-    """Return the files whose bytes are the content; none if the arrays in them are the content."""
+    """Return the files whose bytes are the content of ``name``; empty if the content is the arrays in the files."""
     if own is None:
         known = KNOWN.get(name)
         source = look_for(name, data_root) if known else None
@@ -335,7 +335,7 @@ def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Pa
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return a key that changes when a file is written again."""
+    """Return numbers that change when the file is written again; empty if the file is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -361,7 +361,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 
 @lru_cache(maxsize=8)
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
-    """Return the digest of the training inputs. ``signature``: a part of the key, of the file."""
+    """Return the digest of the training inputs. ``signature``: of the file; only a part of the cache key."""
     return _of_inputs(load(name, data_root).train.inputs)
 
 
@@ -370,7 +370,7 @@ def _of_inputs(inputs: NDArray[Any]) -> str:
 
 
 def _added(digests: Iterable[bytes]) -> bytes:
-    """Return the digest of a multiset of digests."""
+    """Return a digest of a multiset of digests; their order does not count."""
     total, count = 0, 0
     for digest in digests:
         total, count = total + int.from_bytes(digest), count + 1

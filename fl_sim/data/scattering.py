@@ -1,16 +1,17 @@
 """Wavelet scattering of images: a public representation that depends on no data set (Bruna and Mallat 2013).
 
-Two scales (J = 2), eight orientations, orders 0 to 2, with the Morlet wavelets and the Gaussian of Kymatio (Andreux et
-al. 2020). As Tramer and Boneh (2021, section 2.2) do it for private learning, every record's maps are normalised in 27
-groups, without other records. Random orthonormal directions, whose seed is public, then reduce the numbers.
+The transform has two scales (J = 2), eight orientations and orders 0 to 2, with the Morlet wavelets and the Gaussian of
+Kymatio (Andreux et al. 2020). Each record's maps are normalised in 27 groups, without other records, as in the private
+learning of Tramer and Boneh (2021, section 2.2). Projection on random orthonormal directions, whose seed is public,
+then reduces the number of features.
 
-Whitening depends on no data set either. Noise of a release is equal in all directions, so directions with little
-variance are lost first, although they separate classes as well as others do. Whitening makes all directions about as
-long. The covariance of the records would be private; that of made-up images is public, and close enough. These have the
-common statistics of photographs: pink noise, whose amplitude falls as a power of the frequency, and dead leaves, discs
-and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from such images (Baradad
-et al. 2021); here they only show the directions of large variance. Their seed is public: all processes make the same
-images.
+Whitening depends on no data set either. The noise of a release is equal in all directions, so directions with little
+variance are lost first, although they separate classes as well as others do. Whitening gives all directions about the
+same length. The covariance of the records would be private. That of synthetic images is public, and close enough. These
+images have the common statistics of photographs: pink noise, whose amplitude falls as a power of the frequency, and
+dead leaves, discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from
+such images (Baradad et al. 2021); here they only determine the directions of large variance. Their seed is public: all
+processes make the same images.
 """
 
 import math
@@ -27,11 +28,11 @@ from numpy.typing import NDArray
 from fl_sim.errors import UserError
 
 DIMENSION: Final = 1000
-"""The most features of a record."""
+"""The maximum number of features of a record."""
 
 ORIENTATIONS: Final = 8
 NUM_MAPS: Final = 1 + 2 * ORIENTATIONS + ORIENTATIONS**2
-"""Maps of one channel: the Gaussian's; those of 2 scales; those of the coarse wavelets on the fine ones' moduli."""
+"""The number of maps per channel: 1 of the Gaussian; 8 of each of 2 scales; 64 of coarse wavelets on fine moduli."""
 
 GROUPS: Final = 27
 
@@ -60,9 +61,9 @@ _LEAVES_AT_A_TIME: Final = 100
 
 
 def dimension_of(shape: tuple[int, ...]) -> int:
-    """Return the number of features of images of ``shape``, (channels, height, width).
+    """Return the number of features of an image of ``shape``, (channels, height, width).
 
-    Raises UserError for anything but images, and for images that are too small or too large.
+    Raises UserError for records that are not images, and for images that are too small or too large.
     """
     if len(shape) != 3:
         raise UserError(
@@ -78,10 +79,10 @@ def dimension_of(shape: tuple[int, ...]) -> int:
 
 
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the features of ``images`` (n, channels, height, width), (n, dimension_of(shape)), of norm 1 at most.
+    """Return the features (n, dimension_of(shape)), of norm at most 1, of ``images`` (n, channels, height, width).
 
-    Each record's features depend on that record alone: bytes / 255, ``described``, shortened to length 1 if longer.
-    Raises UserError as ``dimension_of`` does.
+    The features of a record depend on that record alone: its bytes / 255 are transformed by ``described``, and scaled
+    to length 1 if the result is longer. Raises UserError as ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
@@ -96,9 +97,10 @@ def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.f
 
 
 def described(images: torch.Tensor) -> torch.Tensor:
-    """Return the features of ``images`` (n, channels, height, width) in [0, 1] before they are shortened.
+    """Return the features of ``images`` (n, channels, height, width) in [0, 1], before the limit on their norm.
 
-    Scattered, normalised in groups, projected, and divided by the root of their number. Differentiable.
+    The steps are: scattering, normalisation in groups, projection, and division by the square root of the number of
+    features. The function is differentiable.
     """
     groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
     normal = torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
@@ -108,10 +110,10 @@ def described(images: torch.Tensor) -> torch.Tensor:
 
 
 def scattered(images: torch.Tensor) -> torch.Tensor:
-    """Return the scattering maps of ``images`` (n, channels, height, width), (n, 81 channels, positions, positions).
+    """Return the scattering maps of ``images`` (n, channels, height, width): (n, 81 channels, positions, positions).
 
-    A channel's maps: the images smoothed; the moduli of 8 fine and 8 coarse wavelets, smoothed; and, fine wavelet by
-    fine wavelet, the moduli of the 8 coarse wavelets on its modulus, smoothed.
+    Each channel has these maps, all smoothed: the image; the moduli of 8 fine and of 8 coarse wavelets; and, for each
+    fine wavelet, the moduli of 8 coarse wavelets applied to its modulus.
     """
     count, channels, height, width = images.shape
     padded = _padded(images.reshape(count * channels, height, width))
@@ -141,13 +143,16 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """The map of features (n, d) to (x - ``centre``) ``matrix``, shortened to length 1; both are float64."""
+    """A whitening: features x (n, d) become (x - ``centre``) ``matrix``, scaled to length 1 if they are longer.
+
+    ``centre`` and ``matrix`` are float64.
+    """
 
     centre: torch.Tensor
     matrix: torch.Tensor
 
     def of(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the whitened ``features`` (n, d), of norm 1 at most, record by record."""
+        """Return the whitened ``features`` (n, d), of norm at most 1; each record is computed alone."""
         whitened = np.empty_like(features)
 
         def fill(rows: slice) -> None:
@@ -159,7 +164,7 @@ class Whitening:
         return shortened  # rounding to float32 had left some longer than 1
 
     def applied(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the whitened ``features`` in float64, of norm 1 at most. Differentiable."""
+        """Return the whitened ``features`` as float64, of norm at most 1. The function is differentiable."""
         made = (features.double() - self.centre) @ self.matrix
         shortened: torch.Tensor = made / made.norm(dim=1, keepdim=True).clamp(min=1)
         return shortened
@@ -167,14 +172,14 @@ class Whitening:
 
 @lru_cache(maxsize=2)
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
-    """Return the whitening for the features of images of ``shape``, (channels, height, width): seconds to a minute."""
+    """Return the whitening for images of ``shape``, (channels, height, width). It takes seconds to a minute."""
     features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
     with ThreadPoolExecutor(1) as alone:  # a thread of its own: ``_whitening`` sets its number of threads
         return alone.submit(_whitening, features).result()
 
 
 def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[np.uint8]:
-    """Return ``number`` images of each of three sorts, (3 number, *shape)."""
+    """Return ``number`` synthetic images of each of three kinds: (3 number, *shape)."""
     coins = np.random.default_rng(seed)
     noise = [pink_noise(shape, number, exponent, coins) for exponent in _EXPONENTS]
     chunks = [min(_LEAVES_AT_A_TIME, number - start) for start in range(0, number, _LEAVES_AT_A_TIME)]
@@ -184,7 +189,7 @@ def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[
 def pink_noise(
     shape: tuple[int, int, int], number: int, exponent: float, coins: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Return ``number`` images with amplitude f to the minus ``exponent`` at frequency f."""
+    """Return ``number`` noise images in which the amplitude of a frequency f is f to the power of -``exponent``."""
     channels, height, width = shape
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width))
     frequencies[0, 0] = 1 / max(height, width)
@@ -198,7 +203,7 @@ def pink_noise(
 
 
 def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Generator) -> NDArray[np.uint8]:
-    """Return ``number`` images of leaves, the first on top; their radii r have a density of r^-3."""
+    """Return ``number`` images of random shapes (leaves) that cover one another; radii r have a density of r^-3."""
     channels, height, width = shape
     side, rows, columns = max(height, width), *np.mgrid[:height, :width]
     images, free = np.zeros((number, channels, height, width)), np.ones((number, height, width), dtype=bool)
@@ -219,7 +224,7 @@ def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Gener
 
 
 def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
-    """Call ``fill`` for batches of ``step`` rows in threads of their own, in each of which torch has one thread."""
+    """Call ``fill`` for batches of ``step`` rows in several threads; in each of them torch uses one thread."""
 
     def fill_alone(start: int) -> None:
         torch.set_num_threads(1)  # of the calling thread: the bits do not depend on the number of threads
@@ -231,7 +236,7 @@ def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
 
 
 def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.complex128]:
-    """Return a wave of frequency 3 pi / (4 scale) under an elliptic Gaussian, shifted to a sum of zero."""
+    """Return a Morlet wavelet: a wave of frequency 3 pi / (4 scale) under an elliptic Gaussian, with sum zero."""
     frequency = 3 / 4 * math.pi / scale * np.array([math.cos(angle), math.sin(angle)])
     wave, envelope = (_gabor(height, width, 0.8 * scale, angle, each) for each in (frequency, 0 * frequency))
     wave -= wave.sum() / envelope.sum() * envelope
@@ -241,7 +246,7 @@ def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.c
 def _gabor(
     height: int, width: int, sigma: float, angle: float, frequency: NDArray[np.float64]
 ) -> NDArray[np.complex128]:
-    """Return a wave under a Gaussian that is half as narrow across the wave as along it, on a torus."""
+    """Return a wave under a Gaussian on a torus; across the wave the Gaussian has twice the width as along it."""
     slant = 4 / ORIENTATIONS
     total = np.zeros((height, width), dtype=np.complex128)
     for down in range(-2, 3):
@@ -255,7 +260,7 @@ def _gabor(
 
 
 def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """Return the spectrum of every other pixel, down and across, of the filtered image: a sum over four aliases.
+    """Return the spectrum of a filtered image that is subsampled by 2 in both directions: a sum over four aliases.
 
     ``spectrum``: (..., 1, height, width); ``filters``: (8, height, width), real.
     """
@@ -269,13 +274,13 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(values: torch.Tensor) -> torch.Tensor:
-    """Return the quarters of (..., height, width), which subsampling adds up, as (..., 4, height / 2, width / 2)."""
+    """Return the four quarters of (..., height, width), which subsampling adds: (..., 4, height / 2, width / 2)."""
     down, across = values.shape[-2] // 2, values.shape[-1] // 2
     return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
 
 
 class _Modulus(torch.autograd.Function):
-    """The modulus of complex numbers. Its gradient at 0 is 0, not infinite as that of a square root."""
+    """The modulus of complex numbers. Its gradient at 0 is 0, while the gradient of a square root is infinite there."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -292,14 +297,18 @@ class _Modulus(torch.autograd.Function):
 
 
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
-    """Return ``maps``, on a padded grid of every ``spacing``-th pixel, under the Gaussian at the maps' positions."""
+    """Return ``maps``, a padded grid of every ``spacing``-th pixel, after Gaussian smoothing, at output positions."""
     down, across = (torch.from_numpy(_smoothing(side, spacing)) for side in (height, width))
     return down @ (maps @ across.T)
 
 
 @lru_cache(maxsize=16)
 def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
-    """Return (positions, padded side / spacing): a Gaussian of 1.6 pixels around the middle of every 4, averaged."""
+    """Return the smoothing matrix, (positions, padded side / spacing).
+
+    Each row is a Gaussian of 1.6 pixels around the middle of 4 pixels. If there are too many rows, neighbours are
+    averaged.
+    """
     padded = _padded_side(side)
     before = (padded - side) // 2
     places = np.arange(0, padded, spacing)
@@ -314,7 +323,7 @@ def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
 
 
 def _padded(images: torch.Tensor) -> torch.Tensor:
-    """Return ``images`` (n, height, width), mirrored at their edges."""
+    """Return ``images`` (n, height, width), padded by mirroring at their edges."""
     sides = []
     for side in reversed(images.shape[1:]):
         more = _padded_side(side) - side
@@ -331,9 +340,10 @@ def _positions(side: int) -> int:
 
 
 def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """Project ``vectors`` (n, coefficients) on ``size`` random orthonormal directions; unchanged if these are all.
+    """Return the projections of ``vectors`` (n, coefficients) on ``size`` random orthonormal directions.
 
-    Random signs, then a random part of the cosine transform.
+    The directions are a random part of the cosine transform after random changes of sign. If ``size`` is the number of
+    coefficients, ``vectors`` are returned unchanged.
     """
     coefficients = vectors.shape[1]
     if coefficients == size:
@@ -346,7 +356,7 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 
 
 class _Projected(torch.autograd.Function):
-    """``_projected`` of a tensor. It is linear: its gradient is its transpose, the inverse transform."""
+    """The function ``_projected`` for tensors with gradients. It is linear, so its gradient is the transposed map."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, size: int) -> torch.Tensor:
@@ -359,7 +369,7 @@ class _Projected(torch.autograd.Function):
 
 
 def _projected_back(vectors: NDArray[np.float32], coefficients: int) -> NDArray[np.float32]:
-    """Return the transpose of ``_projected``, of so many ``coefficients``."""
+    """Return the transposed map of ``_projected``, from projections to vectors with ``coefficients`` numbers."""
     count, size = vectors.shape
     if coefficients == size:
         return vectors
@@ -393,7 +403,7 @@ def _whitening(features: NDArray[np.float32]) -> Whitening:
 def _covered(
     down: NDArray[np.float64], right: NDArray[np.float64], radius: NDArray[np.float64], coins: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Return the mask of a leaf: half of the leaves are discs, half slabs of any angle and flatness."""
+    """Return the mask of one leaf per image: with probability 1/2 a disc, else a slab of random angle and flatness."""
     angle, flatness = coins.uniform(0, np.pi, radius.shape), coins.uniform(0.3, 1, radius.shape)
     along, across = np.cos(angle) * right + np.sin(angle) * down, np.cos(angle) * down - np.sin(angle) * right
     slab = (np.abs(along) < radius) & (np.abs(across) < flatness * radius)

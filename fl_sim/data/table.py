@@ -1,9 +1,9 @@
-"""Tables of the user's own: every column but label, client and split becomes numbers from public settings alone.
+"""Tables of the user's own: all columns except label, client and split become numbers by public settings alone.
 
-A column of numbers is taken as it is, or scaled by ``data.range.COLUMN=LOW..HIGH`` to 0..1; values outside count as the
-nearer end. A column of texts takes a feature for each category, at most one of which is 1. Means and deviations of
-the clients' records are taken only if ``data.scale=records`` asks for them. A note beside results, and a line for each
-column, describe what the table holds.
+A column of numbers is unchanged, or scaled by ``data.range.COLUMN=LOW..HIGH`` to 0..1, where values outside are
+clipped. A column of texts becomes one feature per category, at most one of which is 1. Means and deviations of the
+clients' records are used only if ``data.scale=records`` asks for them. A note beside results, and one line per column,
+describe the table.
 """
 
 import re
@@ -69,9 +69,10 @@ class TestPart:
         raise UserError(f"nothing says which records are for testing; set {options}")
 
     def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-        """Draw the test records among ``count``: a share of all, or of each client's if ``clients`` are known.
+        """Return the mask of the test records: a share of all, or of each client's records if ``clients`` are given.
 
-        Shares are rounded to whole records, at least one and never all; a client with one record trains on it.
+        ``count``: the number of records. Shares are rounded to whole records, at least one and never all. A client with
+        one record keeps it for training.
         """
 
         def size(records: int) -> int:
@@ -91,7 +92,7 @@ class TestPart:
         return chosen
 
     def described(self, column: str, *, by_client: bool) -> str:
-        """Describe the test part in words."""
+        """Return a description of the test part. ``column``: the name of the split column, if any."""
         if self.other:
             return f"tested on {self.other}"
         if column:
@@ -101,7 +102,7 @@ class TestPart:
 
 
 def test_part_by_setting(own: OwnName) -> TestPart:
-    """Read the rule for the test part from a data set's name. Raises UserError for an invalid share or seed."""
+    """Return the rule for the test part in a data set's name. Raises UserError for an invalid share or seed."""
     share, seed, file = (own.option(key) for key in ("test", "test_seed", "test_file"))
     if seed and not share:
         raise UserError("data.test_seed draws a share of the records for testing: set data.test, too, or leave it out")
@@ -115,10 +116,11 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """All facts before records are read; ``clients`` are in order. ``listed``: True if the user lists the classes.
+    """The plan of a table, made before its records are read.
 
-    ``filling``: the values of empty cells, in words. ``left_out``: {column: reason} of those whose
-    content is no feature.
+    ``clients``: in order. ``listed``: True if the user lists the classes. ``drops``: True if records with empty cells
+    are left out. ``filling``: a description of the values for empty cells. ``left_out``: {column: reason} of columns
+    whose content cannot be a feature.
     """
 
     tables: tuple[TableReader, ...]
@@ -140,7 +142,7 @@ class TablePlan:
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """The features that number the rows, as the index that a program has written."""
+        """The number columns that just count the rows, such as an index that a program has written."""
         if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
@@ -148,25 +150,25 @@ class TablePlan:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The features with another text in every row."""
+        """The category columns with a different text in every row."""
         rows = sum(self.survey.rows)
         categories = [one for one in self.features if one.categories and not one.is_given]
         return tuple(one.name for one in categories if len(one.categories) == rows >= columns.ROWS_TO_COUNT)
 
     @cached_property
     def unscaled(self) -> dict[str, None]:
-        """The columns of numbers without a range, in order."""
+        """The number columns without a range, in order."""
         return dict.fromkeys(one.name for one in self.features if not one.categories and one.bounds is None)
 
     @property
     def test_records(self) -> str:
-        """The test part in words."""
+        """A description of the test part."""
         return self.test_part.described(self.roles.split, by_client=bool(self.clients))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows in use: numbers, labels, clients (0 if there are none), and a mask of the test rows."""
+    """The rows of a table: numbers, labels, clients (0 if there are none), and a mask of the test rows."""
 
     inputs: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -175,7 +177,10 @@ class Rows:
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the table at ``path``. Raises UserError, with row and column, for anything but classification data."""
+    """Return the data set in the table at ``path``.
+
+    Raises UserError, with row and column, for anything but classification data.
+    """
     test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
     tables = [open_table(path, own.kind, delimiter)]
     if test_part.other:
@@ -184,7 +189,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part: TestPart) -> Dataset:
-    """Return the records of one table, or of a training and a test table."""
+    """Return the data set of one table, or of a training table and a test table."""
     scales = _choice(own, "scale", ("ranges", "records")) == "records"
     plan = planned(own, tables, roles_of(own, tables[0]), test_part)
     rows = rows_of(plan)
@@ -215,7 +220,10 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 
 
 def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part: TestPart) -> TablePlan:
-    """Survey the columns in ``roles``. Raises UserError for a table without classes, and for missing cells."""
+    """Return the plan of the tables after a pass over the columns in ``roles``.
+
+    Raises UserError for a table without classes, and for empty cells that no setting allows.
+    """
     where = tables[0].where
     test_part.check(has_column=bool(roles.split))
     for table in tables[1:]:
@@ -255,7 +263,7 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
 
 
 def rows_of(plan: TablePlan) -> Rows:
-    """Read all records. Raises UserError if they take too much memory, or numbers are too large."""
+    """Return all rows. Raises UserError if they take too much memory, or if numbers are too large."""
     count, width = sum(plan.survey.rows), sum(feature.width for feature in plan.features)
     if 2 * 4 * count * width > most_bytes():  # all records, and a second copy when they are split
         raise UserError(
@@ -286,7 +294,7 @@ def rows_of(plan: TablePlan) -> Rows:
 
 
 def _note(plan: TablePlan, *, scales: bool) -> str:
-    """Describe the table beside results: one line, however many columns there are, and no fact about records."""
+    """Return the note beside results: one line, whatever the number of columns, without facts about records."""
     ranged = [feature.name for feature in plan.features if feature.bounds is not None]
     categories = [f"{feature.name} ({feature.width})" for feature in plan.features if feature.categories]
     how = "scaled by the training records' mean and deviation" if scales else "numbers as they are, not scaled"
@@ -305,7 +313,7 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
 
 
 def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
-    """Return (column, its use) for each, in the order of the file's features."""
+    """Return (column, its use) for each column: label, client and split, then features in file order, then left out."""
     scaled = ", scaled by the mean and deviation of the training records" if scales else ""
     lines = [(plan.roles.label, f"label: {', '.join(plan.classes)}")]
     if plan.clients:
@@ -317,7 +325,7 @@ def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
 
 
 def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
-    """Describe the assumptions about the file, a line each."""
+    """Return the assumptions about the file, as text lines."""
     cells = "types of columns are those that the file declares"
     if own.kind == "csv":
         spelling = spelling_by(own.option("decimal"), own.option("thousands"))
@@ -335,7 +343,7 @@ def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
 
 
 def _read_off(plan: TablePlan) -> tuple[str, ...]:
-    """Return the facts that were read off the records, with the settings that make them public."""
+    """Return the facts that were read off the records, each with the setting that makes it public."""
     inferred = [feature.name for feature in plan.features if feature.categories and not feature.is_given]
     facts = list(read_off_classes(plan.listed))
     if inferred:
@@ -346,7 +354,7 @@ def _read_off(plan: TablePlan) -> tuple[str, ...]:
 
 
 def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
-    """Raise UserError for a column whose cells have another meaning in ``other`` than in ``first``."""
+    """Raise UserError if the cells of a column have different meanings in the tables ``first`` and ``other``."""
     kinds, others = (dict(zip(table.names, table.declared, strict=True)) for table in (first, other))
     for name in roles.columns:
         if others[name] in {"time", "other"} and others[name] != kinds[name]:
@@ -364,7 +372,7 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
 
 
 def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
-    """Write the tables into ``rows``, all zeros so far; return the mask of the rows to keep."""
+    """Write the tables into ``rows``, which are zeros before; return the mask of the rows to keep."""
     compute = pyarrow().compute
     kept, first = np.ones(len(rows.labels), dtype=bool), 0
     filled = {feature.name for feature in plan.features if feature.is_filled}
@@ -397,7 +405,7 @@ def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the place of each cell among ``values``, 0 for an empty cell (such a record is left out)."""
+    """Return the index of each cell in ``values``; 0 for an empty cell, whose record is left out."""
     found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
@@ -408,7 +416,7 @@ def _texts(values: tuple[str, ...]) -> Any:
 
 
 def _oddities(plan: TablePlan) -> list[str]:
-    """Describe what looks like a mistake in the file, and is read as it stands."""
+    """Return descriptions of likely mistakes in the file; the file is nevertheless read without a change."""
     found = [similar_spellings("classes", plan.classes), similar_spellings("clients", plan.clients, with_names=False)]
     found += [
         similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given
@@ -442,7 +450,7 @@ def _lacking(plan: TablePlan) -> str:
 
 
 def _filling(own: OwnName) -> str:
-    """Describe the values of empty cells, as the settings define them; empty if there are none."""
+    """Return a description of the values for empty cells by the settings; empty if no setting fills cells."""
     fixed = [f"{name} {value}" for name, (value,) in own.of_columns("fill").items()]
     middle = "the middle of a number's range, zeros for a category" if own.option("missing") == "middle" else ""
     said = "; ".join(filter(None, (_some(fixed), middle)))

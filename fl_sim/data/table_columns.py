@@ -1,6 +1,7 @@
 """The columns of a table: a survey of their cells, their roles (label, client, split, feature), and their encoding.
 
-The name of the data set sets the roles. Features become the numbers of a record by public settings, or as they are.
+The settings in the data set's name define the roles. Features become the numbers of a record by public settings, or
+unchanged.
 """
 
 import re
@@ -33,7 +34,7 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Column
 
 MOST_CATEGORIES: Final = 200
-"""A text column with more different texts holds names or remarks, not categories."""
+"""Maximum number of categories: a text column with more different texts holds names or free text."""
 
 MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
@@ -48,30 +49,31 @@ _MOST_NAMES: Final = 30  # of columns in a message
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 STEPS: Final = 20
-"""The steps of a number with a range, for generators that count; whole numbers with fewer values have one each."""
+"""The number of steps into which generators divide a range; whole numbers with fewer values have one step each."""
 
 
 @dataclass(frozen=True)
 class CellPlace:
-    """One cell of a table: its file, its row (from 1, below the names) and its value."""
+    """One cell of a table: its file, its row (from 1, below the header line) and its value."""
 
     file: str
     row: int
     value: str = ""
 
     def at(self, column: str) -> str:
-        """Return the place in words: file, row and column."""
+        """Return the place of this cell of ``column`` as text: file, row and column."""
         return f"{self.file}: row {self.row}, column {column!r}"
 
 
 @dataclass
 class ColumnContent:
-    """The content of a column so far.
+    """The content of one column, as far as it has been surveyed.
 
-    ``most``: the limit of different ``texts``; None in ``texts``: there are more. ``as_text``: its numbers are names.
-    ``missing``, ``number``, ``text``, ``infinite``: the first such cells. ``spelled``: texts that look like numbers in
-    another ``spelling``; ``word``: the first text that does not. ``fraction``: the first text that is a number with a
-    fraction. ``counts``: its numbers are those of the rows. ``are_dates``: all texts looked at are.
+    ``most``: the maximum number of different ``texts``; ``texts`` is None if there are more. ``as_text``: True if its
+    numbers are names. ``missing``, ``number``, ``text``, ``infinite``: the first cell of this sort. ``spelled``: texts
+    that look like numbers in another ``spelling``. ``word``: the first text that does not look like a number.
+    ``fraction``: the first text that is a number with a fraction. ``counts``: True if its numbers are the row numbers.
+    ``are_dates``: True if all texts so far are dates.
     """
 
     name: str
@@ -91,7 +93,7 @@ class ColumnContent:
     are_dates: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
-        """Survey the next cells, in the rows after ``rows_before`` of ``file``."""
+        """Add the next cells to the survey: those after the first ``rows_before`` rows of ``file``."""
         compute = pyarrow().compute
         present = cells.is_valid()
         self.missing = self.missing or _first(compute.invert(present), file, rows_before, cells)
@@ -138,14 +140,14 @@ class ColumnContent:
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of a pass over all rows: the row count of each file, and {column: its content}."""
+    """The result of a pass over all rows: the number of ``rows`` of each file, and {column: its content}."""
 
     rows: tuple[int, ...]
     columns: Mapping[str, ColumnContent]
 
 
 def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -> Survey:
-    """Survey all cells of ``columns`` in every file. Raises UserError for a file without rows."""
+    """Read all cells of ``columns`` in every file and return the survey. Raises UserError for a file without rows."""
     rows = []
     for file in files:
         found = 0
@@ -160,9 +162,9 @@ def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -
 
 
 def is_category(seen: ColumnContent) -> bool:
-    """Return True if a feature column holds categories, False for numbers.
+    """Return True if a feature column holds categories, False if it holds numbers.
 
-    Raises UserError with row and column if it holds neither, or both.
+    Raises UserError with row and column if it holds neither of them, or both.
     """
     name = seen.name
     if seen.declared in {"time", "other"}:
@@ -189,7 +191,7 @@ def is_category(seen: ColumnContent) -> bool:
 
 @dataclass(frozen=True)
 class Roles:
-    """Columns by role; ``client`` and ``split`` are empty if there is no such column."""
+    """The columns of each role; ``client`` and ``split`` are empty if there is no such column."""
 
     label: str
     client: str
@@ -198,14 +200,14 @@ class Roles:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns to read."""
+        """The names of all columns to read."""
         return (*filter(None, (self.label, self.client, self.split)), *self.features)
 
 
 def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) -> Roles:
-    """Return the roles of the columns of ``table``. Raises UserError for a missing column, or one with two roles.
+    """Return the roles of the columns of ``table``. Raises UserError for a missing column or a column with two roles.
 
-    Columns that are called label, client and split have these roles by default.
+    By default, columns called label, client and split have these roles.
     """
     label = own.option("label") or ("label" if "label" in table.names else "")
     if not label:
@@ -227,7 +229,7 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) ->
 
 
 def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
-    """Return the empty content of each column to survey."""
+    """Return {column: empty content} of the columns to survey."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
     texts = {*_listed(own, "text", table), *own.of_columns("category"), *most}
@@ -251,9 +253,9 @@ def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> 
 
 
 def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
-    """Return the classes in order: whole numbers by size, texts by the alphabet.
+    """Return the classes in order: whole numbers by size, texts in alphabetical order.
 
-    Raises UserError for numbers that are no classes.
+    Raises UserError for numbers with a fraction, and for too many different entries: these are not classes.
     """
     if seen.texts is None:
         raise UserError(
@@ -273,7 +275,10 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
 
 
 def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str]:
-    """Return {column: reason} of the columns of dates and of IDs, names or remarks, which no setting mentions."""
+    """Return {column: reason} of columns that are left out: dates, and texts with too many different values.
+
+    A column that a setting mentions is not left out.
+    """
     mentioned = {name for key in ("range", "category", "fill") for name in own.of_columns(key)}
     reasons = {}
     for name in names:
@@ -289,9 +294,9 @@ def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str
 
 
 def check_missing(found: Survey, names: Iterable[str], features: Sequence[str]) -> None:
-    """Raise UserError with the first row and all columns if cells of the columns ``names`` are empty.
+    """Raise UserError if a column in ``names`` has an empty cell; the message names the first and all such columns.
 
-    ``features``: the columns that settings can fill.
+    ``features``: the columns whose empty cells a setting can fill.
     """
     lacking = [(name, missing) for name in names if (missing := found.columns[name].missing)]
     if not lacking:
@@ -307,7 +312,7 @@ def check_missing(found: Survey, names: Iterable[str], features: Sequence[str]) 
 
 
 def check_split(seen: ColumnContent, where: str) -> None:
-    """Raise UserError unless all entries of a column are train or test."""
+    """Raise UserError unless every entry of the split column is train or test."""
     known = {"train", "test"}
     if seen.texts is None or (others := sorted({text.lower() for text in seen.texts} - known)):
         said = "more than ten entries" if seen.texts is None else ", ".join(map(shortened, others))
@@ -320,8 +325,9 @@ def check_split(seen: ColumnContent, where: str) -> None:
 class Feature:
     """A feature column: numbers, scaled by ``bounds`` if given, or ``categories``.
 
-    ``first``: the place of its first number in a record. ``is_given``: the settings list the categories.
-    ``fill``: the value of empty cells, if that is set; ``is_filled``: they have one, which for a category is all zeros.
+    ``first``: the position of its first number in a record. ``is_given``: True if the settings list the categories.
+    ``fill``: the value for empty cells, if a setting defines one. ``is_filled``: True if empty cells are allowed and
+    filled; for a category without ``fill`` they are all zeros.
     """
 
     name: str
@@ -335,21 +341,21 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """The count of its numbers in a record."""
+        """The number of numbers that this column has in a record."""
         return len(self.categories) or 1
 
     @property
     def is_public(self) -> bool:
-        """True if no part of its encoding comes from the records."""
+        """True if the encoding depends on settings alone, not on the records."""
         return self.is_given if self.categories else self.bounds is not None
 
     @property
     def names(self) -> list[str]:
-        """A name for each of its numbers."""
+        """The name of each number that this column has in a record."""
         return [f"{self.name}={category}" for category in self.categories] or [self.name]
 
     def described(self) -> str:
-        """Describe the encoding."""
+        """Return a description of the encoding."""
         if self.categories:
             given = " (as set; all others are zeros)" if self.is_given else ""
             return f"category: {', '.join(self.categories)}{given}"
@@ -358,7 +364,7 @@ class Feature:
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return its public facts."""
+        """Return the public facts of this column."""
         if self.categories:
             return Column(self.name, categories=len(self.categories))
         assert self.bounds is not None
@@ -368,7 +374,7 @@ class Feature:
         return Column(self.name, tuple(step / steps for step in range(steps + 1)))
 
     def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
-        """Encode ``cells`` into the ``rows`` of their records, which are zeros so far."""
+        """Write the encoded ``cells`` into the ``rows`` of their records, which are zeros before."""
         if self.categories:
             values = pyarrow().array(self.categories)
             texts = texts_of(cells) if self.fill is None else texts_of(cells).fill_null(self.fill)
@@ -386,7 +392,7 @@ class Feature:
 
 
 def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feature, ...]:
-    """Return the encodings of the columns ``names``. Raises UserError for settings that do not fit their content."""
+    """Return the encodings of the columns ``names``. Raises UserError if the settings do not fit a column's content."""
     ranges, given = own.of_columns("range"), own.of_columns("category")
     features: list[Feature] = []
     first = 0
@@ -425,7 +431,7 @@ def _fill_of(own: OwnName, name: str) -> str | None:
 
 
 def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | None) -> float:
-    """Return the number for empty cells: the one that is set, or the middle of the range."""
+    """Return the number for empty cells: the value ``fill`` of the setting, or the middle of the range."""
     if fill is not None:
         if (number := as_number(fill)) is None:
             raise UserError(f"data.fill.{name} = {fill!r}: the column {name!r} holds numbers; set a number")
@@ -439,7 +445,7 @@ def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | N
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Return True if ``numbers`` are those of the rows after ``rows_before``, counted from 0 or from 1."""
+    """Return True if ``numbers`` are the row numbers after ``rows_before`` rows, counted from 0 or from 1."""
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)
@@ -453,7 +459,7 @@ def _first(mask: Any, file: str, rows_before: int, cells: Any) -> CellPlace | No
 
 
 def _check_spelling(seen: ColumnContent) -> None:
-    """Raise UserError for texts that all look like numbers in another spelling."""
+    """Raise UserError if all texts of a column look like numbers in another spelling."""
     name = seen.name
     kept = f"or take all of the column as names by data.text={name}"
     if seen.text and not seen.word:
@@ -488,7 +494,7 @@ def _check_texts(seen: ColumnContent) -> None:
 
 
 def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tuple[str, ...]:
-    """Return the columns without another role that are not left out."""
+    """Return the feature columns: those that have no other role and are not dropped by a setting."""
     dropped = {*_listed(own, "drop", table)}
     for key in ("drop", "text"):
         for name in _listed(own, key, table):
@@ -507,7 +513,7 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tupl
 
 
 def _listed(own: OwnName, key: str, table: TableReader) -> list[str]:
-    """Return the columns that a setting lists; commas are between them, too, unless one belongs to a name."""
+    """Return the columns that the setting ``key`` lists. A comma also separates names, unless it is part of a name."""
     given = own.options.get(key, ())
     parts = [[name] if name in table.names else name.split(",") for name in given]
     return [name.strip() for some in parts for name in some]

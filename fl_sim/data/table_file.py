@@ -1,4 +1,4 @@
-"""A table in a csv or parquet file, read in batches with pyarrow, as often as wanted: it need not fit into memory."""
+"""A table in a csv or parquet file, read by pyarrow in batches, any number of times, so it need not fit into memory."""
 
 import json
 import math
@@ -16,26 +16,26 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
 
 Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
-"""The declared type of a column; empty in a csv file."""
+"""The type that a file declares for a column; empty for csv files."""
 
 DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 
 MISSING: Final = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "?")
-"""The texts of a cell without a value, beside ``nan``; spaces around a text do not count."""
+"""The texts that mean an empty cell, besides ``nan``; spaces around a text are ignored."""
 
 _NAN: Final = r"^(?i:[+-]?nan(\(.*\))?|[+-]?1\.#(qnan|snan|ind))$"
-"""Spellings of NaN in other programs."""
+"""The spellings of NaN that other programs write."""
 
 _BLOCK: Final = 2**24
-"""Bytes of a csv file per batch."""
+"""The size of a batch of a csv file, in bytes."""
 
 ROWS: Final = 2**16
-"""Rows of a parquet file per batch."""
+"""The number of rows in a batch of a parquet file."""
 
 DECIMALS: Final[Mapping[str, str]] = {"point": r"\.", "comma": ","}
 _SPACES: Final = " \u00a0\u202f\u2009"
 THOUSANDS: Final[Mapping[str, str]] = {"comma": ",", "point": r"\.", "space": f"[{_SPACES}]", "apostrophe": "['\u2019]"}
-"""{name of a sign in a setting: its pattern}"""
+"""{name of a thousands separator in settings: its regular expression}"""
 
 _EXPONENT: Final = r"(?:[eE][+-]?\d+)?"
 _CURRENCY: Final = r"(?:[$€£¥₹₩₽]|EUR|USD|GBP|CHF|JPY|CNY|INR|SEK|NOK|DKK|PLN)"
@@ -55,18 +55,18 @@ LIKE_A_NUMBER: Final = (
     rf"^(?:(?:[<>≤≥~≈]=?[{_SPACES}]?)?{_SIGN}(?:{_CURRENCY}[{_SPACES}]?)?{_SIGN}(?:{_ANY_NUMBER}){_EXPONENT}"
     rf"(?:[{_SPACES}]?{_CURRENCY}|{_UNIT})?-?|\((?:{_ANY_NUMBER})\))$"
 )
-"""Texts that people read as numbers, in any spelling: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
+"""Texts that a person would read as numbers, in any spelling: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
 
 _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 
 
 @dataclass(frozen=True)
 class TableReader:
-    """A table that can be read again and again.
+    """A table that can be read any number of times.
 
-    ``where``: its name in messages; ``written``: its columns as written; ``declared``: their types; ``rows``: a
-    function from columns, as written, to batches of their cells; ``codes``: {column: the names of its codes 0, 1 ...};
-    ``delimiter``: of a csv file, as a word.
+    ``where``: its name in messages. ``written``: its column names as in the file. ``declared``: the types of its
+    columns. ``rows``: a function from column names, as in the file, to batches of rows. ``codes``: {column: the names
+    of its codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a word.
     """
 
     where: str
@@ -78,11 +78,11 @@ class TableReader:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Its columns in order, without spaces around their names."""
+        """The names of its columns in order, without spaces around them."""
         return tuple(normalize("NFC", name).strip() for name in self.written)
 
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield {column: its next cells} as pyarrow's arrays: texts without spaces around them, None if missing.
+        """Yield {column: its next cells} as pyarrow arrays; texts have no spaces around them, None is an empty cell.
 
         Raises UserError if the file is damaged.
         """
@@ -98,9 +98,9 @@ class TableReader:
 
 
 def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
-    """Open the table in ``path``. Raises UserError if it cannot be read, or has two columns of one name.
+    """Return the table in ``path``. Raises UserError if it cannot be read, or if two columns have the same name.
 
-    ``delimiter``: of a csv file, as a word; empty: that of its first line.
+    ``delimiter``: the delimiter of a csv file, as a word; if empty, it is inferred from the first line.
     """
     delimiter = delimiter or (_delimiter_of(path) if kind == "csv" else "comma")
     if delimiter not in DELIMITERS:
@@ -140,9 +140,9 @@ def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
 
 
 def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableReader:
-    """Return a table with the columns of ``schema``; its types count if it ``is_typed``.
+    """Return a table with the columns of ``schema``; the types of the schema are used only if it ``is_typed``.
 
-    Raises UserError for two columns of one name.
+    Raises UserError if two columns have the same name.
     """
     declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
     table = TableReader(where, tuple(schema.names), declared, rows, _codes(schema))
@@ -159,7 +159,7 @@ def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_
 
 
 def pyarrow() -> Any:
-    """Import pyarrow and its submodules. Raises UserError if it is not installed."""
+    """Return the module pyarrow with its submodules. Raises UserError if it is not installed."""
     try:
         import pyarrow as pa  # noqa: PLC0415 (an extra, and slow to import)
         import pyarrow.compute  # noqa: PLC0415
@@ -175,21 +175,21 @@ def pyarrow() -> Any:
 
 @dataclass(frozen=True)
 class Spelling:
-    """The signs in numbers of a csv file: ``decimal`` and ``thousands`` (empty if there is none)."""
+    """The spelling of numbers in a csv file: ``decimal`` and ``thousands`` separator (empty if there is none)."""
 
     decimal: str = "point"
     thousands: str = ""
 
     @cached_property
     def pattern(self) -> str:
-        """The regular expression of a number."""
+        """The regular expression of a number in this spelling."""
         decimal = DECIMALS[self.decimal]
         grouped = rf"|[1-9]\d{{0,2}}(?:{THOUSANDS[self.thousands]}\d{{3}})+" if self.thousands else ""
         digits = rf"(?:(?:\d+{grouped})(?:{decimal}\d*)?|{decimal}\d+){_EXPONENT}"
         return rf"^(?:[+-]?{digits}|[+-]?(?i:inf|infinity))$"
 
     def numbers(self, cells: Any) -> Any:
-        """Return texts as float64, None for a text that is no number."""
+        """Return texts as float64; None for texts that are not numbers in this spelling."""
         arrow = pyarrow()
         compute = arrow.compute
         if self == Spelling():
@@ -205,23 +205,23 @@ class Spelling:
         return kept.cast(arrow.float64())
 
     def value(self, text: str) -> str:
-        """Return the number in ``text`` as a program writes it."""
+        """Return the number in ``text`` in the usual notation, with a decimal point."""
         plain = re.sub(THOUSANDS[self.thousands], "", text) if self.thousands else text
         return f"{float(plain.replace(',', '.') if self.decimal == 'comma' else plain):.15g}"
 
     def settings(self) -> str:
-        """Return the settings for this spelling."""
+        """Return the settings that select this spelling, as text."""
         decimal = f"data.decimal={self.decimal}" if self.decimal != "point" else ""
         thousands = f"data.thousands={self.thousands}" if self.thousands else ""
         return " ".join(filter(None, (decimal, thousands))) or "no data.decimal and no data.thousands"
 
     def described(self) -> str:
-        """Return the spelling in words."""
+        """Return a description of the spelling."""
         return f"numbers have a decimal {self.decimal}, and {self.thousands or 'no sign'} between thousands"
 
 
 def spelling_by(decimal: str, thousands: str) -> Spelling:
-    """Return the spelling by settings. Raises UserError for other signs, and for one sign with two meanings."""
+    """Return the spelling by settings. Raises UserError for unknown separators, or one separator with two meanings."""
     for key, given, valid in (("decimal", decimal, DECIMALS), ("thousands", thousands, THOUSANDS)):
         if given and given not in valid:
             meant = {",": " (did you mean 'comma'?)", ".": " (did you mean 'point'?)"}.get(given, guess(given, valid))
@@ -235,7 +235,7 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 
 
 def cure_of(texts: Iterable[str]) -> str:
-    """Return the cure for a csv file's ``texts`` that look like numbers: settings, or to write them anew."""
+    """Return the cure for ``texts`` of a csv file that look like numbers: settings, or a change of the file."""
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
     for decimal in DECIMALS:
@@ -253,12 +253,12 @@ def cure_of(texts: Iterable[str]) -> str:
 
 
 def one_spelling(text: str) -> str:
-    """Return ``text`` without ``.0`` behind a whole number, in Unicode's composed form."""
+    """Return ``text`` in Unicode's composed form (NFC), without ``.0`` after a whole number."""
     return re.sub(_WHOLE, r"\1", normalize("NFC", text))
 
 
 def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
-    """Describe the texts that differ in case, spaces and leading zeros alone; empty if there are none."""
+    """Return a description of texts that differ only in case, spaces or leading zeros; empty if there are none."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         bare = "".join(normalize("NFKC", text).casefold().split())
@@ -274,14 +274,14 @@ def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = Tru
 
 
 def as_numbers(cells: Any, spelling: Spelling | None = None) -> Any:
-    """Return ``cells`` as float64, None for a text that is no number; whole numbers beyond 2^53 lose digits."""
+    """Return ``cells`` as float64; None for texts that are not numbers. Whole numbers beyond 2^53 lose digits."""
     if are_texts(cells):
         return (spelling or Spelling()).numbers(cells)
     return cells.cast(pyarrow().float64(), safe=False)
 
 
 def as_number(text: str) -> float | None:
-    """Parse a finite number; None for any other text."""
+    """Return the finite number in ``text``; None for any other text."""
     try:
         number = float(text)
     except ValueError:
@@ -290,19 +290,22 @@ def as_number(text: str) -> float | None:
 
 
 def in_order(text: str) -> tuple[float, str]:
-    """Sort key of texts: whole numbers by size, before all others by the alphabet."""
+    """Return the sort key of a text: whole numbers come first, by size, then all other texts in alphabetical order."""
     return (float(text), text) if text.isascii() and text.isdigit() else (math.inf, text)
 
 
 def texts_of(cells: Any) -> Any:
-    """Return ``cells`` as texts; a whole number is written as such, whatever its type, and 1.0 in a text as 1."""
+    """Return ``cells`` as texts. A whole number has the same text whatever its type: 1.0 in a text becomes 1."""
     if not are_texts(cells):
         return cells.cast(pyarrow().string())
     return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
 
 
 def _delimiter_of(path: Path) -> str:
-    """Return the delimiter of a csv file by its first line: comma if there is one outside of quotes."""
+    """Return the delimiter of a csv file, from its first line: comma if the line has one outside of quotes.
+
+    Otherwise it is the most frequent of the other delimiters.
+    """
     try:
         with path.open("rb") as file:
             line = file.readline(_BLOCK).decode("utf-8-sig", errors="replace")
@@ -320,7 +323,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _codes(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return the class names that Hugging Face's ``datasets`` writes into a file: {column: names}."""
+    """Return {column: class names} from the metadata that Hugging Face's ``datasets`` writes into a file."""
     try:
         written = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {
@@ -366,5 +369,5 @@ def _cleaned(cells: Any) -> Any:
 
 
 def are_texts(cells: Any) -> bool:
-    """Return True if cells are texts."""
+    """Return True if ``cells`` is an array of texts."""
     return bool(pyarrow().types.is_string(cells.type))

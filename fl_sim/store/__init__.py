@@ -1,1 +1,1 @@
-"""What is kept on disk: files and their locks, tensors, run directories, checkpoints."""
+"""Storage on disk: files and their locks, tensors, run directories, checkpoints."""

@@ -1,7 +1,7 @@
-"""Files written whole or not at all, OS errors as messages with cures, and locks on folders.
+"""Atomic writing of files, messages with cures for errors of the operating system, and locks on folders.
 
-A lock is a file ``.lock`` in the folder that names its holder. The system releases it when the process ends, however it
-ends. Only its owner may read it, and no link to it is followed.
+A lock is a file ``.lock`` in the folder; it names the process that holds the lock. The system releases the lock when
+that process ends, for whatever reason. Only the owner may read the file, and no symbolic link to it is followed.
 """
 
 import errno
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from fl_sim.errors import RunError, UserError, in_a_line
 
 _PARTIAL: Final = re.compile(r"\..+\.(\d+)\.\d+\.part")
-"""The name of an unfinished file holds the numbers of its writer's process and thread."""
+"""The name of an unfinished file contains the process id and the thread id of its writer."""
 
 _CURES: Final = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -54,9 +54,9 @@ _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write a file so that a reader sees the old one or the whole new one, also after a power cut.
+    """Write a file atomically: a reader sees the old file or the whole new one, even after a power cut.
 
-    ``mode``: the permissions before the user's umask. Raises OSError that names ``path``.
+    ``mode``: the permissions before the user's umask is applied. Raises OSError that names ``path``.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -75,9 +75,9 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
-    """Append a line, whole or not at all, and wait until it is on the disk. Raises OSError that names ``path``.
+    """Append a whole line or nothing, and wait until it is on the disk. Raises OSError that names ``path``.
 
-    Only the first line creates the file: without the file a later line has lost the lines before it.
+    Only the first line may create the file: a file that is missing later has lost the lines before.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if is_first else 0)
     with path_in_errors(path):
@@ -96,10 +96,10 @@ def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
 
 
 def read_whole(path: Path, most: int = 2**40) -> bytes:
-    """Read a file that this program wrote, of at most ``most`` bytes.
+    """Return the content of a file that this program wrote, at most ``most`` bytes.
 
-    Raises UserError for a longer file and for anything but a plain file (a device has no end, a pipe no beginning), and
-    OSError, such as FileNotFoundError, that names it.
+    Raises UserError for a longer file and for anything but a regular file, such as a device or a pipe. Raises OSError,
+    such as FileNotFoundError, that names the file.
     """
     with path_in_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -111,23 +111,24 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
 
 
 def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path:
-    """Return the folder for ``name`` that outlives runs: the one that the environment variable ``variable`` names.
+    """Return the user's permanent folder for ``name``: the value of the environment variable ``variable``, if set.
 
-    Without it: the user's own folder below ``base_variable`` (such as XDG_CACHE_HOME) or else ``base``.
+    If it is not set, the folder is ``fl-sim/NAME`` below the value of ``base_variable`` (such as XDG_CACHE_HOME) or, if
+    that is not set either, below ``base``.
     """
     named, below = os.environ.get(variable), os.environ.get(base_variable) or base
     return (Path(named) if named else Path(below) / "fl-sim" / name).expanduser().absolute()
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at the file's position: the system may accept a part of it at a time."""
+    """Write all of ``content`` at the file's position, in several calls if the system accepts only a part at a time."""
     left = memoryview(content).cast("B")
     while left:
         left = left[file.write(left) :]
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the file names in ``folder`` are on the disk."""
+    """Wait until the directory entries (file names) of ``folder`` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -136,7 +137,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the unfinished files of dead writers from ``folder``."""
+    """Remove from ``folder`` the unfinished files whose writer process no longer runs."""
     for path in folder.glob(".*.part"):
         named = _PARTIAL.fullmatch(path.name)
         if named and not _is_alive(int(named[1])):
@@ -144,13 +145,13 @@ def remove_partial(folder: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Return True for a file that ``write_whole`` has not finished."""
+    """Return True if ``path`` is the temporary file of an unfinished ``write_whole``."""
     return _PARTIAL.fullmatch(path.name) is not None
 
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Name ``path`` in every OSError: the system names no file when a write fails."""
+    """Add ``path`` to every OSError in this block: the system names no file when a write fails."""
     try:
         yield
     except OSError as error:
@@ -159,7 +160,10 @@ def path_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def readable_os_errors(path: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a RunError with file, reason and cure. ``path``: the file in place of the system's."""
+    """Convert an OSError in this block into a RunError with file, reason and cure.
+
+    ``path``: the file that the message names in place of the system's file name.
+    """
     try:
         yield
     except OSError as error:
@@ -168,7 +172,7 @@ def readable_os_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def explain(error: OSError) -> str:
-    """Return one sentence with the file, the reason and the cure."""
+    """Return one sentence with the file, the reason and the cure of an OSError."""
     said = error.strerror or str(error) or type(error).__name__
     cure = _CURES.get(error.errno or 0)
     where = f"{error.filename}: " if error.filename is not None else ""
@@ -177,9 +181,10 @@ def explain(error: OSError) -> str:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` for this process; wait while another process has locked it.
+    """Lock ``folder`` for this process in this block; wait while another process has locked it.
 
-    After two seconds the holder is named on standard error. Raises RunError if the folder cannot be locked.
+    After two seconds of waiting, a message on standard error names the process that holds the lock. Raises RunError if
+    the folder cannot be locked.
     """
     with ExitStack() as stack:
         try:
@@ -193,9 +198,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock the run directory ``folder`` for this process.
+    """Lock the run directory ``folder`` for this process in this block, after a few tries at most.
 
-    Raises RunError, with number and start time of the other process, if another process has locked it.
+    Raises RunError if another process has locked it; the message names that process and its start time.
     """
     with ExitStack() as stack:
         try:
@@ -207,10 +212,10 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return True if the process that wrote the lock of ``folder`` still runs; nothing is locked or changed.
+    """Return True if the process that locked ``folder`` still runs; this function neither locks nor changes anything.
 
-    None if that process is on another machine, or this system does not tell. A process with the number of a dead one
-    started after the lock was written.
+    Returns None if that process is on another machine, or if this system cannot tell. The start time of the process is
+    compared with the time of the lock, because a new process may have the process id of a dead one.
     """
     try:
         said = json.loads(_content(folder / LOCK))
@@ -235,7 +240,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _began(pid: int) -> float:
-    """Return the start time of a process in seconds since 1970, infinity if there is no such process."""
+    """Return the start time of process ``pid`` in seconds since 1970; infinity if there is no such process."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         [started] = [line for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines() if "btime" in line]
@@ -246,7 +251,7 @@ def _began(pid: int) -> float:
 
 @contextmanager
 def _locked(folder: Path, timeout: float) -> Iterator[None]:
-    """Lock ``folder``. Raises Timeout if another process has locked it for ``timeout`` seconds."""
+    """Lock ``folder`` in this block. Raises Timeout if another process has locked it for ``timeout`` seconds."""
     path = folder / LOCK
     mine: list[os.stat_result] = []
 
@@ -286,7 +291,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 
 
 class _RemovedError(Exception):
-    """The last holder removed the file between opening and locking; on NFS it has another name then, not none."""
+    """The lock file was removed by its last holder between opening and locking; on NFS it was renamed instead."""
 
 
 def _is(path: Path, status: os.stat_result) -> bool:

@@ -1,7 +1,7 @@
-"""Private to the owner of a machine: the key under which digests are published, and the output of private runs.
+"""Private data of the machine's owner: the secret key for published digests, and the output of private runs.
 
 Warnings of libraries may quote numbers, and the user's code may print a record. A run's epsilon does not cover such
-output, so it goes to a file for the owner alone, not to the screen or to the log of a job.
+output, so the output goes to a file that only the owner can read, not to the screen or to the log of a job.
 """
 
 import hashlib
@@ -25,20 +25,21 @@ _FLEETING: Final = secrets.token_bytes(32)
 _KEYED = re.compile("keyed-([0-9a-f]{16})-([0-9a-f]{32})-[0-9a-f]{64}")
 
 MOST_CHARACTERS: Final = 2**20
-"""The limit of a private log."""
+"""The maximum number of characters in a private log."""
 
 
 def keyed(digest: str) -> str:
-    """Return ``digest`` under the key and a new salt: without the key nobody can test records against it.
+    """Return a keyed hash (HMAC) of ``digest`` with the machine's key and a new salt; empty if there is no key.
 
-    Nor compare two results. Empty if the key can be neither read nor made.
+    Without the key nobody can test whether given records have this digest, nor compare two results. There is no key if
+    the key file can be neither read nor created.
     """
     key = machine_key()
     return _under(key, secrets.token_hex(16), digest) if key else ""
 
 
 def matches(recorded: str, digest: str) -> bool | None:
-    """Return True if ``keyed`` made ``recorded`` of ``digest``; None if it used the key of another machine."""
+    """Return True if ``recorded`` is the keyed hash of ``digest``; None if it was made with another machine's key."""
     found, key = _KEYED.fullmatch(recorded), machine_key()
     if found is None or found[1] != _name(key):
         return None
@@ -46,9 +47,9 @@ def matches(recorded: str, digest: str) -> bool | None:
 
 
 def machine_key(*, make: bool = True) -> bytes:
-    """Return the machine's key, created if there is none; empty if it can be neither read nor created.
+    """Return the secret key of this machine, created if there is none; empty if it can be neither read nor created.
 
-    ``make`` False writes nothing: a key of this process takes the place of a missing one.
+    With ``make`` False nothing is written: a temporary key of this process replaces a missing one.
     """
     path = user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
     try:
@@ -70,14 +71,14 @@ def machine_key(*, make: bool = True) -> bytes:
 
 
 class PrivateLog(io.StringIO):
-    """A stream into the file at ``path``; the first text creates the file, for its owner alone."""
+    """A text stream that appends to the file at ``path``; the first write creates the file, for its owner only."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path, self._left = path, MOST_CHARACTERS
 
     def write(self, text: str, /) -> int:
-        """Append ``text``; text beyond the limit, or that cannot be written, is dropped without an error."""
+        """Append ``text``. Text beyond the limit, or text that cannot be written, is dropped without an error."""
         kept = text[: self._left]
         self._left -= len(kept)
         if kept:
@@ -89,7 +90,7 @@ class PrivateLog(io.StringIO):
 
 @contextmanager
 def warnings_to(stream: PrivateLog) -> Iterator[None]:
-    """Redirect warnings, and log records meant for the screen, to ``stream``."""
+    """Redirect warnings, and log records that would go to the screen, to ``stream`` in this block."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
@@ -119,7 +120,7 @@ def warnings_to(stream: PrivateLog) -> Iterator[None]:
 
 @contextmanager
 def prints_to(stream: PrivateLog) -> Iterator[None]:
-    """Redirect prints of all threads to ``stream``."""
+    """Redirect the standard output and standard error of all threads to ``stream`` in this block."""
     with redirect_stdout(stream), redirect_stderr(stream):
         yield
 
@@ -133,7 +134,7 @@ def _name(key: bytes) -> str:
 
 
 def _on_screen() -> Iterator[logging.Handler]:
-    """Yield the handlers of all loggers that write to the screen."""
+    """Yield the logging handlers, of all loggers, that write to the screen."""
     screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     known = logging.root.manager.loggerDict.values()
     loggers = [logging.root, *(one for one in known if isinstance(one, logging.Logger))]

@@ -1,8 +1,9 @@
-"""The run directory: its files, the order of writes, and reading after a crash.
+"""The run directory: its files, the order in which they are written, and how they are read after a crash.
 
-First ``config.toml``; after every round a line of ``rounds.jsonl``, then ``checkpoint.safetensors``; at the end
-``model.safetensors`` and ``result.json``, also of a run that failed or was interrupted. A checkpoint, the server state
-after a round, is whole or still the one before, and verified against the run when it is read.
+First ``config.toml`` is written. After every round a line is appended to ``rounds.jsonl``, then
+``checkpoint.safetensors`` is replaced. At the end ``model.safetensors`` and ``result.json`` are written, also for a run
+that failed or was interrupted. The checkpoint holds the server state after a round. It is replaced atomically, and
+verified against the run when it is read.
 """
 
 import hashlib
@@ -34,10 +35,10 @@ STUDENT = "student.safetensors"
 CLIENTS = "clients.csv"
 
 _LONGEST = 2**28
-"""The most bytes of a text file here: those of a million rounds."""
+"""The maximum size of a text file in a run directory, in bytes: enough for a million rounds."""
 
 _STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
-"""The durations that those of private runs are rounded up to: from 10 seconds to 1000 hours."""
+"""Durations in seconds, from 10 seconds to 1000 hours, to which durations of private runs are rounded up."""
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -46,14 +47,15 @@ CHECKPOINT = "checkpoint.safetensors"
 class RoundRecord:
     """One line of ``rounds.jsonl``.
 
-    ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
-    mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. Under privacy ``train_loss``, ``cohort``
-    and ``seconds`` may be secret, and then are None. With the test accuracy are measured: ``validation_accuracy`` and
-    ``validation_loss`` on validation records, if there are any; ``balanced_accuracy``, ``macro_f1`` and ``auc`` (of two
-    classes) on the test records; and the mean, deviation and worst tenth of client accuracies (None under privacy).
-    ``bytes_down`` and ``bytes_up``: of the arrays to and from all clients of the round (None if the cohort is secret).
-    With a virtual clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness``
-    of updates, in server steps. ``metrics``: the user's own, by name, in rounds that are tested.
+    ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the clients' mean.
+    ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. Under privacy ``train_loss``,
+    ``cohort`` and ``seconds`` may be secret, and are then None. These are measured in the same rounds as the test
+    accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
+    ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records; and mean, standard deviation
+    and worst tenth of the client accuracies (None under privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays
+    sent to and received from all clients of the round (None if the cohort is secret). With a virtual clock:
+    ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in server
+    steps. ``metrics``: the user's own metrics by name, in rounds with a test.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -84,7 +86,7 @@ class RoundRecord:
     metrics: Mapping[str, float] | None = field(default=None, hash=False)
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all numbers of the round by name, the user's own metrics among them."""
+        """Return all numbers of the round by name, including the user's own metrics."""
         said = asdict(self)
         own = said.pop("metrics") or {}
         return said | {name: value for name, value in own.items() if name not in ROUND_FIELDS}
@@ -106,7 +108,7 @@ _IDENTITY: Final = "# identity = "
 
 
 class Recorded(BaseModel):
-    """The identity of a run's records and code: a digest, and {module: digest}."""
+    """The identity of a run's user data: a digest of the ``records``, and {module: digest} of the user's ``code``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -115,14 +117,17 @@ class Recorded(BaseModel):
 
 
 def write_config(out: Path, settings: Mapping[str, Any], identity: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Write the resolved experiment, and in a comment the ``identity`` of the user's own records and code."""
+    """Write the full experiment to ``config.toml``.
+
+    The ``identity`` of the user's own records and code is written as a comment in the first line.
+    """
     write_whole(out / CONFIG, _config(settings, identity))
 
 
 def read_identity(out: Path) -> dict[str, Any]:
-    """Read the identity that ``write_config`` wrote; empty if the run has none, or comes from an older version.
+    """Return the identity that ``write_config`` wrote; empty if the run has none or an older version wrote the file.
 
-    Raises UserError if it is damaged.
+    Raises UserError if the identity is damaged.
     """
     first = read_whole(out / CONFIG, _LONGEST).partition(b"\n")[0].decode(errors="replace")
     if not first.startswith(_IDENTITY):
@@ -134,12 +139,12 @@ def read_identity(out: Path) -> dict[str, Any]:
 
 
 def chain_start(out: Path) -> str:
-    """Return the start of the hash chain of a run's rounds: the hash of its settings."""
+    """Return the first value of the hash chain over a run's rounds: the hash of the run's settings."""
     return hashlib.sha256(read_whole(out / CONFIG)).hexdigest()
 
 
 def run_name(out: Path) -> str:
-    """Return the random name of the run in ``out``: a resume keeps it, a new start draws another."""
+    """Return the random name of the run in ``out``: a resumed run keeps its name, a new run gets a new one."""
     path = out / STATE / "run"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -151,9 +156,9 @@ def run_name(out: Path) -> str:
 
 
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:
-    """Append a round to the log, wait until it is on the disk, and return the chain after it.
+    """Append a round to the log, wait until it is on the disk, and return the new value of the hash chain.
 
-    ``chain``: the hash over the settings and all rounds before; it detects a lost, foreign or changed line.
+    ``chain``: the hash over the settings and all rounds before. It detects a lost, foreign or changed line.
     """
     line = _line(record)
     append_line(out / ROUNDS, line, is_first=record.round == 1)
@@ -161,7 +166,7 @@ def append_round(out: Path, record: RoundRecord, chain: str) -> str:
 
 
 def read_rounds(out: Path) -> list[RoundRecord]:
-    """Read the log without a last line that a crash cut short.
+    """Return the rounds in the log, without a last line that a crash left incomplete.
 
     Raises UserError that names the first line that is not a round.
     """
@@ -179,14 +184,15 @@ def read_rounds(out: Path) -> list[RoundRecord]:
 
 
 def log_chain(out: Path) -> str:
-    """Return the chain after the last whole line of the log."""
+    """Return the value of the hash chain after the last complete line of the log."""
     return _linked(chain_start(out), _whole_lines(out))
 
 
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
-    """Return rounds 1 to ``last_round``, and remove from the log a round after them that a crash left uncheckpointed.
+    """Return rounds 1 to ``last_round``, and remove a later round, which has no checkpoint, from the log.
 
-    Raises UserError unless the log holds just these rounds, unchanged since ``chain`` was computed.
+    A crash can leave one such round. Raises UserError unless the log holds exactly these rounds, unchanged since
+    ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
@@ -207,9 +213,10 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
 def log_with_settings(
     out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]
 ) -> tuple[bytes, str]:
-    """Return the log of the first ``num_rounds`` rounds under other ``settings``, and its chain; nothing is written.
+    """Return (content, hash chain) of the log of the first ``num_rounds`` rounds under other ``settings``.
 
-    ``unmeasured``: the prefixes of MEASURED that such a run would not measure after its last round.
+    Nothing is written. ``unmeasured``: the prefixes in MEASURED of fields that a run with these settings would not
+    measure after its last round.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
@@ -220,7 +227,7 @@ def log_with_settings(
 
 
 def write_log(out: Path, content: bytes) -> None:
-    """Replace the log by ``content``."""
+    """Replace the content of the log by ``content``."""
     if _content(out) != content:
         write_whole(out / ROUNDS, content)
 
@@ -231,7 +238,7 @@ def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_model(out: Path) -> Params:
-    """Read the global model that ``write_model`` wrote. Raises UserError if it is damaged."""
+    """Return the global model that ``write_model`` wrote. Raises UserError if the file is damaged."""
     try:
         return load(read_whole(out / MODEL))
     except (SafetensorError, ValueError) as error:
@@ -239,12 +246,12 @@ def read_model(out: Path) -> Params:
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
-    """Write ``result.json``: its status "finished" marks a run as done."""
+    """Write ``result.json``. The status "finished" in it marks a run as finished."""
     write_text(out / RESULT, json.dumps(result, indent=2) + "\n")
 
 
 def read_result(out: Path) -> dict[str, Any] | None:
-    """Read a run's result; None if there is none, or it cannot be read."""
+    """Return the content of a run's ``result.json``; None if the file is missing or cannot be read."""
     try:
         result = json.loads(read_whole(out / RESULT, _LONGEST))
     except (OSError, ValueError, RecursionError):
@@ -264,9 +271,9 @@ def coarse(seconds: float) -> float:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, also at a power cut.
+    """Write a text file atomically, even at a power cut.
 
-    Half a character, as a damaged JSON file may hold, is written as its number.
+    An unpaired surrogate (half a character), which a damaged JSON file may contain, is written as an escape sequence.
     """
     write_whole(path, text.encode(errors="backslashreplace"))
 
@@ -277,8 +284,9 @@ class Progress:
 
     ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
     ``records``: a digest of the user's own training records, empty for public ones. ``versions``: {round: digest} of
-    the states before some rounds, in files of their own (``write_state``). ``counts_holders``: True if clients without
-    records do not count where an algorithm counts all clients. ``layers``: {layer: its own state, JSON values by name}.
+    the server states before some rounds, which are in separate files (``write_state``). ``counts_holders``: True if
+    only clients with records count where an algorithm counts all clients. ``layers``: {layer: its state as JSON values
+    by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -295,7 +303,7 @@ _PROGRESS = TypeAdapter(Progress)
 
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
-    """Write a server state to a file, whole or not at all; return the SHA-256 of its content."""
+    """Write a server state and the progress to a file atomically; return the SHA-256 of the file's content."""
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     later = ("versions", "counts_holders", "layers")  # fields that older versions do not have
@@ -307,7 +315,7 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
 
 
 def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState] | None:
-    """Read the progress of the run in ``out`` and the server state; None if there is no checkpoint.
+    """Return the progress of the run in ``out`` and its server state; None if there is no checkpoint.
 
     Raises UserError as ``read_state`` does.
     """
@@ -316,10 +324,11 @@ def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState
 
 
 def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progress, ServerState]:
-    """Read what ``write_state`` wrote; ``digest``: the one that it returned, empty if unknown.
+    """Return the progress and the server state in a file of ``write_state``.
 
-    ``like``: the initial state of the run's model and algorithm. Raises UserError for a damaged file, and for tensors
-    of other names, shapes or types: training would read foreign memory.
+    ``digest``: the SHA-256 that ``write_state`` returned, empty if unknown. ``like``: the initial state of the run's
+    model and algorithm. Raises UserError for a damaged file, and for tensors with other names, shapes or types than
+    ``like``: training would read foreign memory.
     """
     content = read_whole(path)
     try:
@@ -348,14 +357,14 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
 
 
 def metadata_in(content: bytes) -> dict[str, str]:
-    """Read the metadata in the content of a safetensors file."""
+    """Return the metadata in the content of a safetensors file."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     said: dict[str, str] = header["__metadata__"]
     return said
 
 
 def digest_of(facts: str, named: Params) -> str:
-    """Return the SHA-256 of facts and of tensors in their order: names, types, shapes and bytes."""
+    """Return the SHA-256 of metadata and of tensors, in their order: names, types, shapes and bytes."""
     digest = hashlib.sha256(facts.encode())
     for name, value in named.items():
         digest.update(f"\n{name} {_kind(value)}\n".encode())
@@ -389,7 +398,7 @@ def _linked(chain: str, lines: Iterable[bytes]) -> str:
 
 
 def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the state with its name: part of the state, group, own name."""
+    """Yield (name, tensor) for every tensor of the state; a name consists of part of the state, group and own name."""
     parts: dict[str, Mapping[str, Params]] = {
         "params": {"": server.params}, "broadcast": server.broadcast, "memory": server.memory,
         "layers": {"": server.layers},
@@ -401,7 +410,7 @@ def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_fit(path: Path, found: Params, wanted: Params) -> None:
-    """Raise UserError unless tensors and their order are those of the run's model and algorithm."""
+    """Raise UserError if the tensors or their order differ from those of the run's model and algorithm."""
     way_on = (
         "the code of the model or of the algorithm has changed since; put that back, or delete the checkpoint to "
         "start this run again"

@@ -1,9 +1,9 @@
-"""Tensors on disk: files named by their content, and client states (SCAFFOLD's c_i) with their checksum.
+"""Tensors on disk: files named by the hash of their content, and client states (SCAFFOLD's c_i) with a checksum.
 
 Client states are private: only their owner may read the files, from the first byte on. A resumed run verifies the
-checksum of all client states: a client whose state is lost would start like one that has not taken part yet, and the
-run would end in other numbers. The checksum is computed from the states, so it is as private and lies beside them, not
-in the checkpoint.
+checksum of all client states: a client whose state is lost would start like a client that has not taken part yet, and
+the results of the run would change. The checksum is computed from the states, so it is as private as they are, and is
+stored in their folder, not in the checkpoint.
 """
 
 import errno
@@ -29,7 +29,7 @@ from fl_sim.store.files import read_whole, readable_os_errors, write_all, write_
 from fl_sim.types import Params, Payloads
 
 STATES, LAYOUT = "states.bin", "layout.json"
-"""The file of all client states, and the schema of a state."""
+"""The names of two files: all client states, and the schema of one state."""
 
 _PAGE = 4096
 _HEAD = struct.Struct("<qq")  # the round that wrote this state, 0 for none; the checksum of its numbers
@@ -41,9 +41,9 @@ _MODULUS = 1 << 256
 
 
 def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
-    """Write tensors to a safetensors file named by its content, and return its path: one name never means two things.
+    """Write tensors to a safetensors file named by the hash of its content, and return its path.
 
-    ``mode``: as for ``write_whole``.
+    The same name therefore always means the same content. ``mode``: as for ``write_whole``.
     """
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -55,7 +55,7 @@ def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o6
 def read_by_content(path: str) -> Params:
     """Return the tensors in a file of ``save_by_content``.
 
-    Raises RunError if the content does not fit the name.
+    Raises RunError if the hash of the content is not the one in the file name.
     """
     with readable_os_errors():
         content = read_whole(Path(path))
@@ -69,17 +69,17 @@ def read_by_content(path: str) -> Params:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write, whole or not at all, a file that only its owner may read."""
+    """Write a file atomically, with permission for its owner only."""
     write_whole(path, content, mode=0o600)
 
 
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
-    """Save the state of ``client`` after ``server_round`` in place of all but the state that it started from.
+    """Save the state of ``client`` after ``server_round``; the state that the round started from is kept, too.
 
-    All clients of a run have states of the same names, shapes and type; one file holds two states of each. A repeated
-    round reads the same older state and writes the same numbers, so a retry or a resume changes nothing, whenever a
-    process dies. Several processes may save at once, each its own clients. Raises RunError, with the cure, if the file
-    cannot be written.
+    All clients of a run have states of the same names, shapes and type. The file has two slots for each client, so a
+    repeated round reads the same older state and writes the same numbers: a retry or a resume changes nothing, even if
+    a process dies while it writes. Several processes may save at once, each for its own clients. Raises RunError, with
+    the cure, if the file cannot be written.
     """
     if not state:
         return
@@ -98,7 +98,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
 
 
 def load_state(state_dir: Path | str, client: int, server_round: int) -> Payloads:
-    """Return the state of ``client`` after its last round before ``server_round``; empty if it has not taken part yet.
+    """Return a client's newest state from before ``server_round``; empty if the client has not taken part yet.
 
     Raises RunError if the file is damaged.
     """
@@ -124,7 +124,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
 
 
 def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (client, round, checksum) of each client's last state before ``server_round``.
+    """Yield (client, round, checksum) of each client's newest state from before ``server_round``.
 
     Clients without a state are left out. The checksum is computed from the state: it is private.
     """
@@ -138,9 +138,10 @@ def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) 
 
 
 def clients_with_state(state_dir: Path, num_clients: int) -> Iterator[int]:
-    """Yield, ascending, all clients that may have a state: the places of all others are holes in the file.
+    """Yield, in ascending order, all clients that may have a state.
 
-    On a file system that reports no holes these are all clients.
+    The file is sparse: a client without a state is a hole in the file. If the file system does not report holes, all
+    clients are yielded.
     """
     if (slots := _slots_in(state_dir)) is None:
         return
@@ -153,7 +154,7 @@ def clients_with_state(state_dir: Path, num_clients: int) -> Iterator[int]:
 
 
 def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> None:
-    """Delete the states of ``server_round`` and later: nobody took part in a round that did not finish."""
+    """Delete the states of ``server_round`` and of later rounds, which did not finish."""
     if (slots := _slots_in(state_dir)) is None:
         return
     with (state_dir / STATES).open("r+b", buffering=0) as file:
@@ -164,9 +165,10 @@ def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> 
 
 
 class StateChecksum:
-    """The checksum of all client states, a sum of hashes: one client's summand changes without reading the others.
+    """The checksum of all client states: a sum of one hash per client.
 
-    It covers the files of ``save_state`` on this machine, not those of clients on other machines.
+    If one client's state changes, its hash is replaced without reading the other states. The checksum covers the files
+    of ``save_state`` on this machine, not the states of clients on other machines.
     """
 
     def __init__(self, state_dir: Path, num_clients: int, last_round: int) -> None:
@@ -177,7 +179,7 @@ class StateChecksum:
         self._last = (last_round, self._sum())
 
     def put(self, server_round: int, cohort: Iterable[int]) -> None:
-        """Write the checksums after this round, in which ``cohort`` took part, and after the one before."""
+        """Write the checksums after ``server_round``, in which ``cohort`` took part, and after the round before."""
         self._count(cohort, server_round)
         before, self._last = self._last, (server_round, self._sum())
         said = {str(number): value for number, value in (before, self._last)}
@@ -185,7 +187,7 @@ class StateChecksum:
         write_whole(self._state_dir / SEAL, json.dumps(said).encode(), mode=0o600)
 
     def check(self) -> None:
-        """Raise UserError if the folder has changed since the checksum was written."""
+        """Raise UserError if the client states have changed since the checksum was written."""
         path = self._state_dir / SEAL
         server_round, now = self._last
         try:
@@ -211,10 +213,10 @@ class StateChecksum:
 
 
 def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, state: Payloads) -> StateChecksum:
-    """Return the checksum of a run that continues after ``last_round`` (0: a new run).
+    """Return the state checksum of a run that continues after ``last_round`` (0: a new run).
 
-    ``state``: names and shapes of one client's state. Raises UserError if the folder holds other states than those
-    after that round.
+    ``state``: names and shapes of one client's state. Raises UserError if the client states in the folder are not those
+    after ``last_round``. States of later rounds are deleted.
     """
     if not last_round:
         return StateChecksum(state_dir, num_clients, last_round)
@@ -231,7 +233,7 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the place of the next written byte from ``place`` on; at least the file's size if there is none."""
+    """Return the position of the first written byte at or after ``place``; at least the file size if there is none."""
     if not hasattr(os, "SEEK_DATA"):  # Windows
         return place
     try:
@@ -244,23 +246,26 @@ def _next_data(file: FileIO, place: int) -> int:
 
 @dataclass(frozen=True)
 class _Slots:
-    """The schema of a state, and the places of each client's two states in the file: each a head, then numbers."""
+    """The schema of a client state, and the position of each client's two slots in the file.
+
+    A slot holds a header (round and checksum), then the numbers of the state.
+    """
 
     dtype: str
     groups: tuple[tuple[str, Layout], ...]
 
     @cached_property
     def size(self) -> int:
-        """The count of numbers in a state."""
+        """The number of elements in a state."""
         return sum(num_in(layout) for _, layout in self.groups)
 
     def place(self, client: int, slot: int) -> int:
-        """Return the first byte of a slot; no two slots share a page."""
+        """Return the position of a slot's first byte. Two slots never share a memory page."""
         pages = -(-(_HEAD.size + np.dtype(self.dtype).itemsize * self.size) // _PAGE)
         return (2 * client + slot) * pages * _PAGE
 
     def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
-        """Read (round, checksum) of both slots."""
+        """Return (round, checksum) of both slots of ``client``; round 0 means an empty slot."""
         heads = []
         for slot in (0, 1):
             file.seek(self.place(client, slot))
@@ -268,13 +273,13 @@ class _Slots:
         return heads
 
     def named(self, numbers: torch.Tensor) -> Payloads:
-        """Split ``numbers`` into the named groups."""
+        """Return ``numbers``, the vector of a state, as named groups of named tensors."""
         parts = numbers.split_with_sizes([num_in(layout) for _, layout in self.groups])
         return {name: FlatParams(part, layout) for (name, layout), part in zip(self.groups, parts, strict=True)}
 
 
 def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
-    """Return the slot of the last round before ``server_round``."""
+    """Return the slot with the newest round before ``server_round``; None if there is none."""
     earlier = [(written_in, slot) for slot, (written_in, _) in enumerate(heads) if 0 < written_in < server_round]
     return max(earlier)[1] if earlier else None
 
@@ -286,7 +291,7 @@ def _slots_of(state: Payloads) -> _Slots:
 
 
 def _create(state_dir: Path, wanted: _Slots) -> _Slots:
-    """Create the file unless it is there; if several processes create it, all write the same."""
+    """Create the state file and its schema if they are missing; several processes may do so at the same time."""
     path = state_dir / LAYOUT
     try:
         slots = _read_layout(read_whole(path))
@@ -306,7 +311,7 @@ def _slots_in(state_dir: Path) -> _Slots | None:
 
 @lru_cache(maxsize=8)
 def _read_layout(content: bytes) -> _Slots:
-    """Parse what ``_create`` wrote. Raises RunError for anything else."""
+    """Return the schema that ``_create`` wrote. Raises RunError if the content is anything else."""
     try:
         read = json.loads(content)
         groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
@@ -318,7 +323,7 @@ def _read_layout(content: bytes) -> _Slots:
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
-    """Sum the numbers' bits: detects pages that never reached the disk, at the cost of one read."""
+    """Return the sum of the bits of all numbers: it detects pages that never reached the disk, for one read."""
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 
 
