@@ -1,1 +1,1 @@
-"""Privacy: what a mechanism releases, what it costs, who adds it up, and how to catch it cheating."""
+"""Privacy: mechanisms, the events that they release, accountants, ledgers, privacy statements and audits."""

@@ -5,8 +5,9 @@ RDP: Mironov et al. 2019; PLD, by dp_accounting: Doroshenko et al. 2022. The con
 something went wrong.
 
 For a sequence of releases that are chosen one after the other, the smallest epsilon over all Renyi orders, taken when
-the sequence ends, proves nothing: the best order depends on the releases. A Renyi filter does (Feldman and Zrnic 2021):
-divergences add up at one order that was fixed before the first release (``fixed_order``, ``epsilon_at``).
+the sequence ends, proves nothing: the best order depends on the releases. A Renyi filter gives a proof (Feldman and
+Zrnic 2021): it adds up divergences at one order that was fixed before the first release (``fixed_order``,
+``epsilon_at``).
 """
 
 import math
@@ -45,10 +46,10 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 
 
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return ``epsilon`` of a multiset of events, given as event -> number of releases.
+    """Return the epsilon at ``delta`` of a multiset of events; ``counts`` maps each event to its number of releases.
 
-    The PLD accountant's epsilon is never above that of the RDP accountant, which replaces it where a PLD would take too
-    long, or leaves out more probability than delta.
+    With ``accountant`` "pld" the result is never above the RDP accountant's epsilon, and equal to it where no PLD is
+    computed: see ``loss_distribution.why_not``.
     """
     by_rdp = _by_rdp(counts, delta)
     if accountant == "rdp" or math.isinf(by_rdp):
@@ -59,7 +60,10 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 
 
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
-    """Return the RDP accountant's epsilon of ``steps`` releases for a search: seldom more, never less, far sooner."""
+    """Return an upper bound on the RDP accountant's epsilon of ``steps`` releases of ``event``, for searches.
+
+    The bound is seldom larger than that epsilon, never smaller, and much faster to compute.
+    """
     step, times = unrolled(event)
     if not isinstance(step, dp_event.PoissonSampledDpEvent):
         return epsilon_of_counts({event: steps}, delta)
@@ -80,7 +84,7 @@ class Bounds:
 
     @property
     def least(self) -> float:
-        """Return the smaller one; ``inf`` for no guarantee."""
+        """Return the smaller of both epsilons; ``inf`` for no guarantee."""
         return self.rdp if self.pld is None else min(self.rdp, self.pld)
 
     @property
@@ -89,7 +93,7 @@ class Bounds:
         return "rdp" if self.least == self.rdp else "pld"
 
     def in_words(self) -> str:
-        """Describe the source of the epsilon."""
+        """Return a sentence that names the accountant of the smaller epsilon."""
         if self.pld is None:
             return f"This is the bound of the RDP accountant; {self.reason}"
         return (
@@ -99,7 +103,7 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the epsilon of a multiset of events by both accountants. Takes seconds: the PLD is computed here alone."""
+    """Return the epsilon of a multiset of events by both accountants; takes seconds, because it computes the PLD."""
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
         return Bounds(by_rdp, None, f"the PLD accountant does not know {unknown}")
@@ -132,17 +136,17 @@ def supports_pld(event: dp_event.DpEvent) -> bool:
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return a delta that holds at each of ``epsilons``, by PLD: the claim that an audit tests."""
+    """Return, for each of ``epsilons``, a delta at which ``events`` satisfy it, by PLD: the claim of an audit."""
     steps, relation = tuple(single_steps(Counter(events)).items()), _RELATION[common_adjacency(events)]
     accountant, error = loss_distribution.composed(steps, relation, math.inf), loss_distribution.rounding_error(steps)
     return [float(accountant.get_delta(value)) + error for value in epsilons]
 
 
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
-    """Return the order of a filter: the order at which most releases like ``first`` fit ``epsilon`` at ``delta``.
+    """Return the Renyi order of a filter: most releases like ``first`` fit ``epsilon`` at ``delta`` at this order.
 
-    ``first`` are the releases that were ordered before the first one was made, so that their order looks at nothing and
-    they fit wherever some order has room for them. Infinity, at which pure epsilons add up, where they fit no other.
+    ``first``: the releases that were planned before any release was made, so that the Renyi order depends on no output.
+    They fit where they fit at some order. Returns infinity, at which pure epsilons add up, where they fit at no other.
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -152,7 +156,10 @@ def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: fl
 
 
 def epsilon_at(order: float, counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
-    """Return the epsilon of a sequence of releases, each chosen in any way, at an ``order`` fixed before it."""
+    """Return the epsilon at ``delta`` of a sequence of releases, by the Renyi ``order`` that was fixed before it.
+
+    Each release may be chosen in any way, also by looking at earlier ones.
+    """
     common_adjacency(list(counts))
     if math.isinf(order):
         return _pure_sum(counts)
@@ -168,7 +175,7 @@ def noise_multiplier(
     *,
     accountant: Accountant = "rdp",
 ) -> float:
-    """Return the least noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
+    """Return the least noise multiplier at which ``steps`` releases cost at most ``target_epsilon`` at ``delta``.
 
     ``amplify`` turns the Gaussian event into the sampled one, such as ``partial(amplify_poisson, sampling_rate=0.1)``.
     The result is at most 1e-4 (relative) too high, and never below 0.01.
@@ -190,7 +197,7 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return ``noise_multiplier`` under Poisson sampling; one search serves all clients with equally many records."""
+    """Return ``noise_multiplier`` under Poisson sampling; cached, for clients with equally many records."""
     amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
     return noise_multiplier(amplify, steps, target_epsilon, delta)
 
@@ -198,7 +205,7 @@ def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: f
 def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: float, accountant: Accountant) -> float:
     """Return the least noise multiplier at which ``spent(noise, accountant)`` is at most ``target_epsilon``.
 
-    The search runs by RDP, and is then refined by PLD where that is the accountant.
+    The search uses the RDP accountant. With ``accountant`` "pld" a second search by the PLD accountant refines it.
     """
     _check_target(target_epsilon)
     found = _least(lambda noise: spent(noise, "rdp"), target_epsilon, start=1.0)
@@ -210,7 +217,7 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of a Gaussian release that costs a little more than ``target_epsilon``.
 
-    All Gaussian releases that it affords together are less.
+    All Gaussian releases that fit ``target_epsilon`` together cost less than this one.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -222,7 +229,7 @@ def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant 
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:
-    """Return the number of releases of ``event`` within ``target_epsilon``: never one too many, 0 if not once."""
+    """Return the largest number of releases of ``event`` that cost at most ``target_epsilon``; 0 for none."""
     _check_target(target_epsilon)
     fits = _most(lambda steps: epsilon_of_counts({event: steps}, delta), target_epsilon, start=0)
     if accountant == "pld":
@@ -244,12 +251,12 @@ def _pure_sum(counts: Mapping[dp_event.DpEvent, int]) -> float:
 
 
 def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
-    """Return the type of an event that the PLD accountant does not know; "" where it knows all."""
+    """Return the type name of an event that the PLD accountant does not know; "" where it knows all events."""
     return next((type(event).__name__ for event in single_steps(counts) if not supports_pld(event)), "")
 
 
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Return the least x with ``spent(x) <= target``, from above; ``spent`` falls about as a power of x."""
+    """Return the least x with ``spent(x) <= target``, or slightly more; ``spent`` falls about as a power of x."""
     high = start
     while spent(high) > target:
         high *= 2

@@ -6,8 +6,8 @@ Clopper and Pearson, Bonferroni over all sets). Noise calibration: the noise mus
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
 probability 1/2, independently. The auditor sees the releases of the run, guesses of some canaries whether they took
-part, and abstains on the others. Guessing too well refutes (epsilon, delta). One run can prove only so much: with every
-guess right, about ln(m / ln(1 / p)).
+part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run can prove only
+a limited epsilon: with every guess right, about ln(m / ln(1 / p)).
 """
 
 import math
@@ -28,15 +28,16 @@ Mechanism: TypeAlias = Callable[[World, int], NDArray[np.float64]]
 EPSILONS: Final = (0.0, 0.5, 1.0, 2.0)
 CONFIDENCE: Final = 0.95
 SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
-"""Shares of the canaries to call "in", and as many "out"; fixed in advance, paid for by Bonferroni."""
+"""Shares of the canaries to guess as "in", and as many as "out"; fixed in advance, with a Bonferroni correction."""
 
 
 @dataclass(frozen=True)
 class ProfileAudit:
     """Proven and claimed delta at each epsilon.
 
-    ``lower_bounds`` hold together, at the confidence asked for; ``estimates`` are without it. ``epsilon_lower_bound``
-    is proven, at the same confidence, for the delta asked for; 0 where nothing is proven.
+    ``lower_bounds``: proven deltas, which hold together at the confidence asked for; ``estimates``: estimated deltas,
+    without confidence. ``epsilon_lower_bound`` is proven, at the same confidence, for the delta asked for; 0 where
+    nothing is proven.
     """
 
     epsilons: tuple[float, ...]
@@ -52,7 +53,7 @@ class ProfileAudit:
 
     @property
     def power(self) -> float:
-        """Return the estimated delta(0) over the claimed one: near 1 for an audit that misses nothing."""
+        """Return the estimated delta(0) divided by the claimed delta(0); near 1 for an audit that misses nothing."""
         return self.estimates[0] / self.claimed[0]
 
 
@@ -71,7 +72,7 @@ def audit_profile(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Compare the outputs of both worlds (runs x coordinates each) with ``claimed``: delta at each of ``epsilons``.
+    """Compare the outputs of both worlds, (runs, coordinates) each, with ``claimed``, a delta for each epsilon.
 
     The score of an output is its likelihood ratio under two Gaussians fitted to the first half of the runs, which
     detects a shift, another scale, and coordinates without noise.
@@ -96,11 +97,11 @@ def audit_profile(
 def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]], noise_multiplier: float) -> float:
     """Return the least noise multiplier whose claim the runs refute, to 1 %: the tightest bound of this audit.
 
-    ``claims``: from a noise multiplier to the claims of the same mechanism with that noise, delta at each of
-    ``audit.epsilons``; more noise claims less. So the mechanism protects no better than that noise would, which is an
-    epsilon by its accountant (Nasr et al. 2023, who fit the trade-off curve of the mechanism in the same way).
-    ``noise_multiplier``: where the search begins, the audited one. Infinite where a hundred times as much is not
-    refuted; a quarter of it where even that is.
+    ``claims`` maps a noise multiplier to the claims of the same mechanism with that noise, a delta for each of
+    ``audit.epsilons``; with more noise the deltas are smaller. So the mechanism protects no better than that noise
+    would, which is an epsilon by its accountant (Nasr et al. 2023, who fit the trade-off curve of the mechanism in the
+    same way). ``noise_multiplier``: that of the audited mechanism, at which the search begins. Returns infinity where
+    even a hundred times that noise is not refuted, and a quarter of it where that quarter is refuted.
     """
 
     def is_refuted(noise: float) -> bool:
@@ -122,7 +123,8 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
 def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
     """Return p-values for ``residuals`` (runs x coordinates, in claimed standard deviations) being fresh N(0, 1).
 
-    Each p-value is two-sided and already corrected for the coordinates it looks at; a tiny one names what is wrong.
+    Each p-value is two-sided and corrected for the number of its coordinates; the key of a tiny p-value names the
+    fault.
     """
     runs, coordinates = residuals.shape
     squares = residuals**2
@@ -141,7 +143,7 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Guess:
-    """The number of correct ones of ``guesses`` guesses, and the epsilon that they prove."""
+    """The number of guesses, the number of correct guesses among them, and the epsilon that they prove."""
 
     guesses: int
     correct: int
@@ -151,9 +153,10 @@ class Guess:
 def guess(
     scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float, *, confidence: float = CONFIDENCE
 ) -> tuple[Guess, ...]:
-    """Call the highest scores "in" and as many of the lowest "out", for every share; the bounds hold together.
+    """Guess "in" for the highest scores, "out" for as many lowest, per share; all returned bounds hold together.
 
-    ``scores``, ``taking_part``: (canaries,). Ties go to those that stand first, so scores must not know the answer.
+    ``scores``, ``taking_part``: shape (canaries,). Canaries of equal scores are ranked in the order of the array, so
+    scores must not depend on the answer. Returns one ``Guess`` for each of ``SHARES``.
     """
     order = np.argsort(scores, kind="stable")
     found = []
@@ -166,7 +169,7 @@ def guess(
 
 
 def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
-    """Return the largest epsilon that is refuted at ``level`` (a probability of error); 0 where none is."""
+    """Return the largest epsilon that is refuted at ``level`` (a probability of error); 0 where none is refuted."""
 
     def gap(epsilon: float) -> float:
         return p_value(num_canaries, guesses, correct, epsilon, delta) - level
@@ -177,10 +180,10 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
 
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of so many correct guesses under (epsilon, delta) (theorem 5.2).
+    """Return the largest probability of at least ``correct`` correct guesses under (epsilon, delta), by theorem 5.2.
 
-    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the others are; delta
-    adds 2 m delta max_i P(correct > W >= correct - i) / i for the binomial W of that probability.
+    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses are;
+    delta adds 2 m delta max_i P(correct > W >= correct - i) / i for the binomial W of that probability.
     """
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
@@ -189,7 +192,7 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 
 
 def power_limit(num_canaries: int, delta: float) -> float:
-    """Return the epsilon that only correct guesses would prove: no claim above it can be refuted."""
+    """Return the epsilon that is proven if all guesses are correct: no claim above this epsilon can be refuted."""
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 
@@ -214,7 +217,7 @@ def _likelihood_ratio(
 
 
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
-    """Return a lower bound of P1(E), an upper one of P0(E) and the estimated delta, for the fit half's best E."""
+    """Return a lower bound on P1(E), an upper bound on P0(E) and the estimated delta, for the fit half's best E."""
     threshold = _best_threshold(fit, lambda p1, p0: p1 - math.exp(epsilon) * p0)
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level), _upper(hits0, len(judge[0]), level)

@@ -1,9 +1,10 @@
-"""The bill of each data set and unit: the joint cost of all releases about the same units, and of planned ones.
+"""Bills of data sets and units: the joint cost of all releases, made or planned, about the same units.
 
-A reader of several runs about the same records sees all of their releases, so a record pays for all of them: for each
-epsilon, for each seed, for each run. The largest of their epsilons would be an under-count. A release that several runs
-use (a pool of synthetic records, the labels of PATE) is paid for once. A release that protects a client protects each
-of its records, which pays for it, too (``payments_of_unit``); one that protects records protects no client.
+A reader of several runs about the same records sees all of their releases, so the cost of a record is the cost of all
+of them: of each epsilon, of each seed, of each run. The largest of their epsilons would be too small. A release that
+several runs use (a pool of synthetic records, the labels of PATE) counts once. A release that protects a client
+protects each of its records, so its cost counts for a record, too (``payments_of_unit``); a release that protects
+records protects no client.
 """
 
 import math
@@ -36,9 +37,10 @@ class Payment:
     """The cost of one release, from its privacy statement.
 
     ``identity``: payments of one identity are for one release; "" is a release of its own. ``epsilon`` None: no
-    guarantee. ``charged``: all events that were fixed beforehand (empty counts: no release); several where units were
-    charged differently, none where they are unknown, or where a budget is the bound: ``plan`` then has the events
-    within it. ``on_records``: False for a release that read synthetic records alone.
+    guarantee. ``charged``: the counts of all events that were fixed beforehand (empty counts: no release). It has
+    several counts where units were charged differently, and none where the events are unknown or a budget is the bound:
+    ``plan`` then has the events within the budget. ``on_records``: False for a release that read synthetic records
+    alone.
     """
 
     unit: str
@@ -56,9 +58,10 @@ class Payment:
 class RunPayments:
     """The releases of one run about the records of ``data``, "" where not even the data are known.
 
-    ``clients``: the split of the records into clients. ``bare``: the run released something about them without a
-    guarantee. ``payments`` None: its releases are unknown. ``content``: an identity of the records under any name, ""
-    where it is unknown; ``by_name``: their name ``data`` alone distinguishes them from the records of other runs.
+    ``clients``: the split of the records into clients. ``bare``: the run released something about the records without
+    a guarantee. ``payments`` None: its releases are unknown. ``content``: an identity of the records that does not
+    depend on their name, "" where it is unknown; ``by_name``: only the name ``data`` distinguishes these records from
+    those of other runs.
     """
 
     data: str
@@ -71,9 +74,10 @@ class RunPayments:
 
 @dataclass(frozen=True)
 class Total:
-    """The joint cost of ``releases`` under one adjacency: (epsilon, delta) twice, and both hold.
+    """The joint cost of a number of ``releases`` under one adjacency, as two pairs (epsilon, delta) that both hold.
 
-    ``plain``: all epsilons and all deltas added up. ``joint``: by composing their events, where that has a bound.
+    ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``: the cost by composing the events; equal to
+    ``plain`` where that gives no bound.
     """
 
     adjacency: Adjacency
@@ -87,10 +91,10 @@ class Bill:
     """The cost of all ``runs`` about the records of ``data`` for one ``unit``.
 
     ``clients``: the split, "" where the unit is not the client. ``totals``: the costs of the private releases by
-    adjacency. ``bare``, ``elsewhere``, ``unknown``: the numbers of runs with a release without a guarantee, with
-    releases that protect other units alone, and with unknown releases. ``simulated``: the number of releases with noise
-    from a published seed. ``also``: other names of the records. ``by_name``: the number of runs that identify their
-    records by name alone, where that matters.
+    adjacency. ``bare``: the number of runs that released something without a guarantee; ``elsewhere``: that of runs
+    whose releases protect other units alone; ``unknown``: that of runs with unknown releases. ``simulated``: the number
+    of releases with noise from a published seed. ``also``: other names of the records. ``by_name``: the number of runs
+    that identify their records by name alone, where that matters.
     """
 
     data: str
@@ -107,7 +111,7 @@ class Bill:
 
     @property
     def epsilon(self) -> float | None:
-        """Return the smallest epsilon of everything together, at ``delta``; None for no guarantee."""
+        """Return the smallest proven epsilon of all releases together, at ``delta``; None for no guarantee."""
         return None if self.bare or self.unknown else none_if_infinite(self._together[0])
 
     @property
@@ -117,7 +121,11 @@ class Bill:
 
     @property
     def _together(self) -> tuple[float, float]:
-        """Return the sum over both adjacencies. To replace one is to remove one and add one: group privacy of two."""
+        """Return (epsilon, delta) of all releases, added up over both adjacencies.
+
+        A sum over both is under replace-one. To replace one unit is to remove it and to add another, so the cost under
+        add-or-remove-one is first converted by group privacy of two.
+        """
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
             own = min(total.joint, total.plain)
@@ -167,7 +175,7 @@ class Bill:
         return ". ".join(lines) + "."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the bill for programs."""
+        """Return the bill as JSON values, for programs."""
         return {
             "data": self.data, "also_called": list(self.also), "unit": self.unit, "clients": self.clients,
             "epsilon": self.epsilon, "delta": self.delta,
@@ -188,8 +196,8 @@ class Bill:
 def bills(runs: Sequence[RunPayments]) -> list[Bill]:
     """Return a bill for each data set and unit with a payment, in order.
 
-    Runs are about the same records where their data have one name or one content. Clients of another split are other
-    clients, so these have a bill for each split. Takes seconds: the PLD is computed here.
+    Runs are about the same records where their data have the same name or the same content. Clients of another split
+    are other clients, so each split has a bill of its own. A call takes seconds, because it computes the PLD.
     """
     groups, found = _by_records(runs), list[Bill]()
     by_name = sum(run.by_name for run in runs) if len(groups) > 1 else 0
@@ -200,9 +208,9 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 
 
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return all payments of a run for one ``unit``: the one source of every printed cost of a run.
+    """Return all payments of a run for one ``unit``; every printed cost of a run is computed from them.
 
-    A release that protects a client protects each of its records: a record that changes leaves its client taking part,
+    A release that protects a client protects each of its records: where a record changes, its client still takes part,
     with other data. ``clients``: the split, where the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
@@ -215,15 +223,15 @@ def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Pa
 
 
 def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
-    """Return the bill of one run alone for a ``unit``."""
+    """Return the bill of one run alone for a ``unit``; ``payments`` are all payments of that run for the unit."""
     return _bill("", unit, "", [RunPayments("", "", tuple(payments), bare=False)])
 
 
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
-    """Return the cost under ``terms`` of ``releases`` that are fixed before a run begins; bills know its ``identity``.
+    """Return the payment under ``terms`` for ``releases`` that are fixed before a run begins; see ``Payment.identity``.
 
-    By the RDP accountant alone, which is never below, where there is no time for a PLD: then all releases, or the
-    budget where that is less, are counted.
+    Where there is no time for a PLD, the epsilon is that of the RDP accountant alone, which is never below: then all
+    releases are counted, or the budget where that is less.
     """
     try:
         said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
@@ -241,7 +249,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Return the cost of a release that protects clients for one of their records, under ``relation``."""
+    """Return the cost for one record of a release that protects clients, under the adjacency ``relation``."""
     mine = replace(payment, unit="record", adjacency=relation)
     if payment.epsilon is None:
         return mine
@@ -266,12 +274,12 @@ def _under_replacement(counts: Counts) -> Counts:
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return the cost of replacing one from the cost of adding or removing one: group privacy of two."""
+    """Return (epsilon, delta) under replace-one from those under add-or-remove-one: group privacy of two."""
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 
 def _by_records(runs: Sequence[RunPayments]) -> list[tuple[dict[str, None], list[RunPayments]]]:
-    """Return {names} and runs for each set of records, in order; runs on unknown records are in all of them."""
+    """Return (names, runs) for each set of records, in order; runs on unknown records belong to every set."""
     groups: list[tuple[dict[str, None], set[str]]] = []
     for run in runs:
         names, contents = {run.data: None} if run.data else {}, {run.content} - {""}
@@ -313,13 +321,13 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run released something that protects other units, and not this one."""
+    """Return True if a run released something that protects other units, and not this ``unit``."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return one payment for each release: the largest, since an interrupted run has paid for a part of it."""
+    """Return the largest payment for each release: an interrupted run has paid for only a part of its release."""
     releases: list[Payment] = []
     known: dict[str, int] = {}
     for one in payments:
@@ -350,13 +358,16 @@ def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
 
 
 def _stated_under(payment: Payment) -> frozenset[Adjacency]:
-    """Return the adjacencies of the events of a payment: events of two do not compose."""
+    """Return the adjacencies of the events of a payment; events of different adjacencies do not compose."""
     stated = (adjacency(event) for counts in payment.charged for event in counts)
     return frozenset(one for one in stated if one is not None) or frozenset({Adjacency.ADD_OR_REMOVE_ONE})
 
 
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
-    """Return the joint cost of payments ``_stated_under`` the same, by composing events; of one, its own epsilon."""
+    """Return (epsilon, delta) of payments with one result of ``_stated_under``, by composing all events.
+
+    A single payment keeps its own epsilon and delta.
+    """
     if len(payments) == 1:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
@@ -370,7 +381,7 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 
 
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
-    """Return the joint epsilon at ``delta``; of units that were charged differently, the largest at every order."""
+    """Return the joint epsilon at ``delta``; where units were charged differently, the largest divergence counts."""
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)
         return epsilon_of_curve(np.sum(list(curves), axis=0), delta)
@@ -381,7 +392,7 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
 
 
 def _least(counts: Counts, delta: float) -> float:
-    """Return the smaller of both accountants' epsilons; that of RDP where there is no time for a PLD."""
+    """Return the smaller epsilon of both accountants; that of RDP alone where there is no time for a PLD."""
     try:
         return bounds(counts, delta).least
     except NoTimeError:

@@ -33,8 +33,9 @@ _PLACES: Final = 2**20  # denominator of a sampling rate that is accounted as th
 class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
     """A release that is ``epsilon``-bounded-range, hence ``epsilon``-DP, when one unit is added or removed.
 
-    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) is one. A loss that stays within a
-    range of width epsilon costs at most epsilon^2 / 8 in zCDP (Cesar, Rogers 2021), a quarter of the pure bound.
+    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) makes such releases. A loss that stays
+    within a range of width epsilon costs at most epsilon^2 / 8 in zCDP (Cesar, Rogers 2021), a quarter of the pure
+    bound.
     """
 
     epsilon: float
@@ -83,8 +84,8 @@ def _check_gaussian(event: dp_event.DpEvent, sampling: str) -> None:
 def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
     """Return ``event`` under replace-one adjacency: one unit is replaced, or its data change.
 
-    Such a unit's part of the sum moves by up to 2S, and it takes part in a step with the same probability as before;
-    that is rounded up to a multiple of 2^-20.
+    The unit's part of the sum moves by up to 2S. The unit takes part in a step with the same probability as before,
+    rounded up to a multiple of 2^-20.
     """
     step, times = unrolled(event)
     match step:
@@ -112,7 +113,7 @@ def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
 
 
 def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
-    """Return the one adjacency of ``events`` (add-or-remove-one where any would do); mixing two raises UserError."""
+    """Return the common adjacency of ``events``, add-or-remove-one where both hold. Raises UserError for a mix."""
     found = {relation for event in events if (relation := adjacency(event)) is not None}
     if len(found) > 1:
         raise UserError(
@@ -123,7 +124,7 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
 
 
 def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
-    """Return (step, times): ``event`` stands for ``times`` releases of ``step``, which is no repeated event.
+    """Return (step, times): ``event`` stands for ``times`` releases of ``step``, which is not a repeated event.
 
     Raises UserError for a negative number of times.
     """
@@ -136,7 +137,7 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts`` with every repeated event counted as its steps."""
+    """Return ``counts`` with every repeated event replaced by the number of its single steps."""
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)
@@ -159,7 +160,7 @@ def pure_epsilon(event: dp_event.DpEvent) -> float:
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
-    """Return noise / clipping norm of a (sampled, repeated) Gaussian event, None for any other."""
+    """Return the noise multiplier of a Gaussian event, sampled and repeated ones included; None for any other."""
     event, _ = unrolled(event)
     inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
     if isinstance(inner, dp_event.GaussianDpEvent | dp_event.TruncatedSubsampledGaussianDpEvent):
@@ -168,7 +169,7 @@ def noise_multiplier(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_rate(event: dp_event.DpEvent) -> float | None:
-    """Return a unit's chance to take part in one release; None for mechanisms without sampling."""
+    """Return the probability that a unit takes part in one release; None for mechanisms without sampling."""
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)
@@ -181,7 +182,7 @@ def sampling_rate(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
-    """Describe the sampling of the units of one release."""
+    """Return a phrase that describes the sampling of the units of one release."""
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return (
@@ -196,7 +197,7 @@ def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
 
 
 def to_json(event: dp_event.DpEvent) -> dict[str, Any]:
-    """Return ``event`` as plain JSON for ``from_json``. Raises TypeError for a type without a JSON form."""
+    """Return ``event`` as plain JSON values for ``from_json``. Raises TypeError for a type without a JSON form."""
     match event:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             return {"kind": "poisson", "sampling_rate": rate, "event": to_json(inner)}

@@ -1,13 +1,13 @@
 """The ledger of one privacy unit, and its charge log: every release is charged before it happens, or refused.
 
-Epsilon comes from the sum of the Renyi curves of all charges (or from their PLD), against a budget fixed beforehand.
-The charge log is locked and read again before every charge, appended and forced to disk before ``charge`` returns: a
-crash can lose a release that was charged, never a charge whose release was seen, and all processes that use one log
-share one budget.
+Epsilon is computed from the sum of the Renyi curves of all charges (or from their PLD), and is compared with a budget
+that was fixed beforehand. Before every charge the charge log is locked and read again, and the new charge is on the
+disk before ``charge`` returns. So a crash can lose a release that was charged, but never the charge of a release that
+was seen, and all processes that use one log share one budget.
 
-The log's first line holds a random id and the terms. Every further line holds a charge, and the SHA-256 of the line
-before it in the chain followed by the charge. So a log that was cut, edited or exchanged differs from the receipts for
-it. The chain is no signature: it does not detect that a log and every receipt for it were rewritten.
+The log's first line holds a random id and the terms. Every further line holds a charge and its chain digest: the
+SHA-256 of the digest before it in the chain followed by the charge. So a log that was cut, edited or exchanged does not
+match its receipts. The chain is no signature: it does not detect that a log and all of its receipts were rewritten.
 """
 
 import hashlib
@@ -43,10 +43,10 @@ _WAYS_ON: Final = "put an unchanged copy of it back, or start a new run in a fre
 
 @dataclass(frozen=True)
 class Charge:
-    """The charge of one release, or of several at once where ``event`` is a repeated one.
+    """The charge of one release, or of several releases at once where ``event`` is a repeated event.
 
-    ``noise`` identifies the noise key, so that a repetition is recognised. ``epsilon``: the epsilon spent after this
-    charge, None for no guarantee; it is for the reader of the log alone, and computed again from the events.
+    ``noise`` identifies the noise key, so that a second charge of the same release is recognised. ``epsilon``: the
+    epsilon spent after this charge, None for no guarantee; only people read it, the ledger computes it from the events.
     """
 
     release: str
@@ -57,14 +57,17 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof of payment: the first ``charges`` charges of the ledger with this id, in this chain."""
+    """Proof of payment by the first ``charges`` charges of a charge log.
+
+    ``ledger``: the random id of the log. ``digest``: the chain digest after the last of these charges.
+    """
 
     ledger: str
     charges: int
     digest: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON for ``from_json``."""
+        """Return the receipt as plain JSON values, which ``from_json`` reads."""
         return asdict(self)
 
     @classmethod
@@ -79,10 +82,10 @@ class Receipt:
 
 
 class Ledger:
-    """Adds up the releases about one privacy unit.
+    """Adds up the costs of all releases about one privacy unit.
 
-    ``path``: the charge log, created or, where it exists, read back; None for a ledger in memory. ``receipt``: the
-    charges that the log must begin with, since ``holder`` ("the checkpoint of round 7") was paid for with them.
+    ``path``: the charge log, created or, where it exists, read; None for a ledger in memory. ``receipt``: the charges
+    that the log must begin with, since they paid for ``holder`` (such as "the checkpoint of round 7").
     Raises UserError where the log was opened under other terms, RunError where it is missing, cut, edited or damaged.
     """
 
@@ -123,20 +126,21 @@ class Ledger:
         return self._spent
 
     def affords(self, event: dp_event.DpEvent) -> bool:
-        """Return True if ``event`` could be charged once more."""
+        """Return True if the budget allows one more charge of ``event``."""
         with self._up_to_date():
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return True if ``release`` was charged with that ``noise``: to charge it again is free."""
+        """Return True if ``release`` was charged with the same ``noise`` identity: a second charge is free."""
         return (release, noise) in self._charges
 
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
-        """Pay for one release BEFORE it is made and return the epsilon spent so far (None: no guarantee).
+        """Charge one release BEFORE it is made and return the epsilon spent so far (None: no guarantee).
 
-        ``release`` names it ("round 7"). Charging the same release with the same ``noise`` identity again is free: the
-        same bits come out. With other noise it is a second release and costs again. Raises BudgetExhausted, with
-        nothing charged, where it would exceed the budget; UserError where its adjacency is not the ledger's.
+        ``release``: the name of the release ("round 7"). A second charge with the same name and the same ``noise``
+        identity is free, since the same bits are released. With other noise it is a second release and costs again.
+        Raises BudgetExhausted, with nothing charged, where the charge would exceed the budget; UserError where the
+        adjacency of ``event`` is not the ledger's; RunError where name and noise were charged with another event.
         """
         self._check_adjacency(event)
         with self._up_to_date() as append:
@@ -169,11 +173,11 @@ class Ledger:
         simulation_only: bool,
         planned: Mapping[dp_event.DpEvent, int] | None = None,
     ) -> dict[str, Any]:
-        """Return the guarantee as JSON values, for results and reports.
+        """Return the privacy statement as JSON values, for results and reports.
 
         ``epsilon`` is the guarantee, ``epsilon_realised`` the epsilon charged so far. ``planned``: all releases that
-        were fixed beforehand, event -> number; None where the budget alone limits them. The others: see ``Coverage``.
-        Takes seconds: the PLD is computed here.
+        were fixed beforehand, as event -> number; None where the budget alone limits the releases. For the other
+        arguments see ``Coverage``. A call takes seconds, because it computes the PLD.
         """
         charges = [(charge.release, charge.event) for charge in self.charges]
         said = statement(self.terms, charges, planned, Coverage(covers, does_not_cover, simulation_only))
@@ -214,10 +218,11 @@ class Ledger:
 
 
 class ChargeLog:
-    """The log at ``path``, created where there is none; ``terms`` are plain JSON values, equal to those in the log.
+    """The charge log at ``path``, created where none exists.
 
-    ``receipt``: where given, the log must exist and begin with those charges; errors name its ``holder``. Raises
-    UserError for other terms, RunError for a log that is missing, cut, edited or damaged.
+    ``terms``: the ledger's terms as plain JSON values; those in the log must be equal. ``receipt``: where given, the
+    log must exist and begin with its charges; error messages name its ``holder``. Raises UserError for other terms,
+    RunError for a log that is missing, cut, edited or damaged.
     """
 
     def __init__(self, path: Path, terms: Mapping[str, Any], receipt: Receipt | None, holder: str) -> None:
@@ -244,14 +249,14 @@ class ChargeLog:
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt for all charges that were read or written here."""
+        """Return the receipt for all charges that this object has read or written."""
         return Receipt(self.id, len(self._digests) - 1, self._digests[-1])
 
     @contextmanager
     def held(self) -> Iterator[tuple[list[Charge], Callable[[Charge], None]]]:
-        """Lock the log; yield the charges not yet seen here, and the function that appends one.
+        """Lock the log; yield the charges that were not yielded before, and the function that appends a charge.
 
-        A charge is on the disk when that function returns. Raises RunError where the log was changed meanwhile.
+        The charge is on the disk when that function returns. Raises RunError where the log was changed meanwhile.
         """
         with self._locked() as file:
             news, self._unseen = [*self._unseen, *self._catch_up(file)], []
@@ -283,7 +288,7 @@ class ChargeLog:
             yield file
 
     def _catch_up(self, file: BinaryIO) -> list[Charge]:
-        """Read the lines appended since the last time."""
+        """Return the charges in the lines that were appended since the last call."""
         file.seek(self._end - len(self._last))
         if file.read(len(self._last)) != self._last:
             raise RunError(f"{self._path} was cut or edited while this run was using it: {_WAYS_ON}")
@@ -296,9 +301,9 @@ class ChargeLog:
         return charges
 
     def _finished(self, file: BinaryIO, line: bytes) -> list[Charge]:
-        """Return the charge of a last line that lacks only its newline; any other unfinished line is cut off.
+        """Return the charge of a last line that lacks only its newline; remove any other unfinished line.
 
-        Its ``charge`` never returned.
+        The call of ``charge`` that wrote an unfinished line was interrupted before it returned.
         """
         start = b'{"release": "' if self._digests else b'{"ledger": '
         if not (line.startswith(start) or start.startswith(line) or not line.strip(b"\0")):
@@ -375,7 +380,7 @@ class ChargeLog:
         ) from cause
 
     def _write(self, file: BinaryIO, line: bytes) -> None:
-        """Append a line and wait until it is on the disk; remove all of it where that fails."""
+        """Append ``line`` and wait until it is on the disk. Where writing fails, remove the line and raise RunError."""
         try:
             written = 0
             while written < len(line):
@@ -414,6 +419,6 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _digest(before: list[str], value: Mapping[str, Any]) -> str:
-    """Return the digest of the chain with one more line; the first line starts the chain."""
+    """Return the digest of the chain ``before`` with the line ``value`` added; the first line starts the chain."""
     unchained = {key: part for key, part in value.items() if key != "chain"}
     return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()

@@ -1,8 +1,9 @@
 """Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, by dp_accounting), where it can be computed.
 
-Its estimates stay above the truth on any grid, so the grid is as coarse as it takes to end within seconds. The rounding
-of the Fourier transforms that compose it does not stay above: at small delta it is most of their result. So epsilon is
-computed at delta less a bound on that rounding, and no PLD is computed where the bound is most of delta.
+The estimates are upper bounds on any grid, so the grid is as coarse as a computation within seconds requires. The
+rounding errors of the Fourier transforms that compose distributions are not on the safe side: at small delta they are
+most of the result. So epsilon is computed at delta minus a bound on these errors, and no PLD is computed where the
+bound is most of delta.
 """
 
 import math
@@ -19,7 +20,7 @@ from dp_accounting.pld import PLDAccountant
 from fl_sim.privacy.events import BoundedRangeDpEvent
 
 Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
-"""(event, how often it is released), for events that are not repeated ones."""
+"""(event, number of its releases) for each event; none is a repeated event."""
 
 _INTERVAL: Final = 1e-4  # dp_accounting's default
 _INTERVALS_PER_EPSILON: Final = 200_000
@@ -41,9 +42,9 @@ class NoTimeError(Exception):
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
-    """Begin a PLD that is not cached only where ``may_begin`` returns True, else raise NoTimeError.
+    """Limit PLDs in this context: one that is not cached begins only where ``may_begin`` returns True.
 
-    For forecasts alone: no charge and no statement depends on the time.
+    Otherwise ``epsilon`` raises NoTimeError. Only forecasts use this: no charge and no statement depends on the time.
     """
     token = _may_begin.set(may_begin)
     try:
@@ -53,21 +54,22 @@ def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
 
 
 def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
-    """Return True if the PLD accountant knows ``event``, which is no repeated event."""
+    """Return True if the PLD accountant knows ``event``, which must not be a repeated event."""
     return bool(PLDAccountant(relation).supports(_known_to_pld(event)))
 
 
 def rounding_error(steps: Steps) -> float:
-    """Return a bound on the loss of delta by rounding.
+    """Return a bound on the amount by which rounding makes a computed delta too small.
 
-    A Fourier transform's numbers are right to about 2^-53; that of ``count`` releases is their power, and as many times
-    as wrong. ``benchmarks/accounting_reference.py --sweep`` holds the bound against integrals.
+    The numbers of a Fourier transform have errors of about 2^-53. The transform of ``count`` releases is a power of
+    them, with errors ``count`` times as large. ``benchmarks/accounting_reference.py --sweep`` compares the bound with
+    integrals.
     """
     return math.fsum(_ERROR_OF_EVENT + count * _ERROR_OF_RELEASE for _, count in merged(steps))
 
 
 def why_not(steps: Steps, delta: float, by_rdp: float) -> str:
-    """Return the reason to leave out the PLD of these releases, "" for none. ``by_rdp``: their epsilon by RDP."""
+    """Return the reason not to compute the PLD of ``steps``, "" for none. ``by_rdp``: their epsilon by RDP."""
     if (error := rounding_error(steps)) > delta / 2:
         return f"no PLD was computed, because its rounding errors, up to {error:.1g}, are too large for delta {delta:g}"
     if by_rdp > _MOST_EPSILON:
@@ -81,7 +83,7 @@ def why_not(steps: Steps, delta: float, by_rdp: float) -> str:
 def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
     """Return the epsilon of ``steps`` at ``delta``; ``inf`` where the grid proves none.
 
-    Only for releases without a reason in ``why_not``. Raises NoTimeError, see ``begun_only_if``.
+    Only for releases for which ``why_not`` returns "". Raises NoTimeError, see ``begun_only_if``.
     """
     if (may_begin := _may_begin.get()) is not None and not may_begin():
         raise NoTimeError
@@ -96,7 +98,7 @@ def _epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: 
 
 
 def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDAccountant:
-    """Return an accountant that holds ``steps``."""
+    """Return a PLD accountant with all ``steps`` composed; ``by_rdp``, their epsilon by RDP, sets its grid."""
     few = merged(steps)
     widest = max((_widest_loss(event) for event, _ in few), default=0.0)
     known = by_rdp if math.isfinite(by_rdp) else 0.0
@@ -108,7 +110,7 @@ def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDA
 
 
 def merged(steps: Steps) -> Steps:
-    """Return ``steps`` with all unsampled releases as one: Gaussian mechanisms add as 1 / z^2, exactly."""
+    """Return ``steps`` with all unsampled Gaussian releases merged into one: their 1 / z^2 add up, exactly."""
     rest: Counter[dp_event.DpEvent] = Counter()
     precision: dict[dp_event.DpEvent, float] = {}
     for event, count in steps:
@@ -131,15 +133,15 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
 
 
 def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return an event that dp_accounting's PLD knows and that loses at least as much as ``event``.
+    """Return an event that dp_accounting's PLD knows, with at least the privacy loss of ``event``.
 
-    The geometric mechanism's loss is +epsilon or -epsilon, the largest of all mechanisms of pure epsilon.
+    The geometric mechanism's loss is +epsilon or -epsilon, the largest loss of all mechanisms of pure epsilon.
     """
     return dp_event.DiscreteLaplaceDpEvent(event.epsilon, 1) if isinstance(event, BoundedRangeDpEvent) else event
 
 
 def _computable(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return ``event`` within the PLD's arithmetic: with no more noise and no lower rate, so that it loses more."""
+    """Return ``event`` within the PLD's arithmetic: with no more noise and no lower rate, so with no less loss."""
     match event:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             return dp_event.PoissonSampledDpEvent(max(rate, _LEAST_RATE), _computable(inner))
@@ -159,7 +161,7 @@ def _noise(event: dp_event.DpEvent) -> float:
 
 
 def _widest_loss(event: dp_event.DpEvent) -> float:
-    """Return about how far apart the losses of one release lie, tails of 2^-60 left out."""
+    """Return the approximate width of the range of privacy losses of one release, without tails of 2^-60."""
     if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
         return 0.0
     shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)
@@ -167,10 +169,11 @@ def _widest_loss(event: dp_event.DpEvent) -> float:
 
 
 def _without_amplification(steps: Steps) -> Steps | None:
-    """Return ``steps`` with everyone in every cohort where that bound may be the smaller one, None where it is not.
+    """Return ``steps`` without amplification, everyone in every cohort; None where that bound cannot be smaller.
 
-    Of a fixed-size cohort both bounds are sound. With much noise the amplified pair stands 4 q S apart and the plain
-    one 2 S, so the plain one can only win from half of the population on.
+    For a cohort of a fixed size the bounds with and without amplification are both sound. With much noise the means of
+    the amplified pair of distributions differ by 4 q S and those of the plain pair by 2 S, so the plain bound can be
+    smaller only for cohorts of at least half of the population.
     """
     plain: list[tuple[dp_event.DpEvent, int]] = []
     for event, count in steps:

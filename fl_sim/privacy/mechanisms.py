@@ -1,10 +1,10 @@
-"""Clipping and noise: float64, a cryptographic stream per purpose and round, a common grid for sum and noise.
+"""Clipping and noise: float64, one cryptographic stream per purpose and round, a common grid for sum and noise.
 
-Noise is rounded to the grid exactly, so that a release is computed from the exact mechanism's result, at no loss.
-A float64 generator has no proof by itself: the low bits of what it makes can tell sums apart (Mironov 2012, "On
+Noise is rounded to the grid exactly, so that a release is computed from the exact mechanism's result, at no loss of
+privacy. A float64 generator alone has no proof: the low bits of its numbers can distinguish sums (Mironov 2012, "On
 significance of the least significant bits"). Here sum and noise are rounded to multiples of one power of two, g. For a
 sum t on the grid, t + g round(N / g) = g round((t + N) / g): if the noise is rounded *exactly*, the released number is
-the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding looks at nothing private, so the release is
+the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding uses nothing private, so the release is
 as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. What is left to show:
 
 1. The rounded sum moves by no more than the clipping norm: ``clipping_norm_on_grid``.
@@ -38,7 +38,7 @@ from fl_sim.errors import UserError
 
 TOLERANCE: Final = 2.0**-17
 DECIDED: Final = 2.0**-17
-"""The least U of which 63 digits say enough: |dQ/dU| is at most 1.3 / U, a standard deviation (the scale of a Laplace
+"""The least U for which 63 digits suffice: |dQ/dU| is at most 1.3 / U, a standard deviation (the scale of a Laplace
 distribution) is less than 2^21 g, and half a unit of the 63rd digit is 2^-64; so Q(U) / g is known to 1.3 x 2^-26."""
 _GRID_BITS: Final = 20  # the grid is at most 2^-20 standard deviations wide
 _GUARD: Final = 32  # binary digits by which a boundary is known better than U
@@ -50,26 +50,26 @@ _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can addre
 
 
 class Normals(Protocol):
-    """A faster source of N(0, 1) numbers: those of this file, up to float64's rounding.
+    """A faster source of the same N(0, 1) numbers as ``Noise`` makes, up to float64's rounding.
 
     The last bit of each word ``first`` is a number's sign; first >> 1, then ``second``, are the binary digits of U.
     """
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the numbers."""
+        """Return the N(0, 1) numbers, in the shape of ``first``."""
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write the numbers times ``ratio``, rounded, into ``out``; return the indices that need the second word."""
+        """Write the numbers times ``ratio``, rounded, to ``out``; return the indices that need the second word."""
         ...
 
 
 @dataclass(frozen=True)
 class Law:
-    """A symmetric distribution of scale 1, by P(|N| > x).
+    """A symmetric distribution of scale 1, described by P(|N| > x).
 
-    ``quantile`` overwrites float64 probabilities with an approximation of the x that are exceeded with them, up to its
-    sign. ``beyond`` returns P(|N| > b / ratio), times 2^digits, rounded to an integer; it is right to 1.
+    ``quantile`` overwrites each float64 probability p with an approximation of the x for which P(|N| > x) = p, up to
+    the sign of x. ``beyond`` returns P(|N| > b / ratio), times 2^digits, rounded to an integer with an error up to 1.
     """
 
     quantile: Callable[[NDArray[np.float64]], None]
@@ -80,9 +80,9 @@ class Law:
 class Noise:
     """A source of random numbers: one independent ChaCha20 stream per (purpose, round) from one 32-byte key.
 
-    The key is a secret: its owner can subtract the noise. It is in no representation, log or result.
-    ``simulation_only``: the key can be guessed (it comes from a seed), so no real person is protected. ``normals``:
-    a faster source of normal numbers, on the grid the very same ones.
+    The key is a secret: its owner can subtract the noise. No representation, log or result contains the key.
+    ``simulation_only``: the key can be guessed (it comes from a seed), so no real person is protected. ``normals``: a
+    faster source of normal numbers; rounded to the grid they are exactly the same numbers.
     """
 
     key: bytes = field(repr=False)
@@ -91,28 +91,28 @@ class Noise:
 
     @classmethod
     def secret(cls) -> "Noise":
-        """Return a source of secret noise, with a fresh key from the operating system: no two runs agree."""
+        """Return a source of secret noise; every call takes a fresh key from the operating system."""
         return cls(os.urandom(32), simulation_only=False)
 
     @classmethod
     def seeded(cls, seed: int) -> "Noise":
-        """Return a source of seeded noise: repeatable, and a simulation only."""
+        """Return a source of seeded noise, which is repeatable and for simulations only."""
         return cls(hashlib.sha256(f"simulated privacy noise {seed}".encode()).digest(), simulation_only=True)
 
     @property
     def identity(self) -> str:
-        """Return a name of the key that does not reveal it: the same key, the same name."""
+        """Return a name of the key that does not reveal the key; equal keys have equal names."""
         return hashlib.sha256(b"identity" + self.key).hexdigest()[:16]
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent N(0, std^2) numbers in steps of the grid, rounded exactly to whole ones.
+        """Return ``count`` independent N(0, std^2) numbers in grid steps, each rounded exactly to a whole number.
 
-        ``std`` > 0; a step is ``grid_spacing(std)``. The same arguments give the same numbers.
+        ``std`` > 0; a grid step is ``grid_spacing(std)``. The same arguments give the same numbers.
         """
         return self._steps(GAUSSIAN, count, std, purpose, server_round)
 
     def laplace(self, count: int, scale: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return numbers like ``gaussian``, of the Laplace distribution: density proportional to exp(-|x| / scale)."""
+        """Return Laplace numbers in the form of ``gaussian``, with a density proportional to exp(-|x| / scale)."""
         return self._steps(LAPLACE, count, scale, purpose, server_round)
 
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
@@ -130,12 +130,12 @@ class Noise:
         return _with_signs(normal, first)
 
     def uniform(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent numbers in [0, 1): secret Poisson sampling needs secret coins."""
+        """Return ``count`` independent uniform numbers in [0, 1), such as those that secret Poisson sampling needs."""
         words = self._words(count, purpose, server_round)
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> NDArray[np.bool_]:
-        """Return the mask of sampled units: ``takes_part`` of ``count`` ``uniform`` numbers, from their bits."""
+        """Return the mask of sampled units, (count,): the same as ``takes_part`` of ``count`` ``uniform`` numbers."""
         limit = _limit(sampling_rate)
         if limit == 1 << 53:
             return np.ones(count, np.bool_)
@@ -179,10 +179,10 @@ class Noise:
 
 
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
-    """Return the mask of units that Poisson sampling draws, given a ``uniform`` number each.
+    """Return the mask of units that Poisson sampling draws; ``coins`` are ``uniform`` numbers, one for each unit.
 
-    The numbers are multiples of 2^-53, so the rate is rounded down to one: a rate between two of them would be rounded
-    up, and a unit would take part more often than its accountant assumes.
+    The numbers are multiples of 2^-53, so the rate is rounded down to such a multiple. A rate between two multiples
+    would otherwise be rounded up, and a unit would take part more often than its accountant assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
 
@@ -192,15 +192,15 @@ def _limit(sampling_rate: float) -> int:
 
 
 def grid_spacing(std: float) -> float:
-    """Return the power of two to whose multiples a sum and its noise of standard deviation ``std`` > 0 are rounded."""
+    """Return the grid step, a power of two: a sum and its noise (std ``std`` > 0) are rounded to its multiples."""
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
 
 
 def clip_factor(norm: float, clipping_norm: float) -> float:
     """Return the factor that brings a vector of ``norm`` down to ``clipping_norm``.
 
-    1 for a zero vector, 0 for a vector that is not finite: it counts as the zero vector, and its term must be left out
-    of the sum, not multiplied (0 * nan is nan).
+    The factor is 1 for a zero vector, and 0 for a vector that is not finite. Such a vector counts as the zero vector,
+    and must be left out of the sum, not multiplied by the factor (0 * nan is nan).
     """
     if not math.isfinite(norm):
         return 0.0
@@ -210,11 +210,11 @@ def clip_factor(norm: float, clipping_norm: float) -> float:
 def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, summands: int) -> float:
     """Return the norm L to clip to so that a sum *rounded to the grid* still moves by at most ``clipping_norm``.
 
-    Of ``dimension`` numbers, the sum of at most ``summands`` clipped vectors (a public number). Rounding to the grid
+    The sum has ``dimension`` numbers and at most ``summands`` clipped vectors (a public number). Rounding to the grid
     moves the difference of two sums by at most one spacing per number. The rest is float64, with u = 2^-53: a norm is
     too small by at most (dimension / 2 + 4) u L, its factor and the products included; and a sum is off by at most u
     times the norms of all its partial sums and products, (n^2 / 2 + n) u L, in either of two neighbouring worlds. Twice
-    all that is left, for what is quadratic in u. Raises UserError where nothing would remain.
+    all that is set aside, for the terms quadratic in u. Raises UserError where nothing would remain.
     """
     if std == 0:
         return clipping_norm
@@ -236,7 +236,8 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
 def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return ``total``, rounded to the grid, plus noise of standard deviation ``std`` given in ``steps`` of the grid.
 
-    float64 rounds their exact sum, which looks at nothing else. With ``std`` 0 there is no grid, and no noise.
+    float64 rounds the exact sum of both, so the result depends on nothing else. With ``std`` 0 there is neither grid
+    nor noise, and ``total`` is returned as given.
     """
     if std == 0:
         return total
@@ -249,7 +250,7 @@ def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]
 
 
 def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
-    """Return z_delta = (z^-2 - (2 sigma_b)^-2)^-1/2: the updates' noise when counts are paid from the same z.
+    """Return z_delta = (z^-2 - (2 sigma_b)^-2)^-1/2, the updates' multiplier: counts and updates together cost z.
 
     ``count_std`` is sigma_b, the standard deviation on the sum of (b_i - 1/2), which one client moves by 1/2. Raises
     UserError where the counts alone would cost more than z allows.
@@ -265,12 +266,15 @@ def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
 def next_clipping_norm(
     clipping_norm: float, noisy_share: float, *, target_quantile: float, learning_rate: float
 ) -> float:
-    """Return S exp(-eta (b~ - gamma)): S falls when more than the target share of updates is within it."""
+    """Return the next clipping norm, S exp(-eta (b~ - gamma)).
+
+    The norm S falls when the norms of more than the target share of updates are at most S.
+    """
     return clipping_norm * math.exp(-learning_rate * (noisy_share - target_quantile))
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Write the numbers, rounded to whole steps, into ``out``; return the indices that float64 does not decide."""
+    """Write the numbers, rounded to whole steps, into ``out``; return the indices where float64 is undecided."""
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5
     found *= 2.0**-63
@@ -293,7 +297,7 @@ def _with_signs(numbers: NDArray[np.float64], words: NDArray[np.uint64]) -> NDAr
 
 
 def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Callable[[], int]) -> int:
-    """Return |N| in grid steps, N being ``ratio`` steps times a draw of ``law``, rounded to a whole number exactly.
+    """Return |N| in grid steps, rounded exactly to a whole number, where N is ``ratio`` times a draw of ``law``.
 
     P(|N| > x) = U at the x that is returned; ``digits`` are the first ``num_digits`` binary digits of U, and ``more``
     draws 64 further ones.

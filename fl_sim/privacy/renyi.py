@@ -1,7 +1,8 @@
 """Renyi divergences of one release at fixed orders, and the epsilon that their sum proves (Mironov et al. 2019).
 
 Every curve is an upper bound at any valid parameters, however extreme: a larger bound (no amplification, the next
-order, ``inf``) replaces what cannot be computed, and no result is a difference of numbers that are nearly equal.
+order, ``inf``) replaces a value that cannot be computed, and no result is a difference of numbers that are nearly
+equal.
 """
 
 import logging
@@ -39,7 +40,7 @@ _MOST_POINTS: Final = 2_000_000
 _ORDERS: Final = np.array(ORDERS)
 _LESS: Final = _ORDERS - 1
 _SERIES: Final = _ORDERS[(_ORDERS >= 1.01) & (np.floor(_ORDERS) != _ORDERS)]
-"""The orders at which dp_accounting's series is asked for; it is right to 1e-12 where noise and rate are ordinary."""
+"""The orders at which dp_accounting's series is evaluated; its error is at most 1e-12 for ordinary noise and rates."""
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
 
@@ -53,10 +54,10 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases, in a fifth of the time.
+    """Return an upper bound on ``rdp_curve`` for searches, in a fifth of the time.
 
-    At no order it is less. Between whole orders straight lines replace the series, except next to the whole order that
-    decides.
+    The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Between
+    whole orders straight lines replace the series, except next to that order.
     """
     lines = steps * _bounded(event, _SERIES[:0])
     decides = _ORDERS[np.argmin(lines + prices(delta))]
@@ -73,8 +74,9 @@ def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
 def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
     """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``; ``inf`` where it proves none.
 
-    The conversion of Canonne, Kamath and Steinke (2020, proposition 12); and 0 where the distance of the two
-    distributions is within delta anyway, by their Kullback-Leibler divergence (Bretagnolle and Huber 1978).
+    Uses the conversion of Canonne, Kamath and Steinke (2020, proposition 12). The epsilon is 0 where the total
+    variation distance of the two distributions is below delta, by their Kullback-Leibler divergence (Bretagnolle and
+    Huber 1978).
     """
     epsilons = curves + prices(delta)
     nothing = (delta**2 + np.expm1(-curves) > 0).any(axis=-1)
@@ -82,12 +84,15 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return the epsilon that a divergence proves at ``delta``, less that divergence, for each of ``ORDERS``."""
+    """Return, for each of ``ORDERS``, the epsilon that a divergence proves at ``delta``, minus the divergence."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
 def checked(curve: Curve) -> Curve:
-    """Refuse NaN, which would turn into an epsilon of 0; lift rounding below zero to zero."""
+    """Return ``curve`` with rounding errors below 0 set to 0. Raises ArithmeticError for NaN and negative values.
+
+    A NaN would otherwise turn into an epsilon of 0.
+    """
     if np.isnan(curve).any() or (curve < -1e-9).any():
         raise ArithmeticError(
             "a Renyi divergence came out as NaN or negative: the accountant failed, no epsilon is known"
@@ -127,8 +132,9 @@ def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.flo
 def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the Renyi divergences of a release with a ``pure_epsilon`` at ``orders`` > 1.
 
-    No mechanism of pure epsilon loses more than randomised response does (Kairouz, Oh, Viswanath 2015), whose loss is
-    +epsilon or -epsilon: log(p e^x + (1 - p) e^-x) / (a - 1) at x = (a - 1) epsilon and p = 1 / (1 + e^-epsilon).
+    No mechanism of pure epsilon has a larger privacy loss than randomised response (Kairouz, Oh, Viswanath 2015), whose
+    loss is +epsilon or -epsilon. Its divergence is log(p e^x + (1 - p) e^-x) / (a - 1) at x = (a - 1) epsilon and
+    p = 1 / (1 + e^-epsilon).
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
@@ -188,8 +194,9 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
     """Bound the Renyi divergence by the pair that dominates sampling without replacement, or by no amplification.
 
     The sampled unit displaces another one: the sum moves by at most 2S either way, hence the pair
-    (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2), whose divergence is the same both ways round.
-    Without amplification replacing one unit moves the sum by 2S: divergence 2 a / z^2. Both hold, so does the smaller.
+    (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2), whose divergence is the same in both
+    directions. Without amplification replacing one unit moves the sum by 2S: divergence 2 a / z^2. Both bounds hold, so
+    the smaller one holds.
     """
     if event.sampling_probability != 1:
         raise UserError(
@@ -206,8 +213,8 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     """Return D_order((1-q) N(0,1) + q N(s,1) || (1-q) N(0,1) + q N(-s,1)) by the trapezoid rule.
 
     The integrand has Gaussian tails and is analytic in a strip of half-width pi/s about the real line (where the second
-    density has its zeros), so the error falls as exp(-2 pi (pi/s) / step): only rounding at the step chosen here, for
-    which there is a margin.
+    density has its zeros), so the error falls as exp(-2 pi (pi/s) / step). At the step chosen here only rounding
+    errors are left, for which there is a margin.
     """
     reach = shift * (2 * order - 1)  # where the farthest bump of p^a q^(1-a) lies
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
@@ -224,7 +231,7 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 
 @contextmanager
 def _quiet_excluded_orders() -> Iterator[None]:
-    """Silence the accountant's notice that a fractional order did not converge: it is left out, which is sound."""
+    """Silence the accountant's notice that a fractional order did not converge: leaving that order out is sound."""
 
     def is_other_notice(record: logging.LogRecord) -> bool:
         return "Excluding this order" not in str(record.msg)

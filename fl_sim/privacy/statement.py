@@ -1,9 +1,10 @@
-"""The privacy statement of one unit: its guarantee and its expense, two numbers that are never mixed up.
+"""The privacy statement of one unit: its guarantee and the epsilon spent, two numbers that are never mixed up.
 
-A guarantee is a number fixed before the data are read. The expense of a run is none: the moment of its end may depend
-on its releases (a budget not used up, queries left unanswered, a reader's Ctrl-C), and the charges up to such a moment
-bound nothing. The cost of ALL planned releases does, for a run that ends earlier releases a part of the whole plan
-(post-processing); so does a budget, which is a privacy filter (Feldman, Zrnic 2021).
+A guarantee is a number that was fixed before the data were read. The epsilon spent by a run is no guarantee: the moment
+at which a run ends may depend on its releases (a budget not used up, unanswered queries, a reader's Ctrl-C), and the
+charges up to such a moment bound nothing. The cost of ALL planned releases is a bound, because a run that ends earlier
+releases a part of the whole plan (post-processing). A budget is a bound, too: it is a privacy filter (Feldman, Zrnic
+2021).
 """
 
 from collections import Counter
@@ -31,7 +32,7 @@ _NEIGHBOURS: Final = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """Covered and uncovered outputs, in plain words. ``simulation_only``: the noise comes from a seed."""
+    """Covered and uncovered outputs, in plain words. ``simulation_only``: True where the noise comes from a seed."""
 
     covers: str
     does_not_cover: str
@@ -42,7 +43,7 @@ _SEVERAL: Final = {
     "record": " A person with several records, at one client or at several, pays for each of them.",
     "client": " A person with records at several clients pays for each of these clients.",
 }
-"""{unit: the limit of its epsilon for a person}"""
+"""{unit: a sentence on the cost for a person with several such units}"""
 _SEEDED: Final = (
     " The noise, and whatever else is drawn at random for privacy (who takes part in a round), comes from the "
     "experiment's seed: whoever knows the seed can take it off again, so the guarantee describes the method (a "
@@ -74,7 +75,7 @@ class UncoveredFacts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
-    """Return ``statements`` with two more limits each: persons that pay several times, and ``facts``."""
+    """Return ``statements``, each with two more limits: the cost for a person with several units, and ``facts``."""
     more = facts.in_words()
     return [
         {**one, "does_not_cover": f"{one['does_not_cover']}{_SEVERAL.get(str(one['unit']), '')}{more}"}
@@ -88,7 +89,7 @@ def statement(
     planned: Mapping[dp_event.DpEvent, int] | None,
     coverage: Coverage,
 ) -> dict[str, Any]:
-    """Return the guarantee as JSON values; ``charges`` are (release, event). See ``Ledger.statement``."""
+    """Return the privacy statement as JSON values; ``charges`` are (release, event). See ``Ledger.statement``."""
     account = _account(terms, charges, planned)
     epsilon, accountant, source = _guarantee(terms, account)
     shown = account.bounds or account.realised
@@ -121,9 +122,10 @@ def statement(
 
 @dataclass(frozen=True)
 class _Account:
-    """``spent``: all charges so far. ``promised``: all releases fixed beforehand, None where a budget alone is.
+    """The charges so far, the releases that were fixed beforehand, and the costs of both.
 
-    ``realised`` and ``bounds``: their costs. ``again``: the number of releases that were paid for more than once.
+    ``spent``: all charges so far; ``realised``: their cost. ``promised``: all releases that were fixed beforehand, None
+    where only a budget was; ``bounds``: their cost. ``again``: the number of charges for releases already paid for.
     """
 
     spent: _Counts
@@ -136,11 +138,11 @@ class _Account:
 def promised_releases(
     terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int]
 ) -> _Counts:
-    """Return all releases that were fixed beforehand: the plan, as far as the budget goes where that is certain.
+    """Return all releases that were fixed beforehand: the plan, up to the end of the budget where that is certain.
 
-    A release that was paid for again is on top of the plan. Where all are of one kind, the number that the budget
-    affords is certain before the first one, whatever a run releases and wherever it ends. ``charges``: all charges so
-    far, as (release, event).
+    A release that was paid for again is added to the plan. Where all releases are of one kind, the number that the
+    budget affords is certain before the first release, whatever a run releases and wherever it ends. ``charges``: all
+    charges so far, as (release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again
@@ -163,7 +165,7 @@ def _account(
 
 
 def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _Counts]:
-    """Count all charges, and those of them for a release that had been paid for before."""
+    """Return the counts of all charges, and of the charges for releases that had been paid for before."""
     spent = single_steps(Counter(event for _, event in charges))
     return spent, spent - single_steps(Counter(dict(charges).values()))
 
@@ -171,7 +173,7 @@ def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _C
 def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
     """Return the number of releases, from ``least`` to ``most``, that the budget affords.
 
-    ``most`` where it does not afford ``least``: an earlier version let a charge pass that costs more.
+    Returns ``most`` where the budget does not afford ``least``: an earlier version let a charge pass that costs more.
     """
 
     def fits(number: int) -> bool:
@@ -186,7 +188,7 @@ def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) ->
 
 
 def _used_up(terms: Terms, spent: _Counts) -> bool:
-    """Return True if all releases are of one kind and no further one fits the budget."""
+    """Return True if all releases are of one kind and no further release fits the budget."""
     return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
 
 

@@ -12,9 +12,9 @@ Accountant: TypeAlias = Literal["rdp", "pld"]
 
 
 class Adjacency(StrEnum):
-    """The change of the population that a guarantee covers; in words in ``fl_sim.privacy.statement``.
+    """The change of the population that a guarantee covers; ``fl_sim.privacy.statement`` describes it in words.
 
-    tests/fl_sim/simulation/test_two_worlds.py runs every mechanism at client level in both of two adjacent worlds.
+    tests/fl_sim/simulation/test_two_worlds.py runs every client-level mechanism on both of two adjacent populations.
     """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
@@ -25,8 +25,9 @@ class Adjacency(StrEnum):
 class Terms:
     """Terms of a ledger, fixed before its first charge.
 
-    ``unit``: the privacy unit, such as "client" or "record"; units are never added together. ``budget``: the largest
-    epsilon at ``delta``, None for no limit. ``accountant``: the accountant whose epsilon is compared with the budget.
+    ``unit``: the privacy unit, such as "client" or "record"; epsilons of different units are never added. ``budget``:
+    the largest epsilon at ``delta``, None for no limit. ``accountant``: the accountant whose epsilon is compared with
+    the budget.
     """
 
     unit: str
@@ -53,7 +54,7 @@ def valid_delta(delta: float) -> float:
 def delta_advice(delta: float, units: float) -> str | None:
     """Return a warning where ``delta`` is too large for ``units`` protected units, else None.
 
-    At 1/units and above, publishing one unit's data whole, chosen at random, would satisfy the definition.
+    At a delta of 1/units and above, publishing all data of one unit, chosen at random, would satisfy the definition.
     """
     advice = f"use delta <= {1 / (10 * units):.1g}, that is 1 / (10 x {units:g})"
     if delta >= 1 / units:
@@ -66,11 +67,11 @@ def delta_advice(delta: float, units: float) -> str | None:
 
 
 def none_if_infinite(epsilon: float) -> float | None:
-    """Return ``epsilon`` for results and logs, in which None stands for no guarantee."""
+    """Return ``epsilon``, or None where it is infinite: in results and logs None means no guarantee."""
     assert not math.isnan(epsilon)
     return None if math.isinf(epsilon) else epsilon
 
 
 def rounded_up(epsilon: float, digits: int = 4) -> str:
-    """Return ``epsilon`` with ``digits`` significant digits, never below it, such as ``2.346`` for 2.34501."""
+    """Return ``epsilon`` as text, rounded up to ``digits`` significant digits, such as ``2.346`` for 2.34501."""
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(epsilon)))):.{digits}g}"

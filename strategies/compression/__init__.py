@@ -6,7 +6,7 @@ from fl_sim.settings import Settings
 
 
 class NoCompression(Settings):
-    """Updates travel uncompressed: four bytes a number."""
+    """No compression: clients send updates with four bytes per number."""
 
     kind: Literal["none"] = "none"
     keeps_error: ClassVar[bool] = True

@@ -1,19 +1,20 @@
 """Compressors with error feedback: top-k, rand-k, SignSGD, PowerSGD.
 
-Error feedback adds the error of compression to the next round's update (Seide et al. 2014): e <- e + D; send C(e);
-e <- e - C(e). So the sum of all sent updates and the last error is the sum of all updates, but for rounding.
+Error feedback adds the compression error e to the next round's update D (Seide et al. 2014): e <- e + D; send C(e);
+e <- e - C(e). So the sum of all sent updates and the last error equals the sum of all updates, except for rounding.
 
 * Top-k sends the largest numbers of an update (Aji and Heafield 2017, algorithm 1; Stich et al. 2018, algorithm 1, with
   a proof of convergence).
-* Rand-k sends random numbers of an update (Wangni et al. 2018; Stich et al. 2018). The places come from a seed that
-  client and server share, a round's and a client's own, so they are never sent, and depend on no record.
+* Rand-k sends the numbers at random positions of an update (Wangni et al. 2018; Stich et al. 2018). Client and server
+  draw the positions from a shared seed, one for each round and client, so positions are never sent, and depend on no
+  record.
 * SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p) of p = e + D.
-  The scale is that of a tensor here: those of a model's layers differ by orders of magnitude, and small ones would
-  follow large ones.
+  Here each tensor has a scale of its own: the scales of a model's layers differ by orders of magnitude, so one common
+  scale would be wrong for tensors with small numbers.
 * PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
   P = M Q; orthonormalise P; Q = M' P; send P and Q, which stand for P Q'. The next round's iteration starts from Q. In
   the paper workers sum P before it is orthonormalised, and Q, so that all of them take the same step; here each client
-  sends a P and a Q of its own, of the same size, and the server has its update.
+  sends a P and a Q of its own, of the same size, from which the server computes the client's update.
 """
 
 from __future__ import annotations
@@ -38,37 +39,37 @@ from strategies.compression.quantization import bits_for, num_bytes, pack, unpac
 
 
 class ErrorFeedback(Settings):
-    """A compressor C whose error is client state."""
+    """A compressor C whose compression error is client state, added to the next update."""
 
     @property
     def keeps_error(self) -> bool:
-        """Return True if the error is sent later."""
+        """Return True if the compression error is added to the next update."""
         return True
 
     @abstractmethod
     def size(self, layout: Layout) -> Size:
-        """Return the size of the message."""
+        """Return the size of the packed message for an update with this ``layout``."""
 
     @abstractmethod
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return C of a vector, packed."""
+        """Return C(``update``), packed."""
 
     @abstractmethod
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return C of a vector."""
+        """Return C(update) from its packed form."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Send C(e + D); the rest is the new error."""
+        """Return C(e + D), packed, and the new error, the difference to e + D, as client state."""
         corrected = _corrected_by(held, update)
         packed = self.encode(corrected, coins)
         return packed, {"error": subtract(corrected, self.unpack(packed, update.layout, coins))}
 
 
 class TopK(ErrorFeedback):
-    """Sends the largest numbers of an update, a ``share`` of them; the error joins the next round's update.
+    """Sends the largest numbers of an update, a ``share`` of all; the error is added to the next round's update.
 
-    ``share``: of all d numbers of the model together; their number, k, is rounded up. Each costs 32 bits and
-    ceil(log2 d) for its place.
+    ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up. Each
+    takes 32 bits, and ceil(log2 d) bits for its position.
     """
 
     kind: Literal["top-k"] = "top-k"
@@ -76,18 +77,18 @@ class TopK(ErrorFeedback):
     title: ClassVar[str] = "top-k"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark where all numbers are sent."""
+        """Return a note to the user where ``share`` is 1, so that all numbers are sent; else an empty list."""
         del experiment
         return [] if self.share < 1 else [off("compress.share=1", "all numbers of an update are sent")]
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of k numbers and k places."""
+        """Return the size of the packed message: k numbers and k positions."""
         d = num_in(layout)
         k = _count_of(self.share, d)
         return Size(k, num_bytes(k, bits_for(d)))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the k largest numbers, in the order of their places."""
+        """Return the k numbers of largest absolute value and their positions, in the order of positions."""
         del coins
         flat = update.flat
         k = _count_of(self.share, len(flat))
@@ -95,7 +96,7 @@ class TopK(ErrorFeedback):
         return Packed.of(flat[places], pack(places.numpy(), bits_for(len(flat))))
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return these numbers, and zeros elsewhere. Raises Malformed unless places rise and exist."""
+        """Return the sent numbers at their positions, zeros elsewhere. Raises Malformed for invalid positions."""
         del coins
         d = num_in(layout)
         places = unpack(packed.bits, len(packed.numbers), bits_for(d))
@@ -105,11 +106,12 @@ class TopK(ErrorFeedback):
 
 
 class RandK(ErrorFeedback):
-    """Sends a ``share`` of the update's numbers, 32 bits each, in places drawn at random for each client and round.
+    """Sends a ``share`` of the update's numbers, 32 bits each, at positions drawn at random per client and round.
 
-    ``share``: of all d numbers of the model together; their number, k, is rounded up. ``correction`` for the others: by
-    "scale" the server multiplies by d / k, so that the mean over draws is the update, with a variance of d / k - 1
-    times its squared norm; by "error-feedback" the error joins the next round's update.
+    ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up.
+    ``correction``: how the other numbers are made up for. With "scale" the server multiplies by d / k, so that the mean
+    over draws is the update, with a variance of d / k - 1 times the update's squared norm. With "error-feedback" the
+    error is added to the next round's update.
     """
 
     kind: Literal["rand-k"] = "rand-k"
@@ -119,28 +121,28 @@ class RandK(ErrorFeedback):
 
     @property
     def keeps_error(self) -> bool:
-        """Return True if the error is sent later."""
+        """Return True if the compression error is added to the next update."""
         return self.correction == "error-feedback"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark where all numbers are sent."""
+        """Return a note to the user where ``share`` is 1, so that all numbers are sent; else an empty list."""
         del experiment
         return [] if self.share < 1 else [off("compress.share=1", "all numbers of an update are sent")]
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of k numbers."""
+        """Return the size of the packed message: k numbers."""
         return Size(_count_of(self.share, num_in(layout)))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Send k numbers; the rest is the new error, unless scaling corrects for it."""
+        """Return k packed numbers, and the new error as client state unless ``correction`` is "scale"."""
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the numbers in the places that are drawn; of an update that is not finite all are NaN."""
+        """Return the numbers at the positions drawn from ``coins``; all are NaN where the update is not finite."""
         return Packed.of(update.flat[self._places(len(update.flat), coins)])
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return these numbers, scaled where that is the correction, and zeros elsewhere."""
+        """Return the sent numbers at their positions, multiplied by d / k for "scale", and zeros elsewhere."""
         d = num_in(layout)
         factor = d / len(packed.numbers) if self.correction == "scale" else 1.0
         return _spread(packed.numbers * factor, self._places(d, coins), layout)
@@ -152,23 +154,23 @@ class RandK(ErrorFeedback):
 
 
 class SignSGD(ErrorFeedback):
-    """Sends the sign of every number, and each tensor's mean size; the error joins the next round's update."""
+    """Sends the sign of every number and the mean absolute value of every tensor, with error feedback."""
 
     kind: Literal["signsgd"] = "signsgd"
     title: ClassVar[str] = "SignSGD"
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of a scale for each tensor, and of a bit for each number."""
+        """Return the size of the packed message: a scale for each tensor and a bit for each number."""
         return Size(len(layout), num_bytes(num_in(layout), 1))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return mean sizes and signs; 0 counts as positive."""
+        """Return the mean absolute value of every tensor and all signs, packed; 0 counts as positive."""
         del coins
         scales = torch.stack([value.abs().sum() / max(1, value.numel()) for value in update.values()])
         return Packed.of(scales, pack((update.flat.numpy() >= 0).astype(np.int64), 1))
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return scales with signs. Raises Malformed for scales below 0."""
+        """Return every sign times the scale of its tensor. Raises Malformed for scales below 0."""
         del coins
         if (packed.numbers < 0).any():
             raise Malformed("sent mean sizes that are below 0")
@@ -180,8 +182,8 @@ class SignSGD(ErrorFeedback):
 class PowerSGD(Settings):
     """Sends every weight matrix as a product of two narrow ones: ``rank`` numbers for each row and for each column.
 
-    ``rank``: the paper tries 1, 2 and 4. A convolution's weights are a matrix with a row for each channel that comes
-    out. Vectors, and matrices of which that would not save anything, travel whole.
+    ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
+    channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.
     """
 
     kind: Literal["powersgd"] = "powersgd"
@@ -190,11 +192,11 @@ class PowerSGD(Settings):
     keeps_error: ClassVar[bool] = True
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of all factors, and of all whole tensors."""
+        """Return the size of the packed message: all factors, and all uncompressed tensors."""
         return Size(sum(self._counts(shape)[0] + self._counts(shape)[1] for _, shape in layout))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Send P and Q of e + D; the client keeps the error, and Q."""
+        """Return P and Q of e + D, packed; and the new error and Q as client state."""
         corrected = _corrected_by(held, update)
         start = held.get("start") or self._first(update.layout, coins())
         sent, factors = [], {}
@@ -211,7 +213,7 @@ class PowerSGD(Settings):
         return packed, {"error": error, "start": factors} if factors else {"error": error}
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return P Q' of every matrix, and all whole tensors."""
+        """Return the update: P Q' for every matrix, and the uncompressed tensors as sent."""
         del coins
         parts: list[torch.Tensor] = []
         for (_, shape), left, right in self._cut(packed.numbers, layout):
@@ -223,14 +225,14 @@ class PowerSGD(Settings):
         return FlatParams(torch.cat(parts), layout)
 
     def _counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the sizes of P and Q; the size of the tensor and 0 where it travels whole."""
+        """Return the numbers of elements of P and Q; for an uncompressed tensor its own number and 0."""
         size = math.prod(shape)
         if len(shape) < 2 or self.rank * (shape[0] + size // max(1, shape[0])) >= size:
             return size, 0
         return self.rank * shape[0], self.rank * (size // shape[0])
 
     def _first(self, layout: Layout, generator: np.random.Generator) -> Params:
-        """Return the Q of a client's first round: standard normal, (columns, rank)."""
+        """Return the start of Q for each matrix in a client's first round: standard normal, shape (columns, rank)."""
         shapes = {name: self._counts(shape)[1] for name, shape in layout}
         return {
             name: torch.from_numpy(generator.standard_normal((count // self.rank, self.rank), dtype=np.float32))
@@ -250,21 +252,21 @@ class PowerSGD(Settings):
 
 
 def _corrected_by(held: Payloads, update: FlatParams) -> FlatParams:
-    """Return e + D: an update with the error of earlier rounds."""
+    """Return e + D: the update with the compression error of earlier rounds added."""
     error: Params | None = held.get("error")
     return update if error is None else flattened(add(update, error))
 
 
 def _count_of(share: float, d: int) -> int:
-    """Return a share of ``d`` numbers, rounded up: at least 1.
+    """Return ``share`` times ``d``, rounded up: at least 1.
 
-    The share is taken as the decimal that it is written as: 0.07 of 100 are 7, and in binary a little more.
+    The share is used as the decimal number that it is written as: 0.07 of 100 is 7, and in binary a little more.
     """
     return math.ceil(Fraction(str(share)) * d)
 
 
 def _spread(numbers: torch.Tensor, places: torch.Tensor, layout: Layout) -> FlatParams:
-    """Return ``numbers`` in their ``places`` of an update, and zeros elsewhere."""
+    """Return an update with ``numbers`` at the positions ``places``, and zeros elsewhere."""
     flat = torch.zeros(num_in(layout))
     flat[places] = numbers
     return FlatParams(flat, layout)

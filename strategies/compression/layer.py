@@ -1,4 +1,4 @@
-"""The compression layer: clients pack the payloads of their algorithm, and the server unpacks them on arrival."""
+"""The compression layer: clients compress the payloads of their updates, and the server decompresses them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from strategies.scaffold import Scaffold
 from strategies.trimmed_mean import TrimmedMean
 
 HELD: Final = "held-back/"
-"""The prefix of the groups in client state that compression holds back."""
+"""The prefix of the client state that belongs to compression, such as the error of error feedback."""
 
 
 class Compression(Layer):
-    """Compression as a layer, with a client half alone: it packs and unpacks."""
+    """Compression as a layer that wraps the messages of clients only: it packs and unpacks updates."""
 
     reserved: ClassVar[str] = HELD
 
@@ -38,28 +38,28 @@ class Compression(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
-        """Return None: the server's rounds are those of any other run."""
+        """Return None: compression does not change the rounds of the server."""
         del experiment, out, progress
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half."""
+        """Return the part of the layer that packs and unpacks the updates of clients."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
 
 @dataclass(frozen=True)
 class ClientCompression(ClientLayer):
-    """Packs the groups of an update that have the model's names and shapes."""
+    """Packs those payloads of an update that have the names and shapes of the model's parameters."""
 
     packing: Packing
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without the held-back groups, for the algorithm."""
+        """Return the task for the algorithm, without the client state of compression."""
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the packed update, with held-back groups in the client state."""
+        """Return the packed update; its client state also holds the state of compression."""
         payloads, packed, held = self.packing.pack(
             update.payloads, task.params, held_in(came.state), task.client, task.server_round
         )
@@ -67,11 +67,11 @@ class ClientCompression(ClientLayer):
         return replace(update, payloads=payloads, packed=packed, state=state)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the sizes of packed groups."""
+        """Return the sizes of the packed payloads, by their names in ``template``."""
         return self.packing.sizes(template, model)
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return the reply with its update unpacked."""
+        """Return the reply with all payloads of its update unpacked, as in ``template``."""
         opened = {
             name: self.packing.unpack(name, packed, layout_of(template[name]), reply.client, server_round)
             for name, packed in reply.packed.items()
@@ -80,7 +80,7 @@ class ClientCompression(ClientLayer):
         return replace(reply, payloads=payloads, packed={})
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return ``state`` with held-back groups."""
+        """Return the client state ``state`` with the state of compression added."""
         return with_held(state, self.packing.held_back(template, server.params))
 
 
@@ -114,12 +114,12 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return client state with held-back groups, by the group of the update."""
+    """Return client state with the state of compression added; ``held`` maps each payload name to its tensors."""
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return the held-back groups in client state, by the group of the update."""
+    """Return the state of compression in the client state ``state``, by the payload name of the update."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

@@ -1,11 +1,11 @@
-"""QSGD, and whole numbers packed into bytes and back, in the fewest bits that any of them may need.
+"""QSGD quantization, and the packing of whole numbers into bytes with as few bits as possible.
 
-QSGD rounds numbers at random to a few levels, right on average (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j)
+QSGD rounds numbers at random to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j)
 ||v|| xi_j, where xi_j is one of the two multiples of 1/s around |v_j| / ||v||, the upper one with the probability that
 makes E[xi_j] = |v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d) / s) ||v||^2. As in
-section 4 of the paper, v is a bucket of neighbouring numbers, not all of them.
+section 4 of the paper, v is a bucket of neighbouring numbers of the update, not the whole update.
 
-Every list of numbers has exactly one packed form: left-over bits are 0, and any other bytes are refused.
+Every list of numbers has exactly one packed form: unused bits are 0, and any other bytes are refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _WORD: Final = 64
 class QSGD(Settings):
     """Sends every number as one of a few levels, and the L2 norm of every bucket of ``bucket_size`` numbers.
 
-    ``levels``: the paper's s, the number of levels above 0, and as many below; 7 take 4 bits a number, 1 takes 1.6.
-    ``bucket_size``: larger ones cost fewer norms, 32 bits each, and more variance.
+    ``levels``: the paper's s, the number of levels above 0; as many are below 0. 7 levels take 4 bits per number, 1
+    level takes 1.6 bits. ``bucket_size``: larger buckets have fewer norms to send, 32 bits each, and more variance.
     """
 
     kind: Literal["qsgd"] = "qsgd"
@@ -39,12 +39,12 @@ class QSGD(Settings):
     keeps_error: ClassVar[bool] = False
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of one norm for each bucket, and of all levels."""
+        """Return the size of a message: one norm for each bucket, and the packed levels of all numbers."""
         d = num_in(layout)
         return Size(-(-d // self.bucket_size), num_digit_bytes(d, self._values))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Send norms and levels."""
+        """Return the packed norms and levels of ``update``, and no client state."""
         del held
         buckets = self._in_buckets(update.flat.numpy())
         with np.errstate(over="ignore"):  # the server reports a norm that is not finite
@@ -58,7 +58,7 @@ class QSGD(Settings):
         return Packed.of(norms, pack_digits(digits, self._values)), {}
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the rounded update. Raises Malformed for norms below 0 and for unknown levels."""
+        """Return the update rounded to levels. Raises Malformed for norms below 0 and for unknown levels."""
         del coins
         norms, d = packed.numbers.numpy(), num_in(layout)
         if (norms < 0).any():
@@ -73,7 +73,7 @@ class QSGD(Settings):
         return 2 * self.levels + 1
 
     def _in_buckets(self, flat: NDArray[np.float32]) -> NDArray[Any]:
-        """Return numbers as (buckets, bucket size), with zeros behind the last of them."""
+        """Return ``flat`` in the shape (buckets, bucket size), with zeros after the last number."""
         size = min(self.bucket_size, len(flat))
         padded = np.zeros(-(-len(flat) // size) * size, np.float32)
         padded[: len(flat)] = flat
@@ -81,7 +81,7 @@ class QSGD(Settings):
 
 
 def bits_for(values: int) -> int:
-    """Return the number of bits for ``values`` different numbers.
+    """Return the number of bits that can represent ``values`` different numbers.
 
     >>> [bits_for(values) for values in (1, 2, 3, 1024, 1025)]
     [0, 1, 2, 10, 11]
@@ -90,18 +90,18 @@ def bits_for(values: int) -> int:
 
 
 def num_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes of ``count`` numbers of ``bits`` bits each."""
+    """Return the number of bytes that hold ``count`` packed numbers of ``bits`` bits each."""
     return -(-count * bits // 8)
 
 
 def pack(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
-    """Return numbers from 0 to 2^``bits`` - 1, one behind the other, the highest bit first."""
+    """Return the bytes of ``numbers`` from 0 to 2^``bits`` - 1, ``bits`` bits each, the highest bit first."""
     places = np.arange(bits - 1, -1, -1)
     return np.packbits((numbers[:, None] >> places & 1).astype(np.uint8))
 
 
 def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
-    """Return the ``count`` numbers in the bytes of ``pack``. Raises Malformed where bits behind them are not 0."""
+    """Return the ``count`` numbers in bytes from ``pack``. Raises Malformed where a bit after them is not 0."""
     each = np.unpackbits(packed)
     if each[count * bits :].any():
         raise Malformed("sent packed numbers with something behind the last of them")
@@ -112,7 +112,7 @@ def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64
 
 
 def digits_in_word(base: int) -> int:
-    """Return the number of digits of a number system that fit into 64 bits.
+    """Return the number of digits in the number system of ``base`` that fit into 64 bits.
 
     >>> [digits_in_word(base) for base in (2, 3, 15, 255)]
     [64, 40, 16, 8]
@@ -124,12 +124,15 @@ def digits_in_word(base: int) -> int:
 
 
 def num_digit_bytes(count: int, base: int) -> int:
-    """Return the number of bytes of ``count`` digits from ``pack_digits``."""
+    """Return the number of bytes that ``pack_digits`` returns for ``count`` digits."""
     return _WORD // 8 * -(-count // digits_in_word(base))
 
 
 def pack_digits(digits: NDArray[np.int64], base: int) -> NDArray[np.uint8]:
-    """Return digits from 0 to ``base`` - 1 as words of 64 bits: of three levels, 1.6 bits each and not 2."""
+    """Return the bytes of digits from 0 to ``base`` - 1, packed into words of 64 bits.
+
+    A digit with three values takes 1.6 bits instead of 2.
+    """
     width = digits_in_word(base)
     columns = np.zeros((-(-len(digits) // width), width), np.uint64)
     columns.ravel()[: len(digits)] = digits
@@ -140,7 +143,7 @@ def pack_digits(digits: NDArray[np.int64], base: int) -> NDArray[np.uint8]:
 
 
 def unpack_digits(packed: NDArray[np.uint8], count: int, base: int) -> NDArray[np.int64]:
-    """Return the ``count`` digits in the bytes of ``pack_digits``. Raises Malformed for words that it never makes."""
+    """Return the ``count`` digits in bytes from ``pack_digits``. Raises Malformed for all other bytes."""
     words, digits = packed.view("<u8").astype(np.uint64), np.zeros((digits_in_word(base), len(packed) // 8), np.int64)
     for row in digits:
         words, left = np.divmod(words, np.uint64(base))

@@ -1,1 +1,1 @@
-"""PATE: noisy votes of teachers, their cost, and the students that learn from them."""
+"""PATE: settings, labelling by the noisy votes of teachers, and students that learn from the labels."""

@@ -1,8 +1,8 @@
-"""Labelling of a public pool by PATE: noisy majorities, each charged before its noise is drawn, within a budget.
+"""Labelling of a public pool by PATE: noisy majority votes, each charged to a ledger before its noise is drawn.
 
-LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise goes on
-the counts, the largest noisy count is the label. One record is in one teacher's shard, so one vote of a query may move:
-two counts change by 1, the largest count by 1.
+LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise is
+added to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so one
+vote of a query may move: two counts change by 1, and the largest count changes by at most 1.
 """
 
 import math
@@ -41,14 +41,14 @@ DOES_NOT_COVER: Final = (
 
 
 class VotingMechanism(Protocol):
-    """A noisy majority. ``votes`` are one query's counts, shape (classes,); ``query`` keys the noise."""
+    """A noisy majority vote. ``votes``: the counts of one query, shape (classes,); ``query``: selects its noise."""
 
     def cost(self) -> "Cost":
-        """Return the cost of a query, for analysis."""
+        """Return the privacy cost of one query, for analysis."""
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return the charges of the test whether to answer (None: every query is answered) and of an answer."""
+        """Return the events charged for the test (None: no test, every query is answered) and for an answer."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
@@ -56,7 +56,7 @@ class VotingMechanism(Protocol):
         ...
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
-        """Return the label."""
+        """Return the label: the class of the largest noisy count."""
         ...
 
 
@@ -74,13 +74,13 @@ class LNMax(_AnswersEveryQuery):
     gamma: float = Field(0.05, ge=1e-5)
 
     def cost(self) -> "Cost":
-        """Return the cost of a query, for analysis."""
+        """Return the privacy cost of one query, for analysis."""
         from fl_sim.privacy.pate.labelling_cost import LNMaxCost  # noqa: PLC0415 (the accountants load slowly)
 
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query: two counts with Laplace noise move by 1, so two Laplace mechanisms."""
+        """Return the charge of a query, two Laplace mechanisms, because two noisy counts move by 1."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -98,13 +98,13 @@ class GNMax(_AnswersEveryQuery):
     sigma: float = Field(40.0, gt=0, le=1e5)
 
     def cost(self) -> "Cost":
-        """Return the cost of a query, for analysis."""
+        """Return the privacy cost of one query, for analysis."""
         from fl_sim.privacy.pate.labelling_cost import GNMaxCost  # noqa: PLC0415 (the accountants load slowly)
 
         return GNMaxCost(self.sigma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query: the counts, as one vector, move by sqrt(2)."""
+        """Return the charge of a query, one Gaussian mechanism: the counts, as one vector, move by sqrt(2)."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
@@ -116,10 +116,11 @@ class GNMax(_AnswersEveryQuery):
 
 
 class ConfidentGNMax(Settings):
-    """GNMax for the queries on which teachers agree: whose largest count, with noise, reaches ``threshold`` votes.
+    """GNMax for queries on which teachers agree: the largest count, with noise, must reach ``threshold`` votes.
 
-    ``sigma_threshold``: the noise of that test, in votes, paid on every query; it is drawn apart from the answer's.
-    ``sigma``: the noise on the counts of an answer, in votes.
+    ``sigma_threshold``: the standard deviation of the noise of that test, in votes; every query pays for the test, and
+    its noise is independent of the answer's. ``sigma``: the standard deviation of the noise on the counts of an answer,
+    in votes.
     """
 
     kind: Literal["confident"] = "confident"
@@ -128,13 +129,13 @@ class ConfidentGNMax(Settings):
     sigma: float = Field(40.0, gt=0, le=1e5)
 
     def cost(self) -> "Cost":
-        """Return the cost of a query, for analysis."""
+        """Return the privacy cost of one query, for analysis."""
         from fl_sim.privacy.pate.labelling_cost import ConfidentCost  # noqa: PLC0415 (the accountants load slowly)
 
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
 
     def charges(self) -> tuple["dp_event.DpEvent", "dp_event.DpEvent"]:
-        """Return the charge of the test, whose one number moves by 1, and of an answer."""
+        """Return the events charged for the test, whose one number moves by 1, and for an answer."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return dp_event.GaussianDpEvent(self.sigma_threshold), GNMax(sigma=self.sigma).charges()[1]
@@ -151,22 +152,22 @@ class ConfidentGNMax(Settings):
 
 
 class NoNoise(_AnswersEveryQuery):
-    """The plain majority: no guarantee, for comparisons only."""
+    """The plain majority without noise: no guarantee, for comparisons only."""
 
     kind: Literal["none"] = "none"
 
     def cost(self) -> "Cost":
-        """Refuse: there is nothing to add up. Raises UserError."""
+        """Raise UserError: without noise there is no finite cost."""
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge that ends every guarantee."""
+        """Return a charge without privacy, which ends every guarantee of a ledger."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.NonPrivateDpEvent()
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
-        """Return the class with the most votes, the first of several."""
+        """Return the class with the most votes; the first such class in a tie."""
         del noise, query
         return int(np.argmax(votes))
 
@@ -180,9 +181,10 @@ class Labelling(Settings):
     ``mechanism``: turns the teachers' votes into one noisy label. ``accountant``: the accountant whose epsilon is
     reported and compared with the budget. ``epsilon``: the budget of all queries together at ``delta``; labelling stops
     before the query that would exceed it; None sets no limit. ``budget`` "data-dependent" compares the data-dependent
-    epsilon with it: more labels, but then that epsilon, and the end of the labelling, are as private as the votes.
-    ``noise`` "secret": a fresh key from the operating system, so no two runs agree; "seeded": repeatable, and a
-    guarantee about the method only.
+    epsilon with ``epsilon``: more labels, but then that epsilon, and the end of the labelling, are as private as the
+    votes.
+    ``noise`` "secret": a fresh key from the operating system, so no two runs have the same noise; "seeded": repeatable
+    noise, with a guarantee about the method only.
     """
 
     mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()
@@ -205,7 +207,7 @@ class Labelling(Settings):
     ) -> "Ledger":
         """Return the ledger of the private records; ``path`` is its charge log, None for a ledger in memory.
 
-        ``receipt``: the charges that it must begin with, which ``holder`` was paid for with.
+        ``receipt``: the charges that the log must begin with, since they paid for ``holder``.
         """
         from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
@@ -214,9 +216,9 @@ class Labelling(Settings):
         return Ledger(terms, path, receipt=receipt, holder=holder)
 
     def check_budget(self, num_teachers: int, num_classes: int) -> None:
-        """Raise UserError where ``epsilon`` does not afford one query whatever the votes are.
+        """Raise UserError where the budget ``epsilon`` does not afford one query, whatever the votes are.
 
-        A data-dependent budget is refused where it affords none for any votes.
+        A data-dependent budget is refused where it does not afford a query with the clearest votes.
         """
         if self.epsilon is None:
             return
@@ -239,15 +241,16 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of ``num_queries`` that is certain whatever the votes are: see ``planned``."""
+        """Return the number of queries that is certain whatever the votes are: see ``planned``."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
         """Return all releases of a labelling of ``num_queries`` that are certain before any vote is looked at.
 
-        Where every query is answered, the budget alone decides the number of queries: ``num_asked``. Where some are
-        not, the number of answers depends on the votes, and so does the reach of a budget: all are counted. A
-        data-dependent budget stops by looking at the votes without noise, for which no epsilon holds.
+        Where every query is answered, the budget alone decides the number of queries: ``num_asked``. Where some queries
+        are not answered, the number of answers depends on the votes, and so does the number of queries within a budget:
+        all ``num_queries`` are counted. A data-dependent budget stops by looking at the votes without noise, for which
+        no epsilon holds.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -260,7 +263,7 @@ class Labelling(Settings):
 
 @dataclass(frozen=True)
 class Labelled:
-    """Noisy labels of the first ``num_asked`` queries: a class, or ``UNANSWERED`` (as are all after them)."""
+    """Noisy labels of all queries: a class, or ``UNANSWERED``, as for all after the first ``num_asked`` queries."""
 
     labels: NDArray[np.int64]
     num_asked: int
@@ -272,17 +275,18 @@ class Labelled:
 
 
 def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", noise: Noise) -> Labelled:
-    """Label the queries whose votes are ``counts``, shape (queries, classes), in order, as far as the budget goes.
+    """Label the queries whose votes are ``counts``, shape (queries, classes), in order, within the budget.
 
-    Every query is charged before its noise is drawn. The same ledger and noise give the same labels again at no cost,
-    if the counts are the same. Raises UserError where the counts are not votes.
+    Every query is charged before its noise is drawn. The same ledger, noise and counts give the same labels again at no
+    cost. Raises UserError where the counts are not votes.
 
-    That a query without an answer pays for its test alone is a privacy filter. A budget fixed beforehand bounds the sum
-    of Renyi divergences of releases that are chosen one after the other, at any one order (Feldman and Zrnic 2021,
-    theorem 4.3). It does so here at all orders at once: the releases are Gaussian, their curves are multiples of each
-    other, so the order at which the budget ends is always the same. What is spent in the end depends on how many
-    queries were answered, and so on the votes. It may be reported, since the labels show the answered queries, but it
-    is no guarantee: that is the budget, or ``Labelling.planned``, whichever is smaller.
+    A query without an answer pays for its test alone, so costs depend on the votes. The budget is a privacy filter,
+    which covers this: fixed beforehand, it bounds the sum of Renyi divergences of releases that are chosen one after
+    the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). The bound holds here at all orders at once: the
+    releases are Gaussian, their curves are multiples of each other, so the order at which the budget ends is always the
+    same. The epsilon spent in the end depends on the number of answered queries, and so on the votes. It may be
+    reported, since the labels show the answered queries, but it is no guarantee: the guarantee is the budget or the
+    cost of ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
@@ -309,14 +313,14 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
 
 def answer_to(query: int) -> str:
-    """Return the ledger's name for the answer to a query, from 0."""
+    """Return the name of the answer to ``query`` in the ledger; queries are counted from 0."""
     return f"answer to query {query}"
 
 
 def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
     """Return the counts, shape (queries, classes), of ``predictions`` of shape (teachers, queries).
 
-    Raises UserError, which does not name the teacher, where a vote is no class.
+    Raises UserError where a vote is not a class; the message does not name the teacher.
     """
     if ((predictions < 0) | (predictions >= num_classes)).any():
         raise UserError(f"a vote is for a class that does not exist: classes are 0 to {num_classes - 1}")
@@ -324,7 +328,7 @@ def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.
 
 
 def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "dp_event.DpEvent":
-    """Return one event with the cost of a test and an answer: Gaussians add as 1 / z^2."""
+    """Return one event with the cost of a test and an answer together: the 1 / z^2 of Gaussian events add up."""
     from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
     if test is None:
@@ -335,13 +339,13 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
 
 @dataclass
 class _DataDependentBudget:
-    """A data-dependent budget: compares the data-dependent epsilon of the queries so far with it, where it is set."""
+    """The check of a data-dependent budget against the queries so far; allows all with another budget."""
 
     labelling: Labelling
     curve: NDArray[np.float64] | float = field(default=0.0)
 
     def affords(self, votes: NDArray[np.int64]) -> bool:
-        """Return True if a query with these votes could be asked and answered."""
+        """Return True if the budget allows a query with these ``votes`` and its answer."""
         if self.labelling.budget == "data-independent":
             return True
         from fl_sim.privacy.pate.labelling_cost import epsilon_of_curves  # noqa: PLC0415 (the accountants load slowly)
@@ -351,7 +355,7 @@ class _DataDependentBudget:
         return float(epsilon_of_curves(after, self.labelling.delta)[0]) <= self.labelling.epsilon
 
     def take(self, votes: NDArray[np.int64], *, answered: bool) -> None:
-        """Add a query."""
+        """Add the data-dependent cost of a query to the costs so far."""
         if self.labelling.budget == "data-dependent":
             self.curve = self.curve + self._curve_of(votes, answered=answered)
 

@@ -1,4 +1,4 @@
-"""The networks of PATE's students. Their settings import them when they are built, as torch loads slowly."""
+"""Networks of PATE's students. The students' settings import this module only on use, as torch loads slowly."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 _WIDENING: Final = 4
 _LEAST: Final = 1e-3
-"""The least probability a forest gives a class: a cross-entropy of infinity would say nothing."""
+"""The least probability that a forest gives a class, so that no cross-entropy is infinite."""
 
 
 def student_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return a small convolutional network with BatchNorm, whose statistics are those of public records."""
+    """Return a small convolutional network with BatchNorm; its running statistics are those of public records."""
     channels, height, width = input_shape
 
     def block(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -33,7 +33,7 @@ def student_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return the paper's classifier for MNIST: six linear layers, Gaussian noise before each, weight normalisation.
 
-    The paper's noise of 0.3 on pixels in 0 to 1 is about 1 on normalised ones.
+    The paper's noise of 0.3 on pixels from 0 to 1 corresponds to about 1 on normalised pixels.
     """
     widths = [int(torch.Size(input_shape).numel()), 1000, 500, 250, 250, 250]
     layers: list[nn.Module] = [nn.Flatten(), GaussianNoise(1.0)]
@@ -43,7 +43,7 @@ def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return a classifier for colour images after the paper's for CIFAR-10, with six convolutions instead of nine."""
+    """Return the paper's classifier of colour images for CIFAR-10, with six convolutions instead of nine."""
     layers: list[nn.Module] = [nn.Dropout(0.2)]
     inputs = input_shape[0]
     for outputs, stride, drop in ((32, 1, 0.0), (32, 2, 0.5), (64, 1, 0.0), (64, 2, 0.5), (128, 1, 0.0), (128, 1, 0.0)):
@@ -54,28 +54,28 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
-    """Return the layer with normalised weights, of the directions that the paper's program begins with."""
+    """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
     nn.init.normal_(layer.weight, std=0.05)  # how long a direction is decides how far a step of Adam turns it
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 
 
 class GaussianNoise(nn.Module):
-    """Adds N(0, ``std``^2) while training."""
+    """A layer that adds noise N(0, ``std``^2) to its inputs in training mode."""
 
     def __init__(self, std: float) -> None:
         super().__init__()
         self.std = std
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs`` with noise, or as they are in evaluation mode."""
+        """Return ``inputs`` plus noise in training mode, and ``inputs`` unchanged in evaluation mode."""
         return inputs + self.std * torch.randn_like(inputs) if self.training else inputs
 
 
 def start_from(model: nn.Module, records: torch.Tensor) -> None:
-    """Give every weight-normalised layer of a ``Sequential`` outputs of mean 0 and deviation 1 on ``records``.
+    """Initialise weight-normalised layers of a ``Sequential`` to outputs of mean 0 and std 1 on ``records``.
 
-    The lengths of the weights stay as they are from then on but for the last layer's, as in the paper's program.
+    Afterwards the lengths of the weight vectors are not trained, except in the last layer, as in the paper's program.
     """
     length = None
     with torch.no_grad():
@@ -94,7 +94,7 @@ def start_from(model: nn.Module, records: torch.Tensor) -> None:
 
 
 def forger(shape: torch.Size, latent_dim: int) -> nn.Module:
-    """Return a generator of records in 0 to 1: transposed convolutions for colour images, else three linear layers."""
+    """Return a generator of records from 0 to 1: transposed convolutions for colour images, else linear layers."""
     if len(shape) == 3 and shape[0] == 3 and shape[1] % 8 == shape[2] % 8 == 0:
         height, width = shape[1] // 8, shape[2] // 8
         return nn.Sequential(
@@ -114,7 +114,7 @@ def forger(shape: torch.Size, latent_dim: int) -> nn.Module:
 def residual_network(
     input_shape: tuple[int, ...], num_classes: int, blocks: int, width: int, norm: str, *, deep: bool
 ) -> nn.Module:
-    """Return three stages of ``blocks`` residual blocks, of ``width``, 2 ``width`` and 4 ``width`` channels."""
+    """Return a residual network: three stages of ``blocks`` blocks, with 1, 2 and 4 times ``width`` channels."""
     layers: list[nn.Module] = [_conv(input_shape[0], width, 3), _norm(norm, width), nn.ReLU()]
     inputs = width
     for stage in range(3):
@@ -127,7 +127,7 @@ def residual_network(
 
 
 class StudentBlock(nn.Module):
-    """A residual block: basic, or bottleneck where ``deep``."""
+    """A residual block: a bottleneck block where ``deep`` is True, else a basic block."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: str, *, deep: bool) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class StudentBlock(nn.Module):
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
+        """Return outputs of shape (batch, outputs, h / stride, w / stride) for inputs (batch, inputs, h, w)."""
         return torch.relu(self.body(inputs) + self.shortcut(inputs))
 
 
@@ -163,9 +163,10 @@ def _norm(kind: str, channels: int) -> nn.Module:
 
 
 class Forest(nn.Module):
-    """Decision trees as padded tables, one row a tree: where a node's ``left`` child is itself, it is a leaf.
+    """Decision trees as padded tables, one row for each tree; a node is a leaf where its ``left`` child is itself.
 
-    A record goes left where its ``feature`` is at most the node's ``threshold``; ``value`` are a leaf's class shares.
+    A record goes to the left child where its ``feature`` is at most the node's ``threshold``, else to the right child.
+    ``value``: the class shares of a leaf.
     """
 
     def __init__(self, num_trees: int, num_nodes: int, num_classes: int) -> None:
@@ -177,7 +178,7 @@ class Forest(nn.Module):
         self.register_buffer("value", torch.zeros((*shape, num_classes)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logarithms of the trees' mean class shares, shape (n, classes)."""
+        """Return the logarithms of the class shares, averaged over all trees, shape (records, classes)."""
         rows = inputs.flatten(1)
         tables = dict(self.named_buffers())
         trees = torch.arange(len(tables["feature"]), device=rows.device).expand(len(rows), -1)
@@ -191,7 +192,7 @@ class Forest(nn.Module):
 
 
 def forest_of(grown: "RandomForestClassifier", num_classes: int) -> Forest:
-    """Return scikit-learn's forest as tensors; classes that it has not seen have share 0."""
+    """Return scikit-learn's forest ``grown`` as tensors; classes absent from its training records have share 0."""
     trees = [one.tree_ for one in grown.estimators_]
     forest = Forest(len(trees), max(tree.node_count for tree in trees), num_classes)
     tables = dict(forest.named_buffers())

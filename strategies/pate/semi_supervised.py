@@ -1,19 +1,20 @@
-"""PATE's students that also learn from unlabelled records, and the neighbours among public records.
+"""PATE's students that also learn from unlabelled records, and nearest neighbours among public records.
 
-``FixMatch`` (Sohn et al. 2020, algorithm 1) learns, from strongly moved views of all records, the classes that it is
-sure of on weakly moved ones; here it also doubts its labels once (a network that has not learnt them by heart yet
-disagrees with the wrong ones), and trusts neighbours that agree more than itself.
+``FixMatch`` (Sohn et al. 2020, algorithm 1) predicts pseudo-labels on weakly augmented views of records, and where the
+prediction is confident, learns them on strongly augmented views. Two additions: early in training, labels that the
+network disagrees with are left out once (before a network has memorised the labels, it disagrees with the wrong ones);
+and pseudo-labels of neighbours that agree replace the network's own.
 
 ``FeatureMatchingGan``, PATE-G: the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
-sections 3.1 and 5). A classifier's L logits also say whether a record is real: D(x) = Z / (Z + 1), Z the sum of their
-exponentials, which is an extra class "fake" whose logit is 0. The generator matches the mean of the classifier's
-features on real records. Without the start from data (Salimans and Kingma 2016, section 3) the noise between the layers
-drowns its signal.
+sections 3.1 and 5). A classifier's L logits also tell whether a record is real: D(x) = Z / (Z + 1), where Z is the sum
+of the exponentials of the logits; this is an extra class "fake" whose logit is 0. The generator matches the mean of the
+classifier's features on real records. Without the data-dependent initialisation (Salimans and Kingma 2016, section 3)
+the noise between the layers would be larger than the signal.
 
-Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records to ask teachers
-about are a greedy facility location (Wei, Iyer and Bilmes 2015): each new one is the record that most others are like
-and that no earlier one represents. Labels spread over the graph of nearest neighbours (Zhou et al. 2004). All of it
-reads public records and released labels alone, so none of it costs anything.
+Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
+label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles most
+others that no earlier record represents. Labels spread over the graph of nearest neighbours (Zhou et al. 2004). All of
+this reads public records and released labels alone, so it has no privacy cost.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _LATENT: Final = 100  # random numbers at the start of the generator
 _START: Final = 500
 _DIRECTIONS: Final = 8
 _MOST_COMPARED: Final = 10_000
-"""Every record is compared with every other: 400 MB."""
+"""The largest number of records that are all compared with each other: their distances take 400 MB."""
 _MOST_CHOSEN: Final = 1000
 _NEIGHBOURS: Final = 10
 _SPREADING: Final = 0.99
@@ -58,14 +59,15 @@ _ITERATIONS: Final = 90
 
 
 class FixMatch(Settings):
-    """Pseudo-labels of weak views, where one has at least ``threshold`` probability, teach the strong views.
+    """FixMatch: pseudo-labels of weak views with at least ``threshold`` probability are targets of strong views.
 
-    ``unlabelled_ratio``: unlabelled records per labelled one in a batch. ``neighbours``: labels spread over a graph of
-    records that are alike first, and where they are sure of a record, that is its pseudo-label throughout.
-    ``doubt_after``: the share of the steps after which labels that the network disagrees with are left out, once; 1
-    trusts all. ``averaging``: of the weights, for the model that is returned. ``steps``: of the optimiser, with
-    ``batch_size`` labelled records each. ``learning_rate`` and ``weight_decay``: AdamW's. ``augmentation``: how the
-    strong views are moved.
+    ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: before
+    training, spread the labels over a graph of similar records; where the result is confident for a record, it is the
+    record's pseudo-label throughout. ``doubt_after``: the share of the steps after which labels that the network
+    disagrees with are left out, once; 1 trusts all labels. ``averaging``: the decay of the moving average of the
+    weights, which is the returned model. ``steps``: the number of optimiser steps, with ``batch_size`` labelled records
+    each. ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the strong
+    views.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"
@@ -81,7 +83,7 @@ class FixMatch(Settings):
     augmentation: Augmentation = Augmentation(rotation=15, scale=0.12, shear=0.2, shift=0.1, elastic=0.05, erase=0.2)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return ``student_cnn``. Raises UserError for records that are no images."""
+        """Return the network ``student_cnn``. Raises UserError for records that are not images."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         if len(input_shape) != 3:
@@ -106,7 +108,7 @@ class FixMatch(Settings):
 
 
 class _FixMatchRun:
-    """One training: the network, the average of its weights, its class frequencies, the labels by neighbours."""
+    """One training: network, average of its weights, predicted class frequencies and labels by neighbours."""
 
     def __init__(
         self, settings: FixMatch, data: StudentData, model: torch.nn.Module, generator: torch.Generator
@@ -147,11 +149,11 @@ class _FixMatchRun:
         return self.average
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its trust in labels and its class frequencies."""
+        """Return the mask of trusted labels and the predicted class frequencies."""
         return {"trusted": self.trusted, "predicted": self.predicted}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore both."""
+        """Restore the mask of trusted labels and the predicted class frequencies."""
         self.trusted, self.predicted = state_dict["trusted"], state_dict["predicted"]
 
     def _loss(self, labelled: torch.Tensor, unlabelled: torch.Tensor) -> torch.Tensor:
@@ -171,22 +173,26 @@ class _FixMatchRun:
         return supervised.mean() + consistent.mean()
 
     def _aligned(self, guess: torch.Tensor) -> torch.Tensor:
-        """Return guesses whose classes are about equally frequent (distribution alignment, Berthelot et al. 2020)."""
+        """Return class probabilities divided by the mean prediction (distribution alignment, Berthelot et al. 2020)."""
         self.predicted = 0.99 * self.predicted + 0.01 * guess.mean(dim=0)
         aligned = guess / self.predicted
         return aligned / aligned.sum(dim=1, keepdim=True)
 
     def _agreement(self) -> torch.Tensor:
-        """Return 1 for labels that the averaged network predicts itself, 0 for others; all 1 where it knows little."""
+        """Return 1 for each label that the averaged network predicts, else 0, shape (labelled records,).
+
+        All are 1 where the network predicts less than half of the labels.
+        """
         agrees = (predict(self.average, self.data.labelled) == self.data.labels).float()
         return agrees if agrees.mean() >= 0.5 else torch.ones_like(agrees)
 
 
 class FeatureMatchingGan(Settings):
-    """Adam on both networks, one step each in turn, as in the paper; ``averaging`` of the weights that are returned.
+    """Trains classifier and generator by Adam, one step each in turn, as in the paper.
 
-    ``learning_rate``: Adam's; it falls to 0 over the second half of the ``steps``. ``batch_size``: labelled records in
-    a step, and as many unlabelled and made ones.
+    ``learning_rate``: that of Adam; it falls to 0 over the second half of the ``steps``. ``batch_size``: the number of
+    labelled records in a step; as many unlabelled and as many generated records are added. ``averaging``: the decay of
+    the moving average of the weights, which is the returned model.
     """
 
     kind: Literal["pate-g"] = "pate-g"
@@ -196,7 +202,7 @@ class FeatureMatchingGan(Settings):
     averaging: float = Field(0.99, ge=0, lt=1)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return a convolutional classifier for colour images, the paper's for MNIST for all else."""
+        """Return a convolutional classifier for colour images, else the paper's classifier for MNIST."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         colour = len(input_shape) == 3 and input_shape[0] == 3 and min(input_shape[1:]) >= 8
@@ -204,7 +210,7 @@ class FeatureMatchingGan(Settings):
         return build(input_shape, num_classes)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode; its last linear layer's input are the features."""
+        """Return a trained copy of ``model``, in evaluation mode; the last linear layer's input is the features."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         if len(data.unlabelled) == 0:
@@ -236,7 +242,7 @@ class FeatureMatchingGan(Settings):
 
 
 class _Game:
-    """The classifier, in two parts between which its features lie, the forger, and the losses of both."""
+    """The classifier, split where its features are computed; the generator (``forger``); and the losses of both."""
 
     def __init__(self, model: torch.nn.Module, data: StudentData) -> None:
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
@@ -278,9 +284,9 @@ class _Game:
 
 
 def representatives(inputs: torch.Tensor, count: int) -> NDArray[np.int64]:
-    """Return indices of ``count`` of ``inputs``, (n, *shape), n at least ``count``: representative ones first.
+    """Return ``count`` indices into ``inputs``, shape (n, *shape), n >= ``count``: representative records first.
 
-    At most 1,000 of the first 10,000 records are chosen, the others follow in their own order.
+    At most 1,000 of the first 10,000 records are chosen as representative; the other records follow in their own order.
     """
     away = _distances(descriptors(inputs[:_MOST_COMPARED]))
     near = away.kthvalue(min(_NEIGHBOURS + 1, len(away)), dim=1).values.median().clamp(min=1e-12)
@@ -299,9 +305,10 @@ def representatives(inputs: torch.Tensor, count: int) -> NDArray[np.int64]:
 
 
 def spread(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return each record's share of every class, (n, classes); the first ``len(labels)`` of ``inputs`` have labels.
+    """Return the class shares of each record, shape (n, classes), by spreading ``labels`` over similar records.
 
-    Rows add up to 1. Classes are taken to be about equally frequent.
+    The first ``len(labels)`` of ``inputs`` have labels. Rows add up to 1. Classes are assumed to be about equally
+    frequent.
     """
     from scipy import sparse  # noqa: PLC0415 (a plain run does not need it)
 
@@ -330,9 +337,9 @@ def spread(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torc
 
 
 def descriptors(inputs: torch.Tensor) -> torch.Tensor:
-    """Return a row of numbers per record, (n, d), of length 1, on the CPU: of images, histograms of gradients.
+    """Return a vector of norm 1 for each record, shape (n, d), on the CPU; for images, histograms of gradients.
 
-    Of records that are no images of at least 8x8: their own numbers, each standardised.
+    For records that are not images of at least 8x8 the vectors are their own numbers, each standardised.
     """
     inputs = inputs.cpu()
     if inputs.ndim != 4 or min(inputs.shape[2:]) < 8:
@@ -344,7 +351,7 @@ def descriptors(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(images: torch.Tensor) -> torch.Tensor:
-    """Return histograms of the directions in which images change, in overlapping cells, (n, directions * cells)."""
+    """Return histograms of gradient directions in overlapping cells of images, shape (n, directions * cells)."""
     smooth = 3 if min(images.shape[2:]) >= 16 else 1
     around = 2 + smooth // 2
     grey = torch.nn.functional.pad(images.mean(dim=1, keepdim=True), (around, around, around, around), mode="replicate")
@@ -360,5 +367,5 @@ def _gradients(images: torch.Tensor) -> torch.Tensor:
 
 
 def _distances(rows: torch.Tensor) -> torch.Tensor:
-    """Return Euclidean distances between rows of length 1, (n, n)."""
+    """Return the Euclidean distances between ``rows`` of norm 1, shape (n, n)."""
     return (rows @ rows.T).mul_(-2).add_(2).clamp_(min=0).sqrt_()

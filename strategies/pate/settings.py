@@ -1,6 +1,6 @@
-"""PATE as an experiment's algorithm: teachers vote on a public pool, a student learns from noisy majorities.
+"""Settings of PATE: teachers vote on a public pool, and a student learns from the noisy majority labels.
 
-Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
+Papernot et al. 2017 and 2018. With student "resnet" and a public pool from the training set the method is Diff-RN.
 """
 
 import hashlib
@@ -29,16 +29,20 @@ _TEACHERS_START: Mapping[str, Any] = {
     "partition": "iid",
     "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.03, "weight_decay": 5e-3},
 }
-"""Small IID shards, gone through many times."""
+"""Default settings of the teachers: small IID shards and many local epochs."""
 
 _VOTES_PER_NOISE = 3
 _SHARE = {"test": 0.9, "train": 0.2}
-"""The share of its source that the public pool takes where no size is given."""
+"""The default size of the public pool, as a share of the test or training records."""
 
 
 @dataclass(frozen=True)
 class PublicSplit:
-    """``private``: indices into the training records. ``pool``'s labels are for measurements, no student sees them."""
+    """A split into private records, public pool and evaluation records.
+
+    ``private``: indices into the training records. ``pool``: the public pool; its labels are for measurements, no
+    student sees them.
+    """
 
     private: NDArray[np.int64]
     pool: Examples
@@ -46,19 +50,20 @@ class PublicSplit:
 
 
 class Pate(Settings):
-    """Clients are the teachers; each trains once, on its shard, by the experiment's ``model`` and ``local`` settings.
+    """Clients are the teachers; each trains once, on its shard, with the experiment's ``model`` and ``local``.
 
-    ``teachers``: what clients train, networks or forests. ``labelling``: how their votes become noisy labels, and what
-    that may cost. ``student``: what learns from these labels. ``queries``: how many records of the public pool are
-    asked about, as far as the labelling's budget goes. ``asking`` "representative": those first that many others are
-    like, chosen by looking at the pool alone; teachers agree on most of them, and a student learns more from them;
-    "in-order": in the pool's order, as in the papers. ``public``: the pool is the first ``public_records`` test
-    records, and the rest is for evaluation; or it is drawn from the training records before they are split. None: nine
-    tenths of the test, a fifth of the training records. ``overlap``: where the pool holds a private record as well, the
-    run is refused, or that record, which is public then, is left out of its teacher's shard. ``student_seed``: of the
-    student alone, which then learns anew from the same labels; None: the run's seed. ``publish_cost``: release a noisy
-    bound on the data-dependent epsilon as well. ``keep_private``: write the votes and all that is computed from them
-    into the run directory, which then must not be published.
+    ``teachers``: the model that clients train, networks or forests. ``labelling``: the rule that turns their votes into
+    noisy labels, and its privacy budget. ``student``: the model that learns from these labels. ``queries``: the number
+    of records of the public pool that teachers vote on, within the labelling's budget. ``asking`` "representative":
+    first the records that resemble many others, chosen by looking at the pool alone; teachers agree on most of them,
+    and a student learns more from them; "in-order": in the pool's order, as in the papers. ``public`` "test": the pool
+    is the first ``public_records`` test records, and the other test records are for evaluation; "train": the pool is
+    drawn from the training records before these are split. ``public_records``: the size of the pool; None: nine tenths
+    of the test records, or a fifth of the training records. ``overlap``: where the pool also holds a private record,
+    the run is refused, or that record, which is public then, is left out of its teacher's shard. ``student_seed``: the
+    seed of the student alone, which then learns anew from the same labels; None: the run's seed. ``publish_cost``:
+    release a noisy bound on the data-dependent epsilon as well. ``keep_private``: write the votes and all values that
+    are computed from them into the run directory, which then must not be published.
     """
 
     kind: Literal["pate"] = "pate"
@@ -91,7 +96,7 @@ class Pate(Settings):
         return self
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings without a place in a vote, and for a split without a known epsilon."""
+        """Raise ValueError for settings that PATE cannot use, and for a partition without a known epsilon."""
         for name, wanted in (
             ("aggregator", "mean"),
             ("sampler", "full"),
@@ -122,7 +127,7 @@ class Pate(Settings):
         self.labelling.check_budget(len(records), num_classes)
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return the number of the student's epochs, at most its steps. Raises UserError for data it cannot take."""
+        """Return the number of the student's epochs, at most its steps. Raises UserError for unsuitable data."""
         if dataset.vocabulary:
             raise UserError(
                 f"algorithm pate has students that compute with the numbers of records, and those of {dataset.name} "
@@ -136,10 +141,10 @@ class Pate(Settings):
         return split_off(dataset, self.public, self.public_records, seed)
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        """Return each teacher's record indices into the training set: a part each of what is not in the public pool.
+        """Return each teacher's record indices into the training set: its part of the private records.
 
-        Raises UserError where the pool holds private records, unless they are to be dropped, and for a teacher that is
-        left without records.
+        Raises UserError where the pool holds private records and ``overlap`` does not drop them, and for a teacher that
+        is left without records.
         """
         public = self.public_split(dataset, seed)
         parts = split(public.private)
@@ -161,16 +166,16 @@ class Pate(Settings):
 
     @property
     def pools_test_records(self) -> bool:
-        """Return True if test records are in the pool."""
+        """Return True if the public pool consists of test records."""
         return self.public == "test"
 
     @property
     def pool_in_words(self) -> str:
-        """Describe the records of the public pool."""
+        """Return a phrase that names the records of the public pool."""
         return "the first test records" if self.pools_test_records else "a part of the training records"
 
     def note(self) -> str:
-        """Return the note below tables."""
+        """Return the note on PATE that is printed below tables of results."""
         pool = self.pool_in_words
         return (
             "PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, "
@@ -179,7 +184,7 @@ class Pate(Settings):
         )
 
     def warning_of_noise(self, num_teachers: int) -> str:
-        """Return a warning where the noise is about as large as all votes together, else ""."""
+        """Return a warning where the noise is large compared with the number of teachers, else ""."""
         mechanism = self.labelling.mechanism
         if isinstance(mechanism, NoNoise):
             return ""
@@ -193,7 +198,7 @@ class Pate(Settings):
 
 
 def split_off(dataset: Dataset, source: Literal["test", "train"], num_public: int | None, seed: int) -> PublicSplit:
-    """Return the three parts.
+    """Return the private records, the public pool and the evaluation records.
 
     ``source`` "test": the pool is the first ``num_public`` test records (default: nine tenths) and the others are for
     evaluation, as in Papernot et al. (2017). "train": the pool is drawn from the training records (default: a fifth),
@@ -218,7 +223,7 @@ def split_off(dataset: Dataset, source: Literal["test", "train"], num_public: in
 
 
 def overlap(private: Examples, pool: Examples) -> NDArray[np.bool_]:
-    """Return the mask of private records that the pool holds, too, by the content of inputs, shape (private,)."""
+    """Return the mask of private records whose inputs are also in the pool, shape (number of private records,)."""
     public = set(_digests(pool))
     return np.fromiter((digest in public for digest in _digests(private)), dtype=np.bool_, count=len(private))
 

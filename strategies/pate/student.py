@@ -1,10 +1,10 @@
-"""PATE's students: models trained on a public pool, a few records of which have noisy labels, and nothing else.
+"""PATE's students: models that are trained only on a public pool, of which a few records have noisy labels.
 
-Here: the parts of training, and the students that use the labelled records alone: ``Supervised``; ``ResidualStudent``,
-Diff-RN's (residual networks: He et al. 2016, section 4.2, three stages on small images; bottleneck blocks: their figure
-5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest held as tensors, so that no pickle is
-needed. All is post-processing of the labels: no epsilon. All records and their statistics are public, so BatchNorm is
-sound here.
+This module holds the parts of training, and the students that use the labelled records alone: ``Supervised``;
+``ResidualStudent``, Diff-RN's (residual networks: He et al. 2016, section 4.2, three stages on small images; bottleneck
+blocks: their figure 5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest held as tensors, so
+that no pickle is needed. All training is post-processing of the labels and costs no epsilon. All records and their
+statistics are public, so BatchNorm is sound here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
 
 
 class TrainingPart(Protocol):
-    """A part of the state of training: a network, an optimiser, the batches or random numbers to come."""
+    """A part of the state of training: a network, an optimiser, the order of batches or random generators."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its tensors by name."""
+        """Return the state of this part by name."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restore ``state_dict``."""
+        """Restore the state that ``state_dict`` returned."""
         ...
 
 
@@ -44,15 +44,15 @@ class Watch(Protocol):
     """A callback that follows a student's training, and may checkpoint it."""
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
-        """Return the number of steps before this process, with ``parts`` restored to their state after these.
+        """Return the number of steps done before an interruption, with ``parts`` restored to their state after these.
 
         ``parts``: the whole state of training, by name, as it is before the first step. A student that does not call
-        this begins anew after a stop.
+        this method starts again from step 0 after an interruption.
         """
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Receive a step: the number of steps so far, its learning rate, the model as it would be returned now."""
+        """Receive a step: the number of steps so far, its learning rate, and the model to return if it ended now."""
         ...
 
 
@@ -60,12 +60,12 @@ class Nobody:
     """The callback that does nothing."""
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
-        """Return 0."""
+        """Return 0: no earlier steps."""
         del parts
         return 0
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Ignore a step."""
+        """Ignore the step."""
 
 
 nobody = Nobody()
@@ -73,7 +73,7 @@ nobody = Nobody()
 
 @dataclass(frozen=True)
 class StudentData:
-    """The data of a student: all of it is public but for the noise in ``labels``.
+    """The data of a student: all data are public, except for the noise in ``labels``.
 
     ``labelled``: (n, *input shape), normalised, with ``labels`` (n,) in 0..num_classes-1; ``unlabelled``: (m, *input
     shape), which may hold the labelled records again.
@@ -93,21 +93,21 @@ class StudentData:
             raise UserError(f"labels lie outside 0 to {self.num_classes - 1}: leave unanswered queries out")
 
     def to(self, device: torch.device) -> StudentData:
-        """Return the same on ``device``."""
+        """Return the same data on ``device``."""
         labelled, labels, unlabelled = (part.to(device) for part in (self.labelled, self.labels, self.unlabelled))
         return StudentData(labelled, labels, unlabelled, self.num_classes)
 
 
 class Student(Protocol):
-    """A way to train a student."""
+    """The settings of a student: its network and its training."""
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of training; a run's rounds are equal parts of them."""
+        """Return the number of training steps; the rounds of a run are equal parts of these steps."""
         ...
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return the student before training, with weights from torch's global generator."""
+        """Return the untrained student, with initial weights from torch's global generator."""
         ...
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
@@ -116,12 +116,12 @@ class Student(Protocol):
 
 
 class Augmentation(Settings):
-    """Random views of images: strong ones, and weak ones within a quarter of the moves and with every part.
+    """Random views of images: strong views, and weak views with a quarter of the moves and nothing erased.
 
     ``rotation`` in degrees, ``scale`` and ``shear`` as shares, ``shift`` as a share of half the image's width, as is
     ``elastic``, the standard deviation of a smooth random displacement (Simard et al. 2003); ``erase`` is the longest
-    side of the erased square as a share of the width. ``flip`` mirrors every other image: not for digits. The defaults
-    suit digits and other small images whose upright position means something.
+    side of the erased square as a share of the width. ``flip`` mirrors each image with probability 1/2: not for digits.
+    The defaults suit digits and other small images whose upright position means something.
     """
 
     rotation: float = Field(25.0, ge=0, le=180)
@@ -137,7 +137,7 @@ class Augmentation(Settings):
         return self._moved(images, generator, 0.25)
 
     def strong(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return a view that is moved further and has a square erased."""
+        """Return a strongly moved view of each of ``images``, with one square erased."""
         return _erased(self._moved(images, generator, 1.0), generator, self.erase)
 
     def _moved(self, images: torch.Tensor, generator: torch.Generator, reach: float) -> torch.Tensor:
@@ -160,10 +160,10 @@ class Augmentation(Settings):
 
 
 class Supervised(Settings):
-    """AdamW on weakly moved views of the labelled records; ``batch_size`` of them a step.
+    """Supervised training by AdamW on randomly moved views of the labelled records.
 
-    ``steps``: of the optimiser. ``learning_rate`` and ``weight_decay``: AdamW's. ``augmentation``: how the views are
-    moved.
+    ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled records in a step.
+    ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the views.
     """
 
     kind: Literal["supervised"] = "supervised"
@@ -174,7 +174,7 @@ class Supervised(Settings):
     augmentation: Augmentation = Augmentation()
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return ``student_cnn`` for images, a perceptron for tables of numbers."""
+        """Return the network ``student_cnn`` for images, or a multilayer perceptron for tables of numbers."""
         from fl_sim import models  # noqa: PLC0415 (needs torch as it is imported)
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
@@ -186,21 +186,23 @@ class Supervised(Settings):
         return _trained_on_labels(self, data, model, seed, watch, purpose="supervised student")
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return the optimiser of ``model``."""
+        """Return the optimiser of the parameters of ``model``."""
         return torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of ``step``, counted from 0."""
         return self.learning_rate * rise_and_cosine(step, self.steps)
 
 
 class ResidualStudent(Settings):
     """``blocks`` residual blocks in each of three stages of ``width``, 2 ``width`` and 4 ``width`` channels.
 
-    ``block`` "auto": basic blocks (two 3x3 convolutions) up to 5 a stage, bottleneck blocks (1x1, 3x3, 1x1) from 6 on.
-    ``decay_at``: after these shares of ``steps`` the learning rate falls to a tenth. ``augmentation``: moves of the
-    labelled images; the default shifts by up to 4 of 32 pixels and mirrors. ``norm``: batch or group normalisation.
-    ``batch_size``: labelled records in a step. ``learning_rate``, ``momentum`` and ``weight_decay``: SGD's.
+    ``block`` "auto": basic blocks (two 3x3 convolutions) for up to 5 blocks per stage, bottleneck blocks (1x1, 3x3,
+    1x1) from 6 blocks on. ``decay_at``: after these shares of ``steps`` the learning rate falls to a tenth.
+    ``augmentation``: random changes of the labelled images; the default shifts them by up to 4 of 32 pixels and mirrors
+    each with probability 1/2. ``norm``:
+    batch or group normalisation. ``batch_size``: the number of labelled records in a step. ``learning_rate``,
+    ``momentum`` and ``weight_decay``: those of SGD.
     """
 
     kind: Literal["resnet"] = "resnet"
@@ -217,7 +219,7 @@ class ResidualStudent(Settings):
     augmentation: Augmentation = Augmentation(rotation=0, scale=0, shear=0, shift=0.25, elastic=0, erase=0, flip=True)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return the residual network. Raises UserError for records that are no images of at least 4x4."""
+        """Return the residual network. Raises UserError for records that are not images of at least 4x4."""
         if len(input_shape) != 3 or min(input_shape[1:]) < 4:
             raise UserError(f"student resnet needs images of at least 4x4, these records have shape {input_shape}")
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
@@ -230,34 +232,34 @@ class ResidualStudent(Settings):
         return _trained_on_labels(self, data, model, seed, watch, purpose="resnet student")
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return the optimiser of ``model``."""
+        """Return the optimiser of the parameters of ``model``."""
         return torch.optim.SGD(
             model.parameters(), self.learning_rate, self.momentum, weight_decay=self.weight_decay, nesterov=True
         )
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of ``step``, counted from 0."""
         passed = sum(step >= share * self.steps for share in self.decay_at)
         return float(self.learning_rate * 0.1**passed)
 
 
 class ForestStudent(RandomForest):
-    """A forest that is grown on the labelled records alone."""
+    """A random forest that is trained on the labelled records alone."""
 
     @property
     def steps(self) -> int:
-        """Return 1: a forest is grown at once."""
+        """Return 1: a forest is trained in one step."""
         return 1
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return a forest without trees."""
+        """Return an empty forest, without trees."""
         del input_shape
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         return networks.Forest(0, 1, num_classes)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a forest of the labelled records."""
+        """Return a forest trained on the labelled records."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         del model
@@ -276,7 +278,7 @@ def _trained_on_labels(
     *,
     purpose: str,
 ) -> torch.nn.Module:
-    """Return a copy of ``model``, trained on strong views of the labelled records."""
+    """Return a copy of ``model``, trained on strong views of the labelled records, in evaluation mode."""
     with torch_kept():
         seed_torch(seed, purpose)
         generator, model = generator_for(seed, purpose), copy.deepcopy(model)
@@ -293,26 +295,26 @@ def _trained_on_labels(
 
 
 def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the class of each record, shape (n,)."""
+    """Return the predicted class of each record, shape (n,)."""
     model.eval()
     with torch.no_grad():
         return torch.cat([model(batch).argmax(dim=1) for batch in torch.split(inputs, _EVALUATION_BATCH)])
 
 
 def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return moved images; records that are no images (tables of numbers) stay as they are."""
+    """Return moved images; records that are not images (tables of numbers) are returned unchanged."""
     return move(records, generator) if records.ndim == 4 else records
 
 
 class Batches:
-    """Batches for ever, of ``batch_size`` or all there are; every record once before any comes again."""
+    """Endless batches of ``batch_size`` records, or of all if fewer; each pass contains every record once."""
 
     def __init__(self, num_records: int, batch_size: int, generator: torch.Generator) -> None:
         self._num_records, self._size, self._generator = num_records, min(batch_size, num_records), generator
         self._order = torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> torch.Tensor:
-        """Return the next batch's places, int64, (size,)."""
+        """Return the record indices of the next batch, int64, shape (size,)."""
         if len(self._order) < self._size:
             order = torch.randperm(self._num_records, generator=self._generator)
             self._order = torch.cat([self._order, order])
@@ -320,17 +322,17 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of the records to come."""
+        """Return the order of the next records."""
         return {"order": self._order}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore the order of the records to come."""
+        """Restore the order of the next records."""
         self._order = state_dict["order"]
 
 
 @dataclass(frozen=True)
 class Coins:
-    """The state of all random numbers: ``generator``, and torch's own generators, of the CPU and of the GPU in use."""
+    """The state of all random generators: ``generator``, and torch's own for the CPU and the GPU in use."""
 
     generator: torch.Generator
 
@@ -348,26 +350,26 @@ class Coins:
 
 
 def rise_and_cosine(step: int, steps: int) -> float:
-    """Return the factor of this step's learning rate: a short rise, then half a cosine."""
+    """Return the factor of the learning rate at ``step``: a linear warm-up of 20 steps, times half a cosine."""
     return min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
-    """Set the learning rate, and return it."""
+    """Set the learning rate of ``optimizer`` to ``rate``, and return ``rate``."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """Take one step."""
+    """Take one optimiser step on ``loss``."""
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
 def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) -> None:
-    """Move the weights and statistics of ``average`` towards those of ``model``, keeping the share ``keep``."""
+    """Set ``average`` to ``keep`` times itself plus (1 - ``keep``) times ``model``, for weights and statistics."""
     with torch.no_grad():
         for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
             if value.dtype.is_floating_point:
@@ -377,12 +379,12 @@ def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) 
 
 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
-    """Return torch's generator for ``purpose``, as ``seeding.rng`` is numpy's."""
+    """Return a torch generator for ``seed`` and ``purpose``, like ``seeding.rng`` for numpy."""
     return torch.Generator().manual_seed(int(rng(seed, purpose).integers(2**63)))
 
 
 def _erased(images: torch.Tensor, generator: torch.Generator, longest: float) -> torch.Tensor:
-    """Return ``images`` with a square of random side and place set to the darkest value."""
+    """Return ``images`` with a square of random size and position set to the least value of all images."""
     num_images, _, height, width = images.shape
     row, column, half = torch.rand(3, num_images, 1, 1, 1, generator=generator).to(images.device)
     rows = torch.arange(height, device=images.device).view(1, 1, -1, 1) + 0.5

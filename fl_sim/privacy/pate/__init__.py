@@ -1,1 +1,1 @@
-"""What PATE's noisy votes cost."""
+"""Privacy costs of PATE's noisy votes, and the publication of a data-dependent cost."""

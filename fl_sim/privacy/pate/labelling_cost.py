@@ -1,10 +1,10 @@
-"""Cost of a PATE labelling: the Renyi curve of every query, their sum, and epsilon, for its votes or for any votes.
+"""Privacy cost of a PATE labelling: Renyi curves of queries, their sum and epsilon, for given or for any votes.
 
 The unit is one record of the private set: it lies in one teacher's shard, and that teacher has one vote, so one count
 falls by 1 and another rises by 1. A data-independent epsilon is a guarantee and may be published. A data-dependent one
-is a function of the votes and as private as they are (Papernot et al. 2018, section 3): look at it, publish
-``smooth_sensitivity.release`` of it. Curves are Renyi divergences of shape (queries, orders), in nats; ``log_q`` is ln
-of an upper bound on the probability that the label is not the teachers' majority, shape (queries,).
+is a function of the votes and as private as they are (Papernot et al. 2018, section 3): look at it, but publish only
+``smooth_sensitivity.release`` of it. Curves are Renyi divergences of shape (queries, orders), in nats;
+``log_q`` is ln of an upper bound on the probability that the label is not the teachers' majority, shape (queries,).
 
 LNMax: Papernot et al. 2017, "Semi-supervised Knowledge Transfer". GNMax and Confident-GNMax: Papernot et al. 2018,
 "Scalable Private Learning with PATE".
@@ -37,30 +37,31 @@ _MOST_VOTES: Final = 2**31
 
 
 class Cost(ABC):
-    """Cost of one query of a mechanism, as Renyi curves at the orders asked for."""
+    """Privacy cost of one query of a mechanism, as Renyi curves at the given orders."""
 
     @property
     def pure_epsilon(self) -> float:
-        """Epsilon of one query at delta 0; ``inf`` where there is none."""
+        """Return the epsilon of one query at delta 0; ``inf`` where there is none."""
         return math.inf
 
     @abstractmethod
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of one query whatever the votes are, answered or not, shape (orders,)."""
+        """Return a bound on the curve of one query, answered or not, whatever the votes are, shape (orders,)."""
 
     @abstractmethod
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return all events that one query may be charged, whatever the votes are."""
+        """Return all events that one query may be charged for, whatever the votes are."""
 
     @abstractmethod
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return each query's probability to be answered, shape (queries,)."""
+        """Return the probability of an answer to each query, shape (queries,)."""
 
     @abstractmethod
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves of shape (queries, orders).
 
-        ``answered``: 1 where a query was answered, 0 where not, or the chance of it for an expectation.
+        ``answered``: shape (queries,), 1 for an answered query and 0 for others; or the probabilities of an answer,
+        which give expected curves.
         """
 
     @abstractmethod
@@ -77,47 +78,48 @@ class AnswerCost(Cost):
 
     @abstractmethod
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ``log_q`` of votes whose other classes are all ``gaps`` behind the first, negative where ahead."""
+        """Return ``log_q`` of votes whose other classes are all ``gaps`` votes behind the first; negative: ahead."""
 
     @abstractmethod
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return each query's curve: the smaller of its theorem and the worst case, at every order."""
+        """Return each query's curve: at every order the smaller of the theorem's bound and the worst case."""
 
     def dependent(self, counts: Counts, orders: Floats) -> Floats:
-        """Return each query's data-dependent curve."""
+        """Return each query's data-dependent curve, shape (queries, orders)."""
         return self.divergence(self.log_q(counts), orders)
 
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return ones."""
+        """Return ones, shape (queries,): every query is answered."""
         return np.ones(len(counts))
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves."""
+        """Return (data-dependent, data-independent) curves; ``answered`` is not used, as all queries are answered."""
         del answered
         dependent = self.dependent(counts, orders)
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the curve where all teachers agree: no votes make another label less likely."""
+        """Return the curve for votes on which all teachers agree: no votes make another label less likely."""
         return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
 @dataclass(frozen=True)
 class LNMaxCost(AnswerCost):
-    """Laplace noise of scale 1 / ``gamma`` on every count, and the largest wins: (2 gamma, 0)-private."""
+    """Laplace noise of scale 1 / ``gamma`` on every count, the largest gives the label: (2 gamma, 0)-private."""
 
     gamma: float
 
     @property
     def pure_epsilon(self) -> float:
-        """2 gamma: one count falls by 1 and another rises by 1."""
+        """Return 2 gamma: one count falls by 1 and another rises by 1."""
         return 2 * self.gamma
 
     def worst_case(self, orders: Floats) -> Floats:
         """Return the curve of one query whatever the votes are.
 
-        The winner is computed from the noisy counts, of which two move by 1: at most two Laplace mechanisms with
-        epsilon gamma (Mironov 2017, proposition 6), less than any bound from (2 gamma, 0)-privacy alone.
+        The label is computed from the noisy counts, of which two move by 1. So the curve is at most that of two Laplace
+        mechanisms with epsilon gamma (Mironov 2017, proposition 6), less than any bound from (2 gamma, 0)-privacy
+        alone.
         """
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
@@ -126,25 +128,25 @@ class LNMaxCost(AnswerCost):
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return the union bound of the 2017 paper's lemma 4, capped."""
+        """Return ``log_q`` by the union bound of the 2017 paper's lemma 4, at most ln(1 - 1/classes)."""
         gaps = self.gamma * _gaps_to_the_top(counts)
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isinf(gaps), -np.inf, _log_beaten(gaps))
         return _capped(logsumexp(terms, axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ``log_q`` of votes with equal gaps."""
+        """Return ``log_q`` of votes whose gaps are all equal, at most ln(1 - 1/classes)."""
         tail = _log_beaten(self.gamma * np.abs(gaps))
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the smaller of theorem 3 and the worst case."""
+        """Return the curves: the smaller of theorem 3 and the worst case, at every order."""
         return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
 @dataclass(frozen=True)
 class GNMaxCost(AnswerCost):
-    """Gaussian noise of standard deviation ``sigma`` on every count, and the largest wins."""
+    """Gaussian noise of standard deviation ``sigma`` on every count; the label has the largest noisy count."""
 
     sigma: float
 
@@ -157,17 +159,17 @@ class GNMaxCost(AnswerCost):
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return the bound of proposition 7, capped."""
+        """Return ``log_q`` by the bound of proposition 7, at most ln(1 - 1/classes)."""
         gaps = _gaps_to_the_top(counts)
         return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ``log_q`` of votes with equal gaps."""
+        """Return ``log_q`` of votes whose gaps are all equal, at most ln(1 - 1/classes)."""
         log_beaten = log_ndtr(-gaps / (np.sqrt(2) * self.sigma))
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the smaller of theorem 6 and the worst case."""
+        """Return the curves: the smaller of theorem 6 and the worst case, at every order."""
         return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 
@@ -175,7 +177,7 @@ class GNMaxCost(AnswerCost):
 class ConfidentCost(Cost):
     """GNMax with ``sigma`` for queries whose largest count, with noise ``sigma_threshold``, reaches ``threshold``.
 
-    The test releases one number that moves by 1, paid whether or not the query is then answered.
+    The test releases one number that moves by 1; its cost is paid whether or not the query is then answered.
     """
 
     threshold: float
@@ -184,42 +186,43 @@ class ConfidentCost(Cost):
 
     @property
     def test(self) -> GNMaxCost:
-        """Return a cost with the curves of the test: order / (2 sigma_threshold^2)."""
+        """Return a GNMax cost whose curve is that of the test: order / (2 sigma_threshold^2)."""
         return GNMaxCost(np.sqrt(2) * self.sigma_threshold)
 
     @property
     def answer(self) -> GNMaxCost:
-        """Return the cost of an answer."""
+        """Return the GNMax cost of an answer."""
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of the test and an answer, whatever the votes are."""
+        """Return the curve of a test and an answer together, whatever the votes are."""
         return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return the test, whose one number moves by 1, and the answer."""
+        """Return the events of the test, whose one number moves by 1, and of the answer."""
         return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
 
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return each query's probability to pass the test."""
+        """Return the probability of each query to pass the test, shape (queries,)."""
         distance = (counts.max(axis=1) - self.threshold) / self.sigma_threshold
         return np.exp(np.asarray(log_ndtr(distance), dtype=np.float64))
 
     def test_curves(self, counts: Counts, orders: Floats) -> Floats:
-        """Return each test's data-dependent curve: theorem 6 for two outcomes, of which the rarer has probability q."""
+        """Return each test's data-dependent curve: theorem 6 for two outcomes, the rarer with probability q."""
         distance = np.abs(counts.max(axis=1) - self.threshold) / self.sigma_threshold
         return self.test.divergence(np.asarray(log_ndtr(-distance), dtype=np.float64), orders)
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves: every query pays the test, an answered one its answer."""
+        """Return (data-dependent, data-independent) curves: a query pays its test, and its answer if answered."""
         dependent = self.test_curves(counts, orders) + answered[:, None] * self.answer.dependent(counts, orders)
         independent = answered[:, None] * self.answer.worst_case(orders)
         return dependent, independent + self.test.worst_case(orders)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the answer's curve where all teachers agree, and the test's where its outcome is clearest.
+        """Return the sum of the least curve of an answer and the least curve of a test.
 
-        That is where the largest count is as large as it can be, or as small.
+        The answer's curve is least where all teachers agree; the test's curve is least where its outcome is clearest:
+        where the largest count has its largest or its smallest possible value.
         """
         tests = self.test_curves(np.array([[teachers], [-(-teachers // classes)]]), orders)
         return np.asarray(tests.min(axis=0) + self.answer.least(teachers, classes, orders))
@@ -227,7 +230,11 @@ class ConfidentCost(Cost):
 
 @dataclass(frozen=True)
 class QueryCosts:
-    """Epsilon at one delta: of each query alone and of all queries up to each; and their Renyi curve at ``ORDERS``."""
+    """Epsilon at one delta of the queries of a labelling.
+
+    ``per_query``: of each query alone, shape (queries,). ``cumulative``: of all queries up to each, shape (queries,).
+    ``curve``: the Renyi curve of all queries together at ``ORDERS``.
+    """
 
     per_query: Floats
     cumulative: Floats
@@ -241,10 +248,11 @@ class QueryCosts:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Both costs of a labelling. ``answers``: the number of answered queries, or its expectation.
+    """The costs of a labelling; ``answers`` is the number of answered queries, or its expectation.
 
-    ``dependent`` is PRIVATE: it is computed from the votes. ``worst_case`` is the epsilon of all queries whatever the
-    votes and the number of answers are, by both accountants: the only one that a plan may promise.
+    ``dependent``: the data-dependent costs, which are PRIVATE, since they are computed from the votes. ``independent``:
+    the data-independent costs. ``worst_case``: the epsilon of all queries whatever the votes and the number of answers
+    are, by both accountants: the only epsilon that a plan may promise.
     """
 
     dependent: QueryCosts
@@ -256,8 +264,8 @@ class Analysis:
 def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bool_] | None = None) -> Analysis:
     """Return the cost of labelling ``counts`` at ``delta``.
 
-    ``answered``: the mask of answered queries, shape (queries,). Without it an answer's cost is weighted by its
-    probability, as the published analysis does: an expectation, not a bound.
+    ``answered``: the mask of answered queries, shape (queries,). Without the mask the cost of an answer is weighted by
+    the answer's probability, as in the published analysis: the result is an expectation, not a bound.
     """
     valid_delta(delta)
     queries, pure = len(counts), cost.pure_epsilon
@@ -276,7 +284,7 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
 
 
 def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
-    """Return the number of ``queries`` within epsilon ``target``, whatever the votes are: all tested and answered."""
+    """Return the number of ``queries`` within epsilon ``target``, whatever the votes are: all count as answered."""
     each = np.arange(1, queries + 1)
     total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)
     return int((np.minimum(total, each * cost.pure_epsilon) <= target).sum())
@@ -320,7 +328,7 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
 
 
 def independent_2017(gamma: float, orders: Floats) -> Floats:
-    """Return the 2017 paper's curve of one query whatever the votes are: 2 gamma^2 order, and 2 gamma at most."""
+    """Return the 2017 paper's curve of one query whatever the votes are: 2 gamma^2 order, at most 2 gamma."""
     return np.minimum(2 * gamma**2 * orders, 2 * gamma)
 
 
@@ -328,7 +336,8 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
     """Return the 2017 paper's data-dependent curves, ``inf`` where theorem 3 does not hold, shape (queries, orders).
 
     It holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) + 1); the script published with the paper
-    applies it beyond, where it can fall below the truth. A moment of the paper is (order - 1) times the divergence.
+    applies it beyond that range, where the result can be too small. A moment of the paper is (order - 1) times the
+    divergence.
     """
     holds = log_q < -np.logaddexp(0.0, 2 * gamma)
     inside = np.where(holds, log_q, -1 - 2 * gamma - np.log(2))[:, None]
@@ -340,11 +349,11 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
 
 
 def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
-    """Return the data-dependent curves of a mechanism that costs order / sigma^2, ``inf`` where the theorem is silent.
+    """Return data-dependent curves of a mechanism that costs order / sigma^2; ``inf`` where theorem 6 does not hold.
 
-    ``log_q``: ln of a bound on the chance of any but the likeliest outcome, shape (queries,). mu_1 and mu_2 are those
-    of proposition 10. It needs order <= mu_1, and q in the range where the bound grows with q, since only a bound on q
-    is known.
+    ``log_q``: ln of a bound on the probability of all outcomes but the likeliest, shape (queries,). mu_1 and mu_2 are
+    those of proposition 10. The theorem needs order <= mu_1, and q in the range where its bound grows with q, since
+    only a bound on q is known.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         mu_2 = sigma * np.sqrt(-log_q)
@@ -364,7 +373,7 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
 
 
 def _gaps_to_the_top(counts: Counts) -> Floats:
-    """Return the votes that each class is behind the first of the largest, ``inf`` for that one."""
+    """Return the number of votes that each class is behind the first largest class, ``inf`` for that class."""
     top = counts.argmax(axis=1)[:, None]
     gaps = (np.take_along_axis(counts, top, axis=1) - counts).astype(np.float64)
     np.put_along_axis(gaps, top, np.inf, axis=1)
@@ -372,7 +381,7 @@ def _gaps_to_the_top(counts: Counts) -> Floats:
 
 
 def _log_beaten(gaps: Floats) -> Floats:
-    """Return ln Pr[a count that is ``gaps`` >= 0 noise scales behind wins against the top one]."""
+    """Return ln Pr[the noisy count of a class that is ``gaps`` >= 0 noise scales behind exceeds that of the top]."""
     return np.log((2 + gaps) / 4) - gaps
 
 

@@ -1,16 +1,18 @@
-"""Publication of a data-dependent cost: noise scaled to its smooth sensitivity (Papernot et al. 2018, appendix B).
+"""Publication of a data-dependent cost, with noise scaled to the smooth sensitivity (Papernot et al. 2018, app. B).
 
-The published number is an upper bound on B, the summed data-dependent divergence of all queries at ONE order that is
-chosen without looking at the votes. A vote that moves shifts every gap by at most 2, hence (what a shift does to a tail
-probability is concave) moves q no further than it moves votes whose gaps are all equal. So, with t(votes) the equal gap
-that gives the same bound q, each query's divergence is a falling function beta(t), neighbours are at most 2 apart, and
-at distance d the local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The
-maximum is taken over small cells of t, in each from above, which assumes nothing about beta but that it falls.
+The published number is an upper bound on B, the sum of the data-dependent divergences of all queries at ONE order that
+is chosen without looking at the votes. One changed vote shifts every gap by at most 2. The effect of a shift on a tail
+probability is concave, so q changes at most as much as for votes whose gaps are all equal. Let t(votes) be the equal
+gap that gives the same bound q. Then each query's divergence is a falling function beta(t), neighbours are at most 2
+apart in t, and at distance d the local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in
+[t - 2d, t + 2d + 2]. The maximum is taken over small cells of t, with an upper bound in each, which assumes only that
+beta falls.
 
-Confident-GNMax also pays for its test of the largest count, which a vote that moves shifts by at most 1: what is within
-d votes is looked through count by count. Which queries were answered is taken as given, as it is known from the labels.
+Confident-GNMax also pays for its test of the largest count, which one changed vote shifts by at most 1: all counts
+within d votes are examined one by one. The mask of answered queries is taken as given, as it is known from the labels.
 
-Publishing costs as well: with few queries or teachers the published epsilon can be above the data-independent one.
+The publication has a cost of its own: with few queries or teachers the published epsilon can be above the
+data-independent one.
 """
 
 from collections.abc import Iterator
@@ -42,9 +44,9 @@ _LEAST: Final = 1e-9  # keeps the logarithm of the sensitivity finite; a constan
 class PublicationTerms:
     """Terms of the publication of a cost, fixed without looking at the votes.
 
-    ``order``: of the divergence. ``smoothness``: kappa, the discount of distant votes; its product with ``order`` must
-    stay well below 1/2. ``noise``: the noise on B in smooth sensitivities, and on the logarithm of the sensitivity
-    (which bounds the error of B for the reader) in units of kappa.
+    ``order``: the Renyi order of the divergence. ``smoothness``: kappa, the discount of distant votes; its product with
+    ``order`` must stay well below 1/2. ``noise``: the noise on B in smooth sensitivities, and on the logarithm of the
+    sensitivity (which bounds the error of B for the reader) in units of kappa.
     """
 
     order: float = 20.0
@@ -61,7 +63,7 @@ class PublicationTerms:
             )
 
     def divergence(self) -> float:
-        """Return the cost of the publication itself, at ``order``: both noisy numbers.
+        """Return the Renyi divergence of the publication itself, at ``order``: that of both noisy numbers.
 
         For N(B, (noise S)^2) against N(B', (noise S')^2) with |B - B'| <= min(S, S') and S within e^(+-kappa) of S'
         (the paper's theorem 23, here without its rounding up of the Gaussians' divergence).
@@ -72,7 +74,7 @@ class PublicationTerms:
         return scale + shift + order / (2 * self.noise**2)
 
     def curve(self, orders: Floats) -> Floats:
-        """Return the cost of the publication itself at each of ``orders``: ``inf`` where there is no bound."""
+        """Return the Renyi divergence of the publication itself at each of ``orders``; ``inf`` for no bound."""
         costs = np.full(len(orders), np.inf)
         for place, order in enumerate(orders):
             with suppress(UserError):  # the smoothness is too large for this order
@@ -87,8 +89,9 @@ class PublicationTerms:
 class PublishedCost:
     """A cost that may be shown to anybody.
 
-    ``epsilon`` at ``delta`` covers the labels AND this publication; it holds for the votes at hand unless the noise was
-    beyond its quantile, which has probability ``failure``.
+    ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes unless the noise was
+    beyond its quantile, which has probability ``failure``. ``divergence``: the bound on the Renyi divergence of both at
+    ``order``.
     """
 
     epsilon: float
@@ -99,9 +102,9 @@ class PublishedCost:
 
 
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
-    """Return the terms that would publish the least epsilon if all teachers always agreed: no vote is looked at.
+    """Return the terms that would publish the least epsilon if all teachers always agreed; they use no vote.
 
-    Every query is taken to be answered then.
+    Every query counts as answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
@@ -131,7 +134,7 @@ def release(
 ) -> PublishedCost:
     """Publish an upper bound on the data-dependent cost of labelling ``counts``.
 
-    ``answered``: the mask of answered queries, (queries,); None: all. A second call with other noise is a second
+    ``answered``: the mask of answered queries, shape (queries,); None: all. A second call with other noise is a second
     release: it costs ``terms.divergence()`` once more.
     """
     answers = np.ones(len(counts), dtype=bool) if answered is None else answered
@@ -144,9 +147,10 @@ def release(
 def smooth_sensitivity(
     counts: Counts, cost: PublishableCost, terms: PublicationTerms, answered: Answered | None = None
 ) -> float:
-    """Return S = max over d of e^(-kappa d) times a bound on how far B moves within d votes of ``counts``. PRIVATE.
+    """Return S, the smooth sensitivity of B at ``counts``. PRIVATE.
 
-    ``answered``: as ``release`` takes it.
+    S is the maximum over d of e^(-kappa d) times a bound on the local sensitivity of B within d votes of ``counts``.
+    ``answered``: as in ``release``.
     """
     num_teachers = int(counts[0].sum())
     if isinstance(cost, ConfidentCost):
@@ -171,8 +175,8 @@ def smooth_sensitivity(
 class _Part:
     """A part of the cost of each query: that of its label, or of its test.
 
-    ``local`` yields for distance 0, 1, 2, ... bounds on one query's local sensitivity by its state; ``queries``: the
-    number of queries in each of ``states``.
+    ``local`` yields, for distance 0, 1, 2, ..., bounds on one query's local sensitivity, one bound for each state.
+    ``states``: the states that occur; ``queries``: the number of queries in each of them.
     """
 
     local: Iterator[Floats]
@@ -181,7 +185,7 @@ class _Part:
 
 
 def _of_labels(counts: Counts, cost: AnswerCost, order: float) -> _Part:
-    """Return the cost of labels; a query's state is the cell of its equivalent gap."""
+    """Return the part of the labels; the state of a query is the cell of its equivalent gap."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
@@ -194,7 +198,7 @@ def _of_labels(counts: Counts, cost: AnswerCost, order: float) -> _Part:
 
 
 def _of_tests(counts: Counts, cost: ConfidentCost, order: float) -> _Part:
-    """Return the cost of Confident-GNMax's tests; a query's state is its largest count, from the least on."""
+    """Return the part of Confident-GNMax's tests; a query's state is its largest count minus the least possible."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
@@ -212,9 +216,10 @@ def _of_tests(counts: Counts, cost: ConfidentCost, order: float) -> _Part:
 
 
 def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
-    """Yield, for distance 0, 1, 2, ..., bounds on one query's local sensitivity by cell of its gap.
+    """Yield, for distance 0, 1, 2, ..., bounds on one query's local sensitivity, one for each cell of its gap.
 
-    ``before``, ``beta``: its divergence at every boundary of cells less 2, and at the boundary.
+    ``beta``: the query's divergence at every boundary of the cells. ``before``: its divergence at a gap 2 votes
+    smaller.
     """
     if (np.diff(beta) > 1e-12).any():
         raise ArithmeticError("the data-dependent divergence does not fall with the gap: its sensitivity is not known")
@@ -228,7 +233,7 @@ def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
 def _published(
     total: float, sensitivity: float, delta: float, terms: PublicationTerms, normal: tuple[float, float]
 ) -> PublishedCost:
-    """Return the noisy bound: each of the two noises is beyond ``quantile`` with probability delta / 2."""
+    """Return the published cost: each of the two noises is beyond ``quantile`` with probability delta / 2."""
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
     bound = max(total + terms.noise * (sensitivity * normal[1] + at_most * quantile), 0.0)
@@ -238,7 +243,7 @@ def _published(
 
 
 def _from(values: Floats, ahead: int) -> Floats:
-    """Return the values ``ahead`` cells further along; the end cells stand for all beyond them."""
+    """Return the values ``ahead`` cells further along; the first and last values stand for all beyond them."""
     return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
 
 
