@@ -1,1 +1,1 @@
-"""Clients' devices on a virtual clock: how fast they compute and send, and when they are there."""
+"""Clients' devices and the virtual clock: speeds of computing and sending, and availability."""

@@ -1,6 +1,7 @@
-"""The virtual clock: the time of a client's turn, rounds with a deadline, and the order of events without rounds.
+"""The virtual clock: simulated times of clients, rounds with a deadline, and the order of asynchronous events.
 
-Nothing in it depends on what is trained, so all of it is known beforehand, and after a stop it is found again.
+A client's turn is its download of a model, its local steps, and its upload. No time depends on the trained values. So
+all events are known before a run, and a resumed run computes the same events again.
 """
 
 import bisect
@@ -18,15 +19,16 @@ from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, Traffic
 
 LOOK_AGAIN_SECONDS = 1.0
-"""Seconds until the server looks again for clients where none was available."""
+"""Simulated seconds until the server looks for clients again if no client was available."""
 
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Virtual time, a function of the settings alone: it depends on no training and on no real clock.
+    """The virtual clock. Its times depend only on the settings, not on trained values or real time.
 
-    ``sizes``: training records of each client, (clients,). ``settings``: of local training. ``traffic``: the bytes to
-    and from a client in a turn. ``seed``: of availability and jitter.
+    ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
+    ``settings``: the settings of local training. ``traffic``: the bytes to and from a client in a turn. ``seed``: the
+    seed of availability and jitter.
     """
 
     fleet: Fleet
@@ -36,11 +38,11 @@ class Clock:
     seed: int
 
     def steps(self, client: int) -> int:
-        """Return the number of steps in a turn of ``client``."""
+        """Return the number of local steps in a turn of ``client``."""
         return self.settings.num_steps(int(self.sizes[client]))
 
     def seconds(self, client: int, server_round: int, steps: int) -> float:
-        """Return the seconds of its turn in a round with ``steps`` steps: download, steps, upload."""
+        """Return the simulated seconds of a turn of ``client`` with ``steps`` steps: download, local steps, upload."""
         fleet = self.fleet
         sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
         records = 0
@@ -54,13 +56,16 @@ class Clock:
         return taken * math.exp(fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return the number of steps that fit into ``seconds``, None where not even one step and the sending fit."""
+        """Return the largest number of steps for which a turn fits into ``seconds``.
+
+        None if the turn is too long even with the fewest steps: one step, or none for a client without records.
+        """
         steps = range(min(1, self.steps(client)), self.steps(client) + 1)
         fitting = bisect.bisect_right(steps, seconds, key=lambda some: self.seconds(client, server_round, some))
         return steps[fitting - 1] if fitting else None
 
     def there(self, look: int) -> NDArray[np.bool_]:
-        """Return a mask of the available clients when the server looks for the ``look``-th time, (clients,)."""
+        """Return a mask of the available clients, shape (clients,), when the server looks for the ``look``-th time."""
         availability = self.fleet.availability
         if (availability == 1).all():
             return np.ones(len(availability), bool)
@@ -71,9 +76,9 @@ class Clock:
 class Turnout:
     """The clients of a round with a deadline.
 
-    ``asked``: the available clients of the cohort, ascending. ``in_time``: those of them that meet the deadline.
-    ``most_steps``: {client: number of steps it has time for}, of those without time for all of their steps.
-    ``seconds``: the length of the round.
+    ``asked``: the available clients of the cohort, in the cohort's order. ``in_time``: those of them that meet the
+    deadline. ``most_steps``: {client: number of steps that fit into the deadline}, for clients that shorten their
+    training. ``seconds``: the simulated length of the round.
     """
 
     asked: NDArray[np.int64]
@@ -83,16 +88,16 @@ class Turnout:
 
     @property
     def num_late(self) -> int:
-        """Return the number of lost updates."""
+        """Return the number of updates that miss the deadline and are lost."""
         return len(self.asked) - len(self.in_time)
 
 
 def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline: float, partial: bool) -> Turnout:
-    """Return the turnout of a round's ``cohort`` within ``deadline`` seconds (0: no deadline).
+    """Return the clients of ``cohort`` that finish a round within ``deadline`` simulated seconds (0: no deadline).
 
-    ``partial``: True if a late client takes as many steps as it has time for instead, at least one. A round with a lost
-    update lasts to the deadline, another as long as its slowest client, and one without clients until the server looks
-    again.
+    ``partial``: True if a client without time for all of its steps takes fewer steps, at least one. A round with a lost
+    update lasts until the deadline; any other round lasts as long as its slowest client; a round without available
+    clients lasts ``LOOK_AGAIN_SECONDS``.
     """
     there = clock.there(server_round)
     asked = [int(client) for client in cohort if there[client]]
@@ -114,9 +119,10 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 
 @dataclass(frozen=True, order=True)
 class ClientTurn:
-    """A client's turn, which ends at a virtual time; equal ends are in the order of clients.
+    """A client's turn: download, local training and upload. Turns are ordered by their end, then by client.
 
-    ``server_round``: the next step of the server at its start; the turn trains the model of the step before.
+    ``ends``: the virtual time of its end. ``server_round``: the number of the server's next step when the turn starts;
+    the client trains the model of the step before.
     """
 
     ends: float
@@ -126,9 +132,10 @@ class ClientTurn:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One step of the server, with the turns that it merges, in the order of their arrival.
+    """One step of the server. ``arrived``: the turns whose updates it merges, in the order of their arrival.
 
-    ``num_started``: turns that have started since the step before. ``seconds``: since the step before.
+    ``num_started``: the number of turns that have started since the step before. ``seconds``: the simulated seconds
+    since the step before.
     """
 
     number: int
@@ -137,20 +144,21 @@ class ServerStep:
     seconds: float
 
     def staleness(self, turn: ClientTurn) -> int:
-        """Return the number of steps of the server since ``turn`` started, without this one."""
+        """Return the number of server steps since ``turn`` started, this step excluded."""
         return self.number - turn.server_round
 
 
 @dataclass
 class Schedule:
-    """Events in the order of (time, client).
+    """The simulated events of asynchronous training, in the order of (time, client).
 
-    ``order_of(server_round)``: all clients in the order in which the server asks them before that step.
-    ``concurrency``: the number of parallel turns. ``buffer``: the number of turns in a step of the server, at most the
-    number of clients.
+    ``order_of(server_round)``: all clients in the order in which the server asks them before that server step.
+    ``concurrency``: the number of parallel turns. ``buffer``: the number of turns that one server step merges, at most
+    the number of clients.
 
-    A client whose turn has ended makes room for another, at once and with the model that the server has then; it has
-    a turn itself once more when its turn comes in the order, but no two from the same model, which would be the same.
+    When a client's turn ends, another client starts at once, with the server's model of that time. A client starts its
+    next turn when its place in the order comes. It never trains the same model twice, because the updates would be
+    equal.
     """
 
     clock: Clock
@@ -166,11 +174,11 @@ class Schedule:
 
     @property
     def in_flight(self) -> list[ClientTurn]:
-        """Return the turns that have not ended, the first to end first."""
+        """Return the turns that have not ended yet, in the order of their ends."""
         return sorted(self._flying)
 
     def next_step(self) -> ServerStep:
-        """Advance to the server's next step."""
+        """Advance the virtual time to the server's next step; return that step."""
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._unasked = deque(self.order_of(number))
         while len(arrived) < self.buffer:
@@ -188,7 +196,7 @@ class Schedule:
         return ServerStep(number, tuple(arrived), started, self.now - before)
 
     def _start(self, number: int) -> int:
-        """Start turns of clients up to ``concurrency``; return the number of new turns."""
+        """Start turns of available clients until ``concurrency`` turns run; return the number of new turns."""
         if len(self._flying) >= self.concurrency:
             return 0
         self._looks += 1

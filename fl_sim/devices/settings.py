@@ -1,8 +1,9 @@
-"""The devices of clients: settings (all alike, drawn, or listed in a CSV file) and the numbers of each client's device.
+"""The devices of clients: their settings, and the speeds and availability of each client's device.
 
-Columns of the CSV file, with a row for each client, in order, or for each class of devices: ``seconds_per_step`` or
-``records_per_second``; ``download_mbps``, ``upload_mbps`` and ``availability``, which may be left out (sending takes no
-time then, and clients are always there); ``clients``, their number, where a row is a class.
+Devices are all equal, randomly drawn, or listed in a CSV file. The file has one row for each client, in order, or one
+row for each class of devices. Its columns: ``seconds_per_step`` or ``records_per_second``; ``download_mbps``,
+``upload_mbps`` and ``availability``, which may be left out (sending then takes no time, and clients are always
+available); ``clients``, the number of clients, if a row is a class of devices.
 """
 
 import csv
@@ -37,8 +38,8 @@ BYTES_PER_MEGABIT = 125_000
 class Fleet:
     """One device for each client; all arrays have the shape (clients,).
 
-    ``step_seconds``: seconds for a step, 0 where the time depends on records. ``record_seconds``: seconds for a record,
-    0 where it depends on steps. ``download`` and ``upload``: bytes in a second to and from the client.
+    ``step_seconds``: seconds for a step, 0 if the time depends on records. ``record_seconds``: seconds for a record,
+    0 if the time depends on steps. ``download`` and ``upload``: bytes in a second to and from the client.
     ``availability``: the probability, in (0, 1], that the client is available when the server looks for it. ``jitter``:
     the standard deviation of the logarithm of a random factor on the time of each turn; 0: no jitter.
     """
@@ -51,7 +52,7 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Return the first error in these numbers for ``num_clients`` clients, a clause; empty without one."""
+        """Return a description of the first error in these arrays for ``num_clients`` clients; empty without one."""
         computing = self.step_seconds + self.record_seconds
         for name, numbers, is_good in (
             ("step_seconds and record_seconds", computing, (computing > 0) & np.isfinite(computing)),
@@ -70,10 +71,10 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The devices of clients: frozen settings, ours or of the user's own."""
+    """The interface of settings classes for devices; a user may write such a class."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return a device for each client. Raises UserError where there is none for so many."""
+        """Return one device for each client. Raises UserError if the settings describe another number of clients."""
         ...
 
 
@@ -84,12 +85,12 @@ class NoDevices(Settings):
 
 
 class _Typical(Settings):
-    """Devices of one kind, each slower by a factor of its own.
+    """Devices that differ from a typical device by random factors of their times.
 
     ``seconds_per_step``: time of a local step on a typical device. ``records_per_second``: its speed in records instead
-    (0: ``seconds_per_step`` counts). ``download_mbps`` and ``upload_mbps``: megabits in a second to and from
-    it. ``availability``: the probability that a client is available when the server looks for it. ``jitter``: each turn
-    of a client takes exp(``jitter`` * z) times as long, z from the normal distribution.
+    (0: ``seconds_per_step`` counts). ``download_mbps`` and ``upload_mbps``: megabits in a second to and from the
+    device. ``availability``: the probability that a client is available when the server looks for it. ``jitter``: each
+    turn of a client takes exp(``jitter`` * z) times as long, z from the normal distribution.
     """
 
     seconds_per_step: Seconds = 0.1
@@ -118,7 +119,7 @@ class _Typical(Settings):
 
 
 class ConstantDevices(_Typical):
-    """All devices are alike."""
+    """All devices are equally fast."""
 
     kind: Literal["constant"] = "constant"
 
@@ -130,14 +131,14 @@ class ConstantDevices(_Typical):
 class Uniform(_Typical):
     """A device takes between 1 - ``spread`` and 1 + ``spread`` times as long as a typical one, all equally likely.
 
-    ``spread``: at 0 all are alike; it is drawn for computing, for the way down and for the way up by itself.
+    ``spread``: at 0 all devices are alike; the factors of computing, download and upload are drawn independently.
     """
 
     kind: Literal["uniform"] = "uniform"
     spread: float = Field(0.5, ge=0, le=0.99)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark where all devices are alike."""
+        """Return a warning if these settings make all devices equally fast; an empty list otherwise."""
         del experiment
         return [] if self.spread else [off("devices.spread=0", "all devices are alike")]
 
@@ -146,17 +147,17 @@ class Uniform(_Typical):
 
 
 class LogNormal(_Typical):
-    """A device takes exp(``sigma`` * z) times as long as the typical one, the median, with z from the normal one.
+    """A device takes exp(``sigma`` * z) times as long as a typical (median) device; z has the normal distribution.
 
-    ``sigma``: at 0 all are alike; at 0.5 the slowest of a hundred takes about ten times as long as the fastest. It is
-    drawn for computing, for the way down and for the way up by itself.
+    ``sigma``: at 0 all devices are alike; at 0.5 the slowest of a hundred takes about ten times as long as the fastest.
+    The factors of computing, download and upload are drawn independently.
     """
 
     kind: Literal["log-normal"] = "log-normal"
     sigma: float = Field(0.5, ge=0, le=3)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark where all devices are alike."""
+        """Return a warning if these settings make all devices equally fast; an empty list otherwise."""
         del experiment
         return [] if self.sigma else [off("devices.sigma=0", "all devices are alike")]
 
@@ -165,10 +166,10 @@ class LogNormal(_Typical):
 
 
 class Profile(Settings):
-    """Devices as a file lists them (docs/heterogeneity.md): a row for each client, or for each class of devices.
+    """Devices from a CSV file (docs/heterogeneity.md): a row for each client, or for each class of devices.
 
     ``path``: the CSV file. ``jitter``: each turn of a client takes exp(``jitter`` * z) times as long, z from the normal
-    distribution. ``digest``: SHA-256 of the file, filled in at the start, by which a changed one is noticed.
+    distribution. ``digest``: SHA-256 of the file, filled in at the start, so that a later change of the file is found.
     """
 
     kind: Literal["profile"] = "profile"
@@ -177,22 +178,22 @@ class Profile(Settings):
     digest: str = Field("", pattern="^([0-9a-f]{64})?$")
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return a device for each client; which client has one of a class is drawn.
+        """Return one device for each client. If the file lists classes, they are assigned to clients at random.
 
-        Raises UserError for a file that is not there, has changed, or is malformed.
+        Raises UserError for a file that is missing, has changed, or is malformed.
         """
         rows = read_profile(self.path, self.digest)
         return fleet_of(rows, self.path, num_clients, rng(seed, "device class"), self.jitter)
 
     def sealed(self) -> Self:
-        """Return these settings with the file's digest. Raises UserError where the file cannot be read."""
+        """Return these settings with the digest of the file. Raises UserError if the file cannot be read."""
         if self.digest:
             return self
         return self.model_validate({**self.model_dump(), "digest": digest_of(self.path)})
 
 
 def check_public(experiment: Choices) -> None:
-    """Raise ValueError where the time of clients' devices would reveal private facts."""
+    """Raise ValueError if the run promises privacy and the times of clients' devices would reveal private facts."""
     if experiment.hides_time:
         raise ValueError(
             f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: how long a client "
@@ -202,7 +203,7 @@ def check_public(experiment: Choices) -> None:
 
 
 def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
-    """Return a device for each client. Raises UserError for impossible devices, such as the user's own."""
+    """Return one device for each client. Raises UserError for invalid numbers, which the user's own class may give."""
     fleet = devices.fleet(num_clients, seed)
     if told := fleet.wrong(num_clients):
         raise UserError(f"devices {kind_of(devices)} gave a fleet whose {told}")
@@ -220,14 +221,15 @@ _WAY_ON: Final = "docs/heterogeneity.md shows what the file looks like"
 
 
 def digest_of(path: str) -> str:
-    """Return the SHA-256 of the file. Raises UserError where it cannot be read."""
+    """Return the SHA-256 of the file ``path``, in hexadecimal digits. Raises UserError if it cannot be read."""
     return hashlib.sha256(_content(path)).hexdigest()
 
 
 def read_profile(path: str, digest: str = "") -> list[Row]:
-    """Return the rows of the file. Raises UserError that names line and column of an invalid cell.
+    """Return the rows of the CSV file ``path``, each as {column: number}.
 
-    ``digest``: of the file, empty for any.
+    ``digest``: the expected SHA-256 of the file; empty if any file is accepted. Raises UserError for a changed or
+    invalid file; the message names the line and column of an invalid cell.
     """
     content = _content(path)
     if digest and hashlib.sha256(content).hexdigest() != digest:
@@ -247,7 +249,10 @@ def read_profile(path: str, digest: str = "") -> list[Row]:
 
 
 def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.random.Generator, jitter: float) -> Fleet:
-    """Return a device for each client. Raises UserError where the rows are for another number of clients."""
+    """Return one device for each client, from the rows of the CSV file ``path``.
+
+    Raises UserError if the rows describe another number of clients than ``num_clients``.
+    """
     counts = [int(row["clients"]) if "clients" in row else 1 for row in rows]
     if sum(counts) != num_clients:
         raise UserError(

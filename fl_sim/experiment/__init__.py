@@ -1,1 +1,1 @@
-"""An experiment: the value, the text it is read from, and what it means for the data at hand."""
+"""Experiments: their settings, how settings are read from text, and the job that combines them with a data set."""

@@ -1,4 +1,4 @@
-"""The experiment as a frozen value: the only place where data, partition, model and method meet."""
+"""The class ``Experiment``: one frozen value with all settings of data, partition, model and method."""
 
 import copy
 import re
@@ -46,33 +46,35 @@ from strategies.samplers import Sampler
 
 
 class Experiment(Settings):
-    """All settings that determine a run's numbers, and the engine, which does not.
+    """All settings of a run. All of them except the engine determine the numbers in the result.
 
     ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
-    so on (docs/data.md), or the import path of a function of your own. ``partition``: how training records are dealt to
-    clients. ``clients``: how many clients. ``model``: what is trained, by name, or the import path of a function that
-    makes it; left out: what suits the data.
-    ``algorithm``: what clients minimise, what they send, and what the server makes of it. ``aggregator``: how the
-    server turns a round's updates into one: their mean, a robust mean, or a mean with noise for privacy. ``sampler``:
-    which clients take part in a round. ``compress``: how what clients send in a round is made smaller.
-    ``preprocess``: what clients do before the first round. ``attack``: what hostile clients do. ``calibrate``: what is
-    done to the model after the last round. ``devices``: how fast clients compute and send, by a virtual clock.
-    ``server``: whether the server waits for a round's clients, or goes on as updates come. ``local``: how clients
-    train.
-    ``rounds``: how often the server and its clients exchange updates. ``evaluate_every``: the model is measured after
-    every round whose number is a multiple of this, and after the last one. ``evaluate``: which records it is measured
-    on. ``engine``: how the work is spread over processors; results are the same. ``seed``: decides all that is random.
+    so on (docs/data.md), or the import path of a function of your own. ``partition``: the rule that assigns training
+    records to clients. ``clients``: the number of clients. ``model``: the model, by name, or the import path of a
+    function that makes it; left out: a model that suits the data.
+    ``algorithm``: the federated method: the clients' objective, their messages, and the server's use of them.
+    ``aggregator``: the rule that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with
+    noise for privacy. ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the
+    clients' messages in a round.
+    ``preprocess``: the clients' work before the first round. ``attack``: the behaviour of hostile clients.
+    ``calibrate``: the change of the model after the last round. ``devices``: the speeds at which clients compute and
+    send, for a virtual clock. ``server``: whether the server waits for a round's clients, or takes updates as they
+    arrive. ``local``: the clients' training.
+    ``rounds``: the number of exchanges of updates between the server and its clients. ``evaluate_every``: the model is
+    measured after every round whose number is a multiple of this, and after the last one. ``evaluate``: the records on
+    which the model is measured. ``engine``: the distribution of the work over processors; results are the same.
+    ``seed``: the integer from which all random numbers of a run are derived, except secret noise.
 
-    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where
-    the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.
+    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU if the
+    worker sees one (a Ray actor sees the share it asked for); sums on a GPU are rounded differently than on a CPU.
     ``normalise``: how inputs are scaled. "published" takes the data set's published mean and deviation, "none" leaves
     images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
-    ``features``: "scattering" turns images into vectors that no data set had a say in (fl_sim.data.scattering), so that
-    linear models and small perceptrons do on them what takes a convolutional network on pixels; "whitened-scattering"
-    makes all directions of these vectors about as long, by made-up images, so that noise takes less of them; "none"
-    leaves pixels.
-    ``partition_seed``, ``model_seed`` and ``sampling_seed`` take their part of what ``seed`` decides (fl_sim.seeding);
-    each that is left out is ``seed``.
+    ``features``: "scattering" turns images into vectors by a fixed transform that depends on no data set
+    (fl_sim.data.scattering), so that linear models and small perceptrons reach on them the accuracy of a convolutional
+    network on pixels; "whitened-scattering" also gives all directions of these vectors about the same variance, by
+    means of artificial images, so that noise harms them less; "none" leaves pixels.
+    ``partition_seed``, ``model_seed`` and ``sampling_seed`` replace ``seed`` for one part of the random numbers each
+    (fl_sim.seeding); a seed that is left out equals ``seed``.
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
@@ -105,7 +107,10 @@ class Experiment(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_kinds(cls, table: Any) -> Any:
-        """Fill in the defaults of the chosen kinds: ``sampler.sampling_rate=0.2`` is Poisson's under global-dp."""
+        """Fill in the defaults that the chosen algorithm and aggregator define for other settings.
+
+        Example: aggregator global-dp chooses the Poisson sampler, so ``sampler.sampling_rate=0.2`` needs no kind.
+        """
         if not isinstance(table, dict):
             return table
         filled = dict(table)
@@ -140,7 +145,7 @@ class Experiment(Settings):
         return self
 
     def _check_own_server(self) -> None:
-        """Raise ValueError where a server of the user's own replaces no rounds, or a run promises privacy."""
+        """Raise ValueError if the user's own server has no procedure of its own, or if the run promises privacy."""
         if self.is_synchronous:
             raise ValueError(f"server {kind_of(self.server)} has the procedure '': name one as module:Class")
         if self.is_private:
@@ -152,7 +157,7 @@ class Experiment(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Have kinds compute their missing settings, such as noise from a budget."""
+        """Let the chosen kinds compute their missing settings, such as the noise multiplier for a privacy budget."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):
@@ -165,7 +170,7 @@ class Experiment(Settings):
 
     @property
     def is_central(self) -> bool:
-        """True if one client holds all records, whatever ``partition`` and ``clients`` are."""
+        """True if one client holds all records, for any values of ``partition`` and ``clients``."""
         return isinstance(self.algorithm, Central) and self.algorithm.is_central
 
     @property
@@ -180,63 +185,65 @@ class Experiment(Settings):
 
     @property
     def num_clients(self) -> int:
-        """The number of simulated clients: one where training is centralized."""
+        """The number of simulated clients: one if training is centralized, else the setting ``clients``."""
         return 1 if self.is_central else self.clients
 
     @property
     def seed_of_partition(self) -> int:
-        """The seed of the partition, and of each client's view of its records."""
+        """The seed of the partition, and of each client's feature skew."""
         return self.seed if self.partition_seed is None else self.partition_seed
 
     @property
     def seed_of_model(self) -> int:
-        """The seed of initial weights."""
+        """The seed of the model's initial weights."""
         return self.seed if self.model_seed is None else self.model_seed
 
     @property
     def seed_of_sampling(self) -> int:
-        """The seed of the cohorts."""
+        """The seed of the sampling of cohorts."""
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def chosen(self, *names: str) -> dict[str, Any]:
-        """Return these settings as JSON values, for the key of a cached result.
+        """Return the settings with these ``names`` as JSON values, for the key of a cached result.
 
-        Seeds of a part that are not set are left out, so that older keys stay valid.
+        Optional seeds that are not set, and newer settings at their defaults, are left out, so that the keys of older
+        versions stay valid.
         """
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
         without = self._unused_newcomers
         return self.model_dump(mode="json", include={*names} - unset - without)
 
     def as_written(self) -> dict[str, Any]:
-        """Return these settings as in ``config.toml``: without None, and without later settings at their defaults.
+        """Return all settings in the form of ``config.toml``.
 
-        So files of the same settings are the same in all versions.
+        Values of None, and newer settings at their defaults, are left out. So the same settings give the same file in
+        all versions.
         """
         unused = {"evaluate"} if self.evaluate == Evaluate() else set()
         return self.model_dump(exclude_none=True, exclude=unused | self._unused_newcomers)
 
     @property
     def _unused_newcomers(self) -> set[str]:
-        """The later settings that have their defaults."""
+        """The names of settings that newer versions added and that have their default values."""
         newcomers = ("features", "compress", "devices", "server")
         return {name for name in newcomers if getattr(self, name) == default_of(type(self), name)}
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on settings with no effect, or an unexpected one, in this experiment."""
+        """Warnings about settings that have no effect, or an unexpected effect, in this experiment."""
         parts = [*self._parts, self.local.schedule]
         return [said for part in parts if isinstance(part, Remarking) for said in part.remarks(self)]
 
     @property
     def is_private(self) -> bool:
-        """True if a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
+        """True if the run promises privacy. Such a run shows neither facts about single clients nor their times."""
         return bool(self._promising)
 
     @property
     def hides_time(self) -> bool:
-        """True if the time that clients take would reveal what is private.
+        """True if the time that clients take would reveal private facts.
 
-        False where all clients train on a pool of synthetic records alone, which is public.
+        False if all clients train only on a pool of synthetic records, because this pool is public.
         """
         return any(not replaces_records(part) for part in self._promising)
 
@@ -251,32 +258,35 @@ class Experiment(Settings):
 
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kind's defaults with ``given`` over them, without epochs beside the user's steps."""
+    """Return a kind's defaults ``value``, replaced by the user's settings ``given`` where both exist.
+
+    The default of ``epochs`` is left out if the user sets ``steps``.
+    """
     kept = {name: part for name, part in value.items() if name != "epochs" or not goes_by_steps(given)}
     return {**kept, **given}
 
 
 def defined_in_script(experiment: Experiment) -> str:
-    """Return the name of a class or function of the running script or notebook, which no other process can import.
+    """Return the name of a class or function that the running script or notebook defines; empty if there is none.
 
-    Empty if the experiment names none.
+    No other process can import such a class or function.
     """
     found = re.search(r'"__main__:([^":]+)', experiment.model_dump_json())
     return found[1] if found else ""
 
 
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
-    """Return the top-level modules that the experiment names by import path, those of its data left out."""
+    """Return the top-level modules of all import paths in the experiment, except that of ``data``."""
     return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
 
 
 def own_paths(experiment: Experiment) -> list[str]:
-    """Return the import paths that the experiment names, that of its data left out."""
+    """Return all import paths (``module:name``) in the experiment's settings, except that of ``data``."""
     return paths_in(experiment.model_dump(mode="json", exclude={"data"}))
 
 
 def paths_in(settings: Mapping[str, Any]) -> list[str]:
-    """Return the import paths in settings that are JSON values."""
+    """Return all import paths (``module:name``) in ``settings``, which consist of JSON values."""
     return [text for text in _texts(dict(settings)) if IMPORT_PATH.fullmatch(text)]
 
 
@@ -288,7 +298,10 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def experiment_from(table: Mapping[str, Any]) -> Experiment:
-    """Return the experiment of a table of settings. Raises UserError with the valid names and a guess."""
+    """Return the experiment of a table of settings.
+
+    Raises UserError for an invalid setting; the message gives the valid names and the most similar one.
+    """
     try:
         return Experiment.model_validate(table)
     except ValidationError as error:
@@ -296,9 +309,10 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
 
 
 def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
-    """Return the experiment of a ``config.toml``: later settings that it lacks have the values of that time.
+    """Return the experiment of a stored ``config.toml``.
 
-    Raises UserError as ``experiment_from`` does.
+    A setting that did not exist when the file was written gets the value that corresponds to the behaviour of that
+    version. Raises UserError as ``experiment_from`` does.
     """
     filled = dict(table)
     for part in ("algorithm", "aggregator", "attack"):
@@ -308,9 +322,10 @@ def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
 
 
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Return ``table`` with ``key=value`` settings in it; dots separate groups: ``local.epochs=5``.
+    """Return a copy of ``table`` with the settings ``overrides``, each of the form ``key=value``.
 
-    A group in short form (``algorithm=fedprox``) becomes a table when a key inside it is set, in any order.
+    Dots separate groups: ``local.epochs=5``. A group in short form (``algorithm=fedprox``) becomes a table if a key
+    inside it is set, in any order.
     """
     pairs = []
     for override in overrides:
@@ -324,7 +339,7 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 
 
 def with_values(table: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``table`` with (dotted name, value) pairs in it, values of any type, as ``with_overrides`` does."""
+    """Return a copy of ``table`` with (dotted name, value) pairs, as in ``with_overrides``; values have any type."""
     merged = copy.deepcopy(dict(table))
     for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
         *groups, key = path.split(".")

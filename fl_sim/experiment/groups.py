@@ -30,7 +30,7 @@ class RateSchedule(Protocol):
     """A schedule of the learning rate: one of this module, or the user's own."""
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate in ``server_round`` of ``rounds``: finite, at least 0."""
+        """Return the factor of the learning rate in round ``server_round`` of ``rounds``: finite and at least 0."""
 
 
 class Constant(Settings):
@@ -45,13 +45,13 @@ class Constant(Settings):
 
 
 class Exponential(Settings):
-    """The learning rate times ``decay``^(round - 1)."""
+    """The learning rate is multiplied by ``decay``^(round - 1), with rounds counted from 1."""
 
     kind: Literal["exponential"] = "exponential"
     decay: float = Field(0.99, gt=0, le=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a sentence where the rate is constant."""
+        """Return a warning if these settings leave the learning rate constant; an empty list otherwise."""
         del experiment
         return [] if self.decay < 1 else [off("local.schedule.decay=1", _CONSTANT)]
 
@@ -69,7 +69,7 @@ class Step(Settings):
     decay: float = Field(0.1, gt=0, le=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a sentence where the rate is constant."""
+        """Return a warning if these settings leave the learning rate constant; an empty list otherwise."""
         if self.decay == 1:
             return [off("local.schedule.decay=1", _CONSTANT)]
         if self.every < experiment.rounds:
@@ -83,13 +83,13 @@ class Step(Settings):
 
 
 class Cosine(Settings):
-    """The learning rate times half a cosine, from 1 in the first round down to ``final`` after the last."""
+    """The learning rate is multiplied by half a cosine wave, from 1 in the first round to ``final`` after the last."""
 
     kind: Literal["cosine"] = "cosine"
     final: float = Field(0.0, ge=0, le=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a sentence where the rate is constant."""
+        """Return a warning if these settings leave the learning rate constant; an empty list otherwise."""
         del experiment
         return [] if self.final < 1 else [off("local.schedule.final=1", _CONSTANT)]
 
@@ -102,36 +102,37 @@ Schedule: TypeAlias = Constant | Exponential | Step | Cosine
 
 
 def _whole_as_int(value: float) -> float:
-    """Return 10 for 10.0, as it is written and read."""
+    """Return a whole number as int (10 for 10.0), so that it is written in the form in which users write it."""
     return int(value) if value == int(value) else value
 
 
 def goes_by_steps(local: Mapping[str, Any]) -> bool:
-    """Return True if a table of ``local`` sets steps in place of epochs."""
+    """Return True if the table ``local`` sets a number of steps, which replaces epochs."""
     return str(local.get("steps", 0)) != "0"
 
 
 class Local(Settings):
     """The training of clients in a round (NIID-Bench's protocol but for one epoch instead of ten).
 
-    ``epochs``: how often a client goes through its records in a round; 0.5 is half of an epoch's batches, rounded up.
-    ``steps``: every client takes this many steps in place of ``epochs``, whatever it holds (0: it goes by epochs).
-    ``batch_size``: records in a step; the last batch of an epoch may be smaller. ``learning_rate``: of the first round.
-    ``schedule``: what becomes of the learning rate over the rounds. ``momentum``: of SGD, from 0 in every round.
+    ``epochs``: the number of passes over a client's records in a round; 0.5 is half of an epoch's batches, rounded up.
+    ``steps``: every client takes this many steps in place of ``epochs``, for any number of records (0: epochs count).
+    ``batch_size``: records in a step; the last batch of an epoch may be smaller. ``learning_rate``: the learning rate
+    of the first round. ``schedule``: the change of the learning rate over the rounds. ``momentum``: the momentum of
+    SGD; its buffer starts at 0 in every round.
     ``weight_decay``: this times every weight is added to its gradient ("adamw" shrinks the weight itself).
 
-    ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
-    parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
-    ``label_smoothing``: what part of every label is spread evenly over all classes in training. ``optimizer``: "sgd",
-    or torch's "adam" or "adamw", which start anew in every round and have no place for ``momentum``: it is 0 then.
-    ``augment``: how images are moved each time that they are trained on. "crop" pads them by 4 black pixels on every
-    side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both;
-    "reflect-crop" and "reflect-crop-flip" pad with their own pixels, mirrored at the edge, as NIID-Bench's program does
-    with CIFAR-10.
+    ``clip_norm``: gradients, with the terms that the method adds to them, are scaled down to at most this L2 norm over
+    all parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
+    ``label_smoothing``: the part of every label that is spread evenly over all classes in training. ``optimizer``:
+    "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum``: it is 0 then.
+    ``augment``: the random change of images each time that they are trained on. "crop" pads them by 4 black pixels on
+    every side and cuts out a window of their own size at a random place, "flip" mirrors them with probability 1/2,
+    "crop-flip" does both; "reflect-crop" and "reflect-crop-flip" pad with their own pixels, mirrored at the edge, as
+    NIID-Bench's program does with CIFAR-10.
 
-    ``batch_norm``: what becomes of BatchNorm layers. "none" refuses models that have them, "average" averages their
-    running statistics as the parameters are, beside whatever the method makes of the parameters, and by "personal" the
-    layers stay with every client, parameters and all (FedBN, Li et al. 2021).
+    ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models that have them, "average" averages their
+    running statistics in the same way as parameters, for every method, and with "personal" these layers stay on every
+    client, with their parameters (FedBN, Li et al. 2021).
 
     ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, their steps and
     evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors that
@@ -156,7 +157,7 @@ class Local(Settings):
     precision: Precision = "float32"
 
     def rate_in(self, server_round: int, rounds: int) -> float:
-        """Return the learning rate of one of ``rounds`` rounds, after the schedule."""
+        """Return the learning rate of round ``server_round`` of ``rounds``, after the schedule."""
         with error_context(f"factor of {type(self.schedule).__name__}"):
             factor = self.schedule.factor(server_round, rounds)
             if not 0 <= factor < math.inf:
@@ -164,7 +165,7 @@ class Local(Settings):
             return self.learning_rate * factor
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where running statistics would be treated as an update."""
+        """Raise ValueError if a setting would treat the running statistics of BatchNorm as a client's update."""
         aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
         if self.batch_norm == "none":
             return
@@ -187,7 +188,7 @@ class Local(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, table: Any) -> Any:
-        """Default to no epochs beside steps, and to no momentum beside Adam."""
+        """Set the default of ``epochs`` to 0 if steps are set, and that of ``momentum`` to 0 for Adam and AdamW."""
         if not isinstance(table, dict):
             return table
         filled = {"epochs": 0, **table} if goes_by_steps(table) else table
@@ -227,17 +228,17 @@ Validation: TypeAlias = Annotated[
 
 
 class Evaluate(Settings):
-    """The measuring of the server's model beside the test set.
+    """The records on which the server's model is measured, and the rules that stop a run early.
 
     ``validation``: the share of every client's training records that is held out, rounded to whole records, at least
     one of a client that holds two or more; clients train on the rest (0: none is held out). The model is measured on
-    the held-out records of all clients together, with their true labels and as each client sees them. A server that
-    does so is a simulation's convenience: in a real federation clients would measure, and send counts. The test set has
-    no part in it. "given" measures it on the validation records that the data set comes with instead (``x_val`` of an
-    npz file), which no client holds.
+    the held-out records of all clients together, with their true labels and with each client's feature skew. The server
+    measures the model itself only because this is a simulation: in a real federation clients would measure, and send
+    counts. The test set is not used for this. "given" instead measures the model on the validation records that the
+    data set comes with (``x_val`` of an npz file), which no client holds.
 
-    ``test``: when the test records are looked at: after every evaluated round ("rounds"), after the last alone
-    ("last"), or "never", where settings are searched for by validation, or the test records are private.
+    ``test``: the times at which the model is measured on the test records: after every evaluated round ("rounds"), only
+    after the last round ("last"), or "never", for a search of settings by validation, or if test records are private.
 
     ``test_is_public``: the user says that the test records of data of their own are public. A run that promises privacy
     measures models on such records alone: what is measured is published, and no epsilon pays for it.
@@ -264,7 +265,7 @@ class Evaluate(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out later settings at their defaults, so that names and files of runs stay valid."""
+        """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
         return {key: value for key, value in written.items() if key != "test_is_public" or value}
 
@@ -274,14 +275,18 @@ class Evaluate(Settings):
         return self.test == "never" and not self.validation
 
     def tests(self, *, is_last: bool) -> bool:
-        """Return True if the model is tested after an evaluated round."""
+        """Return True if the model is measured on the test set after an evaluated round.
+
+        ``is_last``: True for the last round of the run.
+        """
         return self.test == "rounds" or (self.test == "last" and is_last)
 
 
 def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
-    """Return (training records, held-out records) of each client, both in the order of its shard.
+    """Split each client's records; return (training records, held-out records), both in the order of its shard.
 
-    Raises UserError where a client would have no training records, and where nothing would be held out.
+    ``share``: the share of each client's records that is held out. Raises UserError if a client would have no training
+    records left, or if no client holds out any record.
     """
     chosen = np.zeros(len(shards.records), dtype=bool)
     for client in np.flatnonzero(shards.sizes > 1).tolist():
@@ -302,7 +307,7 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
 
 
 class Auto(Settings):
-    """The faster engine for the job, by a timed step of it; the run says which was taken and why.
+    """The faster engine for the job, found by a timed training step. The run prints the chosen engine and the reason.
 
     ``threads``: torch threads of each worker.
     """
@@ -312,12 +317,12 @@ class Auto(Settings):
 
 
 class InProcess(Settings):
-    """Every client in this process, ``workers`` at a time (0: one a core).
+    """All clients run in this process, ``workers`` of them at the same time (0: one for each core).
 
-    Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
-    after another. ``threads``: torch threads of each worker. ``stack``: how many clients are trained as one computation
-    over stacked parameters (0: 100 on a GPU, 1 on a CPU, where it does not pay); the last bits depend on it.
-    ``graphs``: whether a GPU is given each step of a stack as one CUDA graph, after the first few.
+    Models that draw random numbers in training (dropout), and models of the user's own classes, are trained for one
+    client after another. ``threads``: torch threads of each worker. ``stack``: the number of clients that are trained
+    as one computation over stacked parameters (0: 100 on a GPU, 1 on a CPU, where stacks save no time); the rounding of
+    sums depends on it. ``graphs``: if true, a GPU receives each step of a stack as one CUDA graph, after the first few.
     """
 
     kind: Literal["inprocess"] = "inprocess"
@@ -330,10 +335,10 @@ class InProcess(Settings):
 class Ray(Settings):
     """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
 
-    ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; its machines need
-    fl-sim installed, but no data, and no disk that others see. ``threads``: torch threads in each actor. ``stack``: how
-    many clients an actor trains as one computation over stacked parameters (0: with a GPU its share of a round, at most
-    100, else 1); the last bits depend on it.
+    ``actors``: the number of actors; 0 means as many as the cluster has room for. ``address`` joins a running cluster;
+    its machines need fl-sim installed, but no data, and no shared disk. ``threads``: torch threads in each actor.
+    ``stack``: the number of clients that an actor trains as one computation over stacked parameters (0: with a GPU its
+    share of a round, at most 100, else 1); the rounding of sums depends on it.
     """
 
     kind: Literal["ray"] = "ray"

@@ -1,4 +1,4 @@
-"""The identity of a run beside its settings: the content of the user's own records, and of the user's own code."""
+"""The identity of a run's inputs, in addition to its settings: digests of the user's own records and code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ CURE = "--again (again=True) runs it anew and moves what was there aside, anothe
 
 @dataclass(frozen=True)
 class Identity:
-    """The content behind a result. ``records``: digest of the user's own, empty for public ones.
+    """Digests of the records and the code from which a result is computed.
 
-    ``code``: {module: digest} of the user's own, an empty digest where it is unknown. ``is_private``: True if the
-    digest of the records is published under a key only: with all records but one, the digest would reveal that one.
-    ``data``, ``root``: the place of the records.
+    ``records``: the digest of the user's own records, empty for public data sets. ``code``: {module: digest} of the
+    user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is published only
+    under a secret key: a person who knows all records but one could find the last one from a plain digest. ``data``,
+    ``root``: the name of the data set and the folder in which it is looked for.
     """
 
     records: str
@@ -30,16 +31,17 @@ class Identity:
     root: Path | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return the entry of a run directory, empty where neither records nor code are the user's own."""
+        """Return the form that is stored in a run directory; empty if neither records nor code are the user's own."""
         records = self.records
         if self.is_private and records:
             records = private.keyed(self.records)
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
 
     def is_of_others(self, sealed: str) -> bool:
-        """Return True if the records of a finished result, with the digest ``sealed``, differ from the present ones.
+        """Return True if a finished result was computed from other records than the present ones.
 
-        False where that is unknown: for a result of an older version, or of another machine.
+        ``sealed``: the keyed digest of the records in that result. False if a comparison is impossible: for a result of
+        an older version, or of another machine.
         """
         if not sealed or not self.data:
             return False
@@ -47,7 +49,7 @@ class Identity:
         return now.partition(":")[0] == sealed.partition(":")[0] and now != sealed
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
-        """Return the known differences from ``recorded``, in words."""
+        """Return a phrase that names the known differences from the stored identity ``recorded``; empty without any."""
         changes = []
         if self._same_records(recorded) is False:
             changes.append("other records (what its data name has changed since)")
@@ -61,7 +63,7 @@ class Identity:
         return " and ".join(changes)
 
     def untold(self, recorded: Mapping[str, Any]) -> str:
-        """Return the parts that ``recorded`` lacks, in words."""
+        """Return a phrase that names the parts ("records", "code") for which ``recorded`` has no comparable digest."""
         untold = []
         if self.records and self._same_records(recorded) is None:
             untold.append("records")
@@ -80,23 +82,23 @@ class Identity:
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
-    """Return the identity of ``experiment`` by its present records, and its code as it was imported."""
+    """Return the identity of ``experiment``: digests of its present records and of its code as imported."""
     data = experiment.data
     records = fingerprint(data, data_root, with_test=True) if is_own(data) else ""
     return Identity(records, digests(_modules(experiment)), experiment.is_private, data, data_root)
 
 
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the digests of the user's own code in ``settings``, JSON values, for the key of a cached result.
+    """Return the digests of the user's own modules that ``settings`` name, for the key of a cached result.
 
-    Empty where they name none, so that older keys stay valid.
+    ``settings``: JSON values. The list is empty if they name no module, so that the keys of older versions stay valid.
     """
     code = digests(path.partition(":")[0] for path in paths_in(settings))
     return [code] if code else []
 
 
 def edited_code(experiment: Experiment) -> str:
-    """Return a sentence on the user's own files that changed after this process imported them, empty if none did."""
+    """Return a warning about the user's own files that changed after this process imported them; empty if none did."""
     files = edited(_modules(experiment))
     if not files:
         return ""

@@ -1,4 +1,4 @@
-"""The job: an experiment with its data set, shards and device, made once in each process."""
+"""The class ``Job``: an experiment with its data set, shards and device. Each process makes one job."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,27 +32,28 @@ from strategies.algorithm import Bounded, Dealing, Pooling
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A kind that does not support all data sets."""
+    """The interface of settings classes that do not support all data sets."""
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for an unsupported data set; ``features``: as in the setting."""
+        """Raise UserError for an unsupported data set. ``features``: the value of the setting ``features``."""
 
 
 @runtime_checkable
 class Heading(Protocol):
-    """A kind that works on the inputs of the model's head."""
+    """The interface of settings classes that use the features, the inputs of the model's last layer (its head)."""
 
     def check_head(self, num_features: int, num_classes: int) -> None:
-        """Raise UserError for a head that is too large."""
+        """Raise UserError if the head has too many inputs or classes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """An experiment and everything that it needs, made once by ``run`` and once by every worker.
+    """An experiment with its data set, shards and device. ``run`` makes one job, and every worker makes its own.
 
-    ``experiment``: resolved. ``shards``: indices into ``dataset.train`` of each client's training records. ``device``:
-    of this process. ``root``: the first place to look for data sets. ``validation``: indices of each client's held-out
-    records, empty without validation. ``read(path)``: returns the tensors of a file that is named by its content.
+    ``experiment``: the experiment, with all defaults that depend on the data filled in. ``shards``: indices into
+    ``dataset.train`` of each client's training records. ``device``: the device of this process. ``root``: the first
+    folder to look for data sets. ``validation``: indices of each client's held-out records, empty without validation.
+    ``read(path)``: returns the tensors of a file whose name contains the digest of its content.
     """
 
     experiment: Experiment
@@ -79,7 +80,7 @@ class Job:
 
     @cached_property
     def two_records(self) -> torch.Tensor:
-        """Two test records, or one twice, as models see them: to try a model on."""
+        """Two normalised test records (or one of them twice), as inputs for a first trial of a model."""
         test = self.dataset.test
         return to_tensors(test.take(np.array([0, min(1, len(test) - 1)])), self.dataset)[0]
 
@@ -90,7 +91,7 @@ class Job:
 
     @cached_property
     def num_features(self) -> int:
-        """The number of inputs of the model's head. Raises UserError for a model without a fitting head."""
+        """The number of inputs of the model's head (its last layer). Raises UserError for a model without a head."""
         return num_features(self.model(), self.dataset.input_shape)
 
     @property
@@ -100,10 +101,10 @@ class Job:
 
 
 def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
-    """Return the job of ``experiment``, which need not be resolved.
+    """Return the job of ``experiment``; defaults that depend on the data are filled in.
 
-    Raises UserError for settings that do not fit the data or the model, an impossible split, or a GPU that is not
-    there.
+    ``data_root``: the first folder to look for data sets. Raises UserError for settings that do not fit the data or the
+    model, for an impossible partition, and for a GPU that is set but not available.
     """
     dataset = _scaled(load(experiment.data, data_root, experiment.features), experiment.normalise)
     experiment = _resolved(experiment, dataset)
@@ -128,19 +129,22 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
 
 
 def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Return each client's record indices into the training set. Raises UserError for an impossible split."""
+    """Return each client's record indices into the training set. Raises UserError for an impossible partition."""
     return _split(dataset, np.arange(len(dataset.train)), scheme, num_clients, seed)
 
 
 def device_of(experiment: Experiment) -> torch.device:
-    """Return the device of this process. Raises UserError where a GPU is set and none is visible."""
+    """Return the device of this process. Raises UserError if the settings require a GPU and none is visible."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def check_precision(job: Job) -> None:
-    """Raise UserError as ``precision_of`` does, unless clients train on GPUs that this process may not see."""
+    """Raise UserError if this process does not support the precision of training.
+
+    Nothing is checked if clients train in Ray actors with GPUs, which this process may not see.
+    """
     if not has_gpus_elsewhere(job.experiment):
         precision_of(job.experiment, job.device)
 
@@ -151,7 +155,7 @@ def has_gpus_elsewhere(experiment: Experiment) -> bool:
 
 
 def precision_of(experiment: Experiment, device: torch.device) -> Precision:
-    """Return the precision of training on ``device``. Raises UserError for one that does not exist there."""
+    """Return the precision of training on ``device``. Raises UserError if ``device`` does not support it."""
     precision, engine = experiment.local.precision, experiment.engine
     stacked = not isinstance(engine, Auto) and engine.stack > 1
     if precision == "float32" or (precision == "bfloat16" and stacked):
@@ -172,7 +176,7 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
-    """Return ``dataset`` with the constants of ``normalise``; inputs are in units of 1 (a byte of 255)."""
+    """Return ``dataset`` with the mean and deviation of the setting ``normalise``; a pixel is a number from 0 to 1."""
     if normalise == "published":
         return dataset
     if normalise == "unit" and len(dataset.input_shape) != 3:
@@ -212,7 +216,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
 
 
 def _check_tested(experiment: Experiment) -> None:
-    """Raise UserError where a private run would publish measures on test records that are not declared public."""
+    """Raise UserError if a private run would publish measures on test records that are not declared public."""
     evaluate, algorithm = experiment.evaluate, experiment.algorithm
     if not (experiment.is_private and is_own(experiment.data)) or evaluate.test_is_public:
         return
@@ -230,7 +234,7 @@ def _check_tested(experiment: Experiment) -> None:
 
 
 def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
-    """Raise UserError for validation records that are set and missing, and for unused ones."""
+    """Raise UserError if the settings require validation records that the data lack, or leave existing ones unused."""
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(
@@ -245,7 +249,7 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
 
 
 def _check_sequences(experiment: Experiment) -> None:
-    """Raise UserError for kinds that compute with the numbers of records, where these are tokens."""
+    """Raise UserError if a setting does arithmetic on the inputs of records and these inputs are tokens of text."""
     for what in ("algorithm", "preprocess", "partition"):
         part = getattr(experiment, what)
         if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):
@@ -256,7 +260,7 @@ def _check_sequences(experiment: Experiment) -> None:
 
 
 def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
-    """Return the shards of an experiment: by its partition, or by its algorithm."""
+    """Return the shards of an experiment, from its partition or from its algorithm's own rule."""
     algorithm, seed = experiment.algorithm, experiment.seed_of_partition
     if experiment.is_central:
         return Parts.of([np.arange(len(dataset.train))])
@@ -310,7 +314,10 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
 
 
 def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
-    """Return the parts of ``giver``, which may be the user's own. Raises UserError unless they are valid shards."""
+    """Return ``parts`` as shards. Raises UserError if they are no valid shards.
+
+    ``giver``: the partition or algorithm that made the parts, in words, for the error message.
+    """
     if isinstance(parts, Parts):
         laid_out = parts
     else:
@@ -335,7 +342,10 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
 
 
 def public_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return, as JSON values, the server's constants for nodes with records of their own."""
+    """Return the public facts of ``dataset`` that nodes with records of their own need, as JSON values.
+
+    These are the shape of a record, the number of classes, and the constants of normalisation.
+    """
     return {
         "shape": list(dataset.input_shape), "classes": dataset.num_classes, "mean": list(dataset.mean),
         "std": list(dataset.std),
@@ -343,10 +353,10 @@ def public_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any]) -> Job:
-    """Return the job of the node that plays ``client`` with all training records of its own data set ``name``.
+    """Return the job of a node that has its own data set ``name``: ``client`` holds all its training records.
 
-    ``facts``: the server's ``public_facts``, by whose constants records are scaled. Raises UserError for records of
-    another shape or other classes, and for validation records.
+    ``facts``: the ``public_facts`` of the server's data set; its constants normalise the node's records. Raises
+    UserError for records of another shape or with other classes, and for validation records.
     """
     own = load(name, None, experiment.features)
     if list(own.input_shape) != facts["shape"]:

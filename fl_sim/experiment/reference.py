@@ -1,4 +1,6 @@
-"""The reference of all settings: valid values, default and meaning, from the settings classes and their docstrings.
+"""The reference of all settings, made from the settings classes and their docstrings.
+
+A setting has a name, valid values, a default and a meaning.
 
 A docstring gives the meaning of a field in sentences that name it: "``mu``: the paper tries 0.001".
 """
@@ -26,7 +28,7 @@ _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting: its dotted ``name``, valid values (``takes``), ``default`` and ``meaning``, all in words."""
+    """One entry of the reference. ``name``: with dots. ``takes``: the valid values. All fields are texts for users."""
 
     name: str
     takes: str
@@ -36,11 +38,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """The settings of an experiment itself, of a table in it, or of one kind.
+    """The settings of one class: of the experiment itself, of a table in it, or of one kind of a setting.
 
-    ``name``: the setting that holds them, empty for the experiment. ``kind``: such as ``fedprox``, empty for a table.
-    ``within``: the choice that ``name`` itself belongs to, such as ``algorithm=pate``, empty if it always exists.
-    ``about``: the first paragraph of the class's docstring.
+    ``name``: the setting that holds this group, empty for the experiment. ``kind``: the kind, such as ``fedprox``,
+    empty for a table. ``within``: the choice under which ``name`` exists, such as ``algorithm=pate``, empty if it
+    always exists. ``about``: the first paragraph of the class's docstring.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Group:
 
 
 def groups() -> tuple[Group, ...]:
-    """Return the experiment's own settings, and then every group in the order in which they come in it."""
+    """Return the group of the experiment's own settings, then all other groups in the order of the settings."""
     first, *others = _groups(Experiment, "", "", "", {})
     own_data = []  # settings of the user's own records, which are one line of text in an experiment
     for kind, keys in OPTIONS.items():
@@ -61,7 +63,10 @@ def groups() -> tuple[Group, ...]:
 
 
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the group of a class, with ``defaults`` in place of its own, and the groups in it."""
+    """Yield the group of the class ``settings``, then all groups inside it.
+
+    ``defaults``: default values that replace those of the class.
+    """
     prefix = f"{name}." if name else ""
     documentation, known = _documentation(settings), {field for field, *_ in _fields(settings)}
     here: list[Setting] = []
@@ -96,7 +101,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
 
 
 def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
-    """Yield (name, type, metadata, default) of each field but ``kind``."""
+    """Yield (name, type, metadata, default) of each field of a settings class except the field ``kind``."""
     if issubclass(settings, BaseModel):
         found = {name: (field.annotation, tuple(field.metadata)) for name, field in settings.model_fields.items()}
     else:
@@ -111,7 +116,7 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
 
 def _documentation(settings: type) -> str:
-    """Return the docstrings of a class and of the classes that it inherits fields from."""
+    """Return the docstrings of a class and of all base classes from which it inherits fields, as one text."""
     own = [settings]
     for base in settings.__mro__[1:]:
         has_fields = is_dataclass(base) or (issubclass(base, BaseModel) and bool(base.model_fields))
@@ -120,10 +125,11 @@ def _documentation(settings: type) -> str:
 
 
 def meaning(documentation: str, field: str, known: set[str]) -> str:
-    """Return the sentences of a docstring on ``field``, empty if there are none.
+    """Return the sentences of a docstring that explain ``field``; empty if there are none.
 
-    They start with the sentence that begins with the field, and end before one that names another of the ``known``
-    fields, or with the paragraph; where no sentence begins with the field, they are those that name it.
+    The first of them begins with the name of the field. The last one is the last before a sentence that names another
+    of the ``known`` fields, or before the end of the paragraph. If no sentence begins with the name of the field, all
+    sentences that contain the name are returned.
     """
     defining: list[str] = []
     naming: list[str] = []
@@ -138,7 +144,7 @@ def meaning(documentation: str, field: str, known: set[str]) -> str:
 
 
 def either(names: Sequence[Any]) -> str:
-    """Return "a, b or c"."""
+    """Return the names as a list in words: "a, b or c"."""
     *first, last = map(str, names)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -156,7 +162,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
 
 
 def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type and the metadata of an ``Annotated`` inside of another type."""
+    """Return the type and the metadata of an annotation that may be an ``Annotated`` inside another type."""
     if not hasattr(annotation, "__metadata__"):
         return annotation, ()
     extras = [inner for extra in annotation.__metadata__ for inner in getattr(extra, "metadata", [extra])]

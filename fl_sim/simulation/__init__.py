@@ -1,1 +1,1 @@
-"""Simulation: what is prepared, the main loop over rounds, and what a worker needs to play a client."""
+"""The simulation of a run: its preparation, the main loop over rounds, and the client runtime of workers."""

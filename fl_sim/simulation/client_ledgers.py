@@ -1,12 +1,13 @@
-"""The ledgers of simulated clients, in a folder apart from the pools, which anybody may delete.
+"""The privacy ledgers of simulated clients.
 
-In $FL_SIM_LEDGERS, else in the user's state. A ledger belongs to records as they lie in their file: all deals of one
-content (``fl_sim.data.content_of``) lie side by side and are added up, whoever reads the file how. A deal is named by
-what was read and by which client holds which record. So other settings, other generators or a deleted pool find the
-same ledger; another seed, label column, range or test part is a deal beside it.
+Ledgers lie in $FL_SIM_LEDGERS, else in the user's state folder, apart from the pools, which anybody may delete. One
+folder holds all ledgers about one file content (``fl_sim.data.content_of``), no matter how the file is read. In this
+folder each deal has its own folder. A deal is one reading of the file with one assignment of its records to clients;
+its name is a digest of both. Other settings, other generators or a deleted pool find the same ledger. Another seed,
+label column, range or test part makes another deal, and the costs of all deals are added up.
 
-Earlier versions named the folder by what was read, and the deal by its settings. Ledgers that lie there are still used,
-and are added up with the others as soon as one of their clients is asked for again: ``earlier`` lists such folders.
+Earlier versions named the outer folder by the reading of the file, and the deal by its settings. Such ledgers are still
+used. As soon as one of their clients is asked for again, they count with the others: the folder ``earlier`` lists them.
 """
 
 import hashlib
@@ -34,9 +35,9 @@ _EARLIER: Final = "earlier"
 
 @dataclass(frozen=True)
 class JointCost:
-    """The joint cost of all releases about a data set's records to one record.
+    """The joint privacy cost to one record of all releases about the records of a data set.
 
-    ``shares``: the most releases about one record; a share of a pool is one.
+    ``shares``: the largest number of releases about one record. One client's part of a pool counts as one release.
     """
 
     epsilon: float
@@ -44,12 +45,12 @@ class JointCost:
 
 
 def ledgers_root() -> Path:
-    """Return the folder of all ledgers: $FL_SIM_LEDGERS, else a folder in the user's state."""
+    """Return the folder of all ledgers: $FL_SIM_LEDGERS, else a folder in the user's state folder."""
     return user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
 
 
 def ledger_path(job: Job, client: int) -> Path:
-    """Return the path of the ledger of one client of ``job``."""
+    """Return the path of the privacy ledger of the client number ``client`` of ``job``."""
     name, earlier = f"client-{client}.jsonl", _earlier_deal(job)
     if (earlier / name).exists():
         _join(_folder(job), earlier.parent)
@@ -58,16 +59,16 @@ def ledger_path(job: Job, client: int) -> Path:
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return the name of a folder of the job's deal, and its name in earlier versions."""
+    """Return two folder names for the job's deal: the present name, and the name in earlier versions."""
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
 
 def joint_cost(job: Job, delta: float) -> JointCost:
-    """Return the joint cost of all releases in the ledgers about the job's data set, whatever their settings.
+    """Return the joint privacy cost of all releases in the ledgers about the job's data set, under any settings.
 
-    A record is with one client of each deal, so a deal costs it no more than the dearest Renyi curve of its clients,
-    order by order, and the deals' curves add. Raises RunError where a ledger is damaged.
+    In each deal a record belongs to one client. So a deal costs a record at most the maximum of its clients' Renyi
+    curves, taken order by order, and the curves of all deals are added. Raises RunError if a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
@@ -80,7 +81,10 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 
 
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
-    """Return the addition to a statement about one release; ``together`` None: it is not known here."""
+    """Return a sentence on the joint cost, to be added to the privacy statement about one release.
+
+    ``together``: the joint cost of all releases about the same records; None if it is not known on this machine.
+    """
     if together is None:
         return (
             ". What all releases about the same records cost together is not known here: a client's ledger is with the "
@@ -104,14 +108,14 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders with ledgers of the job's records."""
+    """Return all folders that may hold ledgers about the job's records, folders of earlier versions among them."""
     folder, earlier = _folder(job), _earlier_deal(job).parent
     joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
     return {folder, earlier, *(ledgers_root() / name for name in joined)}
 
 
 def _join(folder: Path, earlier: Path) -> None:
-    """Record that ``earlier`` has ledgers of the same records as ``folder``."""
+    """Record, in ``folder``, that the folder ``earlier`` holds ledgers about the same records."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):
@@ -129,7 +133,7 @@ def _deal(job: Job) -> str:
 
 
 def _earlier_deal(job: Job) -> Path:
-    """Return the folder of the ledgers of the job's clients in earlier versions."""
+    """Return the folder in which earlier versions stored the ledgers of the job's clients."""
     experiment = job.experiment
     dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
     if records_of(experiment.data) != experiment.data:

@@ -1,4 +1,7 @@
-"""The client runtime: what a worker needs to execute any client of a job, and how many it executes at a time."""
+"""The client runtime: everything that a worker needs to execute any client of a job.
+
+This module also decides how many clients a worker executes at the same time.
+"""
 
 import math
 import os
@@ -34,18 +37,18 @@ PADDING = 4
 """Pixels of padding on every side of an image before a window is cut out, as in He et al. 2016."""
 
 KEEP_BYTES = 256 * 2**20
-"""Training sets up to this size in float32 stay in memory in that form, one copy in each process."""
+"""Training sets of up to this many bytes stay in memory, ready for training, with one copy in each process."""
 
 KEEP_ON_GPU = 0.25
-"""Training sets up to this part of a GPU's memory stay there, as bytes if they are images."""
+"""Training sets of up to this share of a GPU's memory stay in it; images are stored as bytes (uint8)."""
 
 
 def runtime_for(
     job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask], layers: tuple[ClientLayer, ...] = ()
 ) -> ClientRuntime:
-    """Return the client runtime of ``job`` with the training of ``algorithm``.
+    """Return the client runtime of ``job``, whose clients train by ``algorithm``.
 
-    ``tasks``: the client tasks beside training, by name. ``layers``: the client halves of the layers.
+    ``tasks``: all other client tasks, {name: task}. ``layers``: the parts of the layers that run on clients.
     """
     experiment = job.experiment
     own: Callable[[int], Records] = partial(_own_records, job)
@@ -92,7 +95,7 @@ def runtime_for(
 
 
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
-    """Return the local settings of a round; ``learning_rate``: by the schedule."""
+    """Return the settings of local training in a round. ``learning_rate``: the round's rate after the schedule."""
     local = job.experiment.local
     # By name, so that a field of one that the other lacks is an error, not forgotten.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
@@ -100,20 +103,30 @@ def local_settings(job: Job, learning_rate: float) -> LocalSettings:
 
 
 def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
-    """Return the number of local steps of every client in a round; ``num_synthetic``: records of a pool for all."""
+    """Return the number of local steps of every client in a round, shape (clients,).
+
+    ``num_synthetic``: the number of synthetic records that all clients train on.
+    """
     settings = local_settings(job, job.experiment.local.learning_rate)
     sizes, which = np.unique(sizes_trained_on(job, num_synthetic), return_inverse=True)
     return np.array([settings.num_steps(size) for size in sizes.tolist()], dtype=np.int64)[which]
 
 
 def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
-    """Return the workload of every client in a round; ``num_synthetic``: records of a pool for all."""
+    """Return the workload of every client in a round.
+
+    ``num_synthetic``: the number of synthetic records that all clients train on. ``traffic``: the bytes to and from one
+    client.
+    """
     settings = local_settings(job, job.experiment.local.learning_rate)
     return Workload(sizes_trained_on(job, num_synthetic), settings, traffic)
 
 
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
-    """Return the number of every client's training records: its own, the ``num_synthetic`` of a pool, or both."""
+    """Return the number of training records of every client, shape (clients,).
+
+    Depending on the settings, a client trains on its own records, on the ``num_synthetic`` records of a pool, or both.
+    """
     own: NDArray[np.int64] = job.shards.sizes
     if not num_synthetic:
         return own
@@ -137,15 +150,18 @@ def _augment(job: Job) -> Augment:
 
 
 def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples:
-    """Read a pool of synthetic records, as ``as_kept`` has them, and their labels. ``read``: as for ``Job``."""
+    """Return the synthetic records and labels of a pool file, in the form of ``as_kept``.
+
+    ``read``: a function that returns the tensors of a file, as in ``Job``.
+    """
     tensors = read(str(path))
     return Examples(tensors["inputs"].numpy(), tensors["labels"].numpy())
 
 
 def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
-    """Return normalised records in the range of generators, [-1, 1], by the data set's public constants.
+    """Convert normalised records to the range of generators, [-1, 1], by the data set's public constants.
 
-    Public features, of which no record is longer than 1, are in that range already.
+    Records of public features have an L2 norm of at most 1, so they lie in that range without a change of scale.
     """
     mean, std = _constants(job.dataset, inputs.ndim)
     records = inputs * std + mean
@@ -153,7 +169,7 @@ def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
-    """Return records in [-1, 1] in the form of a pool: uint8 in 0..255, but features as they are."""
+    """Convert records in [-1, 1] to the form of a pool file: images to uint8 in 0..255, features without a change."""
     if job.experiment.features != "none":
         return records
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -170,7 +186,10 @@ def _own_records(job: Job, client: int) -> Records:
 
 
 def _in_memory(job: Job) -> Callable[[int], Records]:
-    """Return ``_own_records`` from one array with the records of all clients, client by client."""
+    """Return a function like ``_own_records`` that reads from memory.
+
+    It reads from one array with the records of all clients, in the order of clients.
+    """
     bounds = job.shards.bounds
 
     everybody = job.dataset.train.take(job.shards.records)
@@ -191,20 +210,20 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
 
 
 def _relabels(job: Job) -> dict[int, Relabel]:
-    """Return {client: its change of labels}, of the clients that train on other labels than theirs."""
+    """Return {client: function that changes its labels} for the clients that train on changed labels."""
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
     return {client: relabel for kind in kinds for client, relabel in kind.relabels(job.experiment, num_classes).items()}
 
 
 def _num_bytes(job: Job) -> int:
-    """Return the memory of the training set in the form in which it would stay there, in bytes."""
+    """Return the memory, in bytes, that the whole training set would take on the job's device."""
     records = job.dataset.train
     as_bytes = stays_bytes(records, job.device) and not _is_skewed(job.experiment)
     return (1 if as_bytes else 4) * records.inputs.size
 
 
 def _room(device: torch.device) -> float:
-    """Return the most memory that the training set may take, in bytes."""
+    """Return the largest memory, in bytes, that a training set may permanently take on ``device``."""
     if device.type == "cpu":
         return KEEP_BYTES
     return KEEP_ON_GPU * torch.cuda.get_device_properties(device).total_memory
@@ -220,9 +239,9 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return the validation records, each client's with its feature skew, on the job's device.
+    """Return the validation records on the job's device, with the feature skew of the client that holds each record.
 
-    Validation records that the data set comes with belong to no client: they are treated like test records.
+    If the data set contains validation records of its own, they belong to no client and are treated like test records.
     """
     if job.dataset.validation is not None:
         return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
@@ -236,7 +255,10 @@ def validation_records(job: Job) -> Source:
 
 
 def evaluation_records(job: Job) -> Source:
-    """Return the test records of the global model, with the feature skew of evaluation, on the job's device."""
+    """Return the test records for the global model on the job's device.
+
+    If the partition defines a feature skew for evaluation, the records have this skew.
+    """
     return _as_evaluated(job, job.dataset.test, "test feature-noise")
 
 
@@ -252,7 +274,7 @@ def _as_evaluated(job: Job, examples: Examples, purpose: str) -> Source:
 
 
 def _is_skewed(experiment: Experiment) -> bool:
-    """Return True if clients have feature skew; their records are not bytes then."""
+    """Return True if clients have feature skew. Their records are then stored as float32 values, not as bytes."""
     return isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
 
 
@@ -278,10 +300,10 @@ def _kept_shape(scheme: object, method: str, seen: NDArray[np.float32], inputs: 
 
 
 SHARE_PER_CORE: Final = 0.9
-"""The gain in speed by one more core."""
+"""The additional speed from one more core, relative to the speed of the first core."""
 
 STACK_ON_GPU = 100
-"""The number of clients that a GPU trains as one computation, by default."""
+"""The default number of clients that a GPU trains together as one computation."""
 
 
 def cores() -> int:
@@ -291,10 +313,10 @@ def cores() -> int:
 
 @contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Fix the number of threads of torch and of numpy's linear algebra, and restore it afterwards.
+    """Fix the number of threads of torch and of numpy's linear algebra, and restore the old numbers afterwards.
 
-    The number changes the last bits of every sum. On busy cores the threads of OpenBLAS wait for each other by
-    spinning: decompositions of 60 x 60 numbers took up to 25 times as long with two threads as with one.
+    The number of threads changes the rounding of every sum. On busy cores the threads of OpenBLAS wait for each other
+    in busy loops: decompositions of 60 x 60 matrices took up to 25 times as long with two threads as with one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -306,30 +328,31 @@ def fixed_threads(threads: int) -> Iterator[None]:
 
 
 def generator_threads(engine: Engine) -> int:
-    """Return the number of threads of this process for clients' generators, which PyTorch trains on the CPU."""
+    """Return the number of threads of this process for training the clients' generators with PyTorch on the CPU."""
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
 def workers_of(engine: Engine, job: Job) -> int:
-    """Return the number of clients that ``engine`` trains at a time in this process."""
+    """Return the number of clients that ``engine`` trains at the same time in this process."""
     if not isinstance(engine, InProcess):
         return 1
     return min(threads_of(engine, job), job.experiment.num_clients)
 
 
 def threads_of(engine: Engine, job: Job) -> int:
-    """Return the number of threads of this process that may run the job's model at once."""
+    """Return the number of threads of this process that may run the job's model at the same time."""
     if job.device.type != "cpu" or not job.trainer.is_parallel(job.dataset.input_shape):
         return 1
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
 def stack_of(engine: Engine, job: Job) -> int:
-    """Return the number of clients that ``engine`` trains as one computation; 1 means no stack.
+    """Return the number of clients that ``engine`` trains together as one computation, called a stack.
 
-    Always 1 where the aggregator hides clients, as the last bits of a client in a stack depend on the others, so that
-    one client would change every update; and where rounds are not synchronous, as the stacks would then depend on
-    where a run stopped. Raises UserError for a stack that the model does not allow.
+    1 means that every client is trained by itself. The result is always 1 in two cases. First, if the aggregator hides
+    clients: in a stack the rounding of one client's update depends on the other clients, so one client would change
+    every update. Second, if rounds are not synchronous: the stacks would depend on where a run stopped. Raises
+    UserError if the settings ask for a stack and the model does not allow one.
     """
     experiment = job.experiment
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):
@@ -352,7 +375,7 @@ def stack_of(engine: Engine, job: Job) -> int:
 
 
 def clients_at_once(engine: Engine, job: Job) -> float:
-    """Return the speed of ``engine`` in training clients, relative to one core or one GPU."""
+    """Return the speed at which ``engine`` trains clients, relative to one core or one GPU."""
     engine, experiment = local_engine(engine), job.experiment
     cohort = max(1, round(experiment.sampler.expected_size(experiment.num_clients)))
     workers = workers_of(engine, job) if isinstance(engine, InProcess) else engine.actors or cores()
@@ -360,14 +383,14 @@ def clients_at_once(engine: Engine, job: Job) -> float:
 
 
 def answers_at_once(job: Job) -> float:
-    """Return the speed of clients' answers in threads or actors, relative to one core."""
+    """Return the speed at which threads or actors compute the answers of all clients, relative to one core."""
     engine, clients = local_engine(job.experiment.engine), job.experiment.num_clients
     workers = generator_threads(engine) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, clients))
 
 
 def side_by_side(workers: int) -> float:
-    """Return the speed of ``workers`` workers, relative to one.
+    """Return the speed of ``workers`` parallel workers, relative to one worker.
 
     >>> side_by_side(1), side_by_side(3)
     (1.0, 2.8)
@@ -376,5 +399,5 @@ def side_by_side(workers: int) -> float:
 
 
 def local_engine(engine: Engine) -> InProcess | Ray:
-    """Return ``engine``; for auto the one without Ray."""
+    """Return ``engine`` itself; for engine ``auto``, the in-process engine."""
     return InProcess(threads=engine.threads) if isinstance(engine, Auto) else engine

@@ -1,4 +1,4 @@
-"""The engine of a run: the one in its settings, or the faster one by a timed step of the job itself."""
+"""The choice of a run's engine: the one in the settings, or for ``auto`` the faster one by a timed local step."""
 
 import importlib.util
 import math
@@ -45,15 +45,18 @@ RAY_START_SECONDS = 10.0
 """Seconds to start Ray and to import torch in its actors (6 to 12 s measured on two cores)."""
 
 LEAST_PRODUCTS = 1e7
-"""The fewest products of a weight and a record in a batch of work: a millisecond of a core without Python."""
+"""The smallest size of a batch of work, in products of parameters and records: about a millisecond of one core."""
 
 MOST_NUMBERS = 2**24
-"""The most parameters of all clients in a batch of work: 64 MiB of models, and as much of momentum, beside updates."""
+"""The largest number of parameters of all clients in a batch of work.
+
+This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to the updates.
+"""
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The chosen engine, with the reason and the trainer of clients in words."""
+    """The chosen engine. ``why``: the reason, in words. ``trainer``: a description of the clients' trainer."""
 
     kind: str
     why: str
@@ -69,7 +72,7 @@ FLOWER = EngineChoice(
 
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
-    """Start the job's engine, and close it afterwards."""
+    """Start the job's engine, yield its grid and a description of the choice, and close the grid afterwards."""
     check_trainer(job)  # before steps are timed, which could take a minute
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
@@ -126,12 +129,15 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
 
 
 def client_app() -> ClientApp:
-    """Return the ClientApp of other processes: Ray's actors and Flower's runtime call this."""
+    """Return the ClientApp for other processes. Ray's actors and Flower's runtime call this function."""
     return build_client_app(runtime_of)
 
 
 def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
-    """Return the batching of clients; None where it does not pay."""
+    """Return the rule that combines several clients into one batch of work; None if batches would not save time.
+
+    ``stack``: the number of clients in one computation.
+    """
     if stack == 1 and not trains_natively(job):
         return None
     handler = partial(train_together, runtime_of, stacked=stack > 1)
@@ -142,7 +148,10 @@ def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
 
 
 def choose(job: Job) -> tuple[Engine, str]:
-    """Return the engine to use, and the reason."""
+    """Return the engine of the run, and the reason for it in words.
+
+    Raises UserError for engine ``ray`` with code that is defined in the running script.
+    """
     experiment, engine = job.experiment, job.experiment.engine
     if isinstance(engine, Ray) and (script := defined_in_script(experiment)):
         raise UserError(
@@ -165,7 +174,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return the reason against ``workers`` actors of Ray, empty without one."""
+    """Return the reason, in words, why ``workers`` Ray actors cannot be faster than one process; empty without one."""
     if script := defined_in_script(job.experiment):
         return f"no other process finds {script}, which the script that runs defines"
     if job.device.type == "cuda":
@@ -178,7 +187,7 @@ def _why_alone(job: Job, workers: int) -> str:
 
 
 def trains_natively(job: Job) -> bool:
-    """Return True if the native trainer takes this job's clients."""
+    """Return True if the native trainer (compiled, for CPUs) supports the local training of this job."""
     if job.device.type != "cpu":
         return False
     plan = procedure_of(job).typical_plan()
@@ -186,7 +195,10 @@ def trains_natively(job: Job) -> bool:
 
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
-    """Return the trainer, and the precision if not float32, in words."""
+    """Return a description of the clients' trainer, with the precision if it is not float32.
+
+    ``workers``: the number of threads. ``stack``: the number of clients in one computation.
+    """
     if isinstance(job.experiment.algorithm, Training):
         return f"trainers of algorithm {kind_of(job.experiment.algorithm)}, one client after another; else PyTorch"
     precision = "" if job.experiment.local.precision == "float32" else f", {job.experiment.local.precision}"
@@ -203,7 +215,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
 
 
 def _left_to_pytorch(job: Job) -> str:
-    """Return the settings of ``job`` that the native trainer does not take, in words, as far as known."""
+    """Return a description of the settings of ``job`` that the native trainer does not support; empty if unknown."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
@@ -214,7 +226,7 @@ def _left_to_pytorch(job: Job) -> str:
 
 
 def check_trainer(job: Job) -> None:
-    """Raise UserError where the trainer of clients here lacks the ``local.precision`` of the settings."""
+    """Raise UserError if the clients' trainer in this process does not support the setting ``local.precision``."""
     check_precision(job)
     if job.experiment.local.precision != "bfloat16" or job.device.type != "cpu" or has_gpus_elsewhere(job.experiment):
         return
@@ -230,12 +242,12 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 
 def estimated_seconds(job: Job) -> float:
-    """Return about how many seconds local training takes, one client after another, from timed steps."""
+    """Return the approximate seconds of all local training, one client after another, from timed steps."""
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 
 def seconds_beforehand(job: Job) -> float:
-    """Return about how many seconds clients work before the first round, one after another."""
+    """Return the approximate seconds of the clients' work in stages, one client after another, from timed pieces."""
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 
 

@@ -1,4 +1,7 @@
-"""The same apps for Flower's own runtime: ``flwr run .`` starts them, in its simulation or on real devices."""
+"""The ServerApp and ClientApp for Flower's own runtime.
+
+``flwr run .`` starts both apps, in Flower's simulation or on real devices.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,21 +26,20 @@ server_app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment of the run configuration on Flower's grid.
 
-    ``experiment``: TOML text, the path of a TOML file, or nothing for the default experiment; ``out``: an absolute
-    path.
-    Raises UserError for a mistake in either, RunError where the run cannot go on.
+    ``experiment``: TOML text, the path of a TOML file, or empty for the default experiment. ``out``: the absolute path
+    of the run directory. Raises UserError for a mistake in either of them; RunError if the run cannot continue.
     """
     experiment = read_experiment(str(context.run_config["experiment"]))
     run(experiment, read_out(str(context.run_config["out"])), grid=grid)
 
 
 def read_experiment(text: str) -> Experiment:
-    """Return the experiment that TOML text, the path of a TOML file, or nothing (the default) stands for."""
+    """Return the experiment described by ``text``: TOML text, the path of a TOML file, or empty for the default."""
     return experiment_from(_table(text.strip()))
 
 
 def read_out(text: str) -> Path:
-    """Return the run directory. Raises UserError unless it is absolute."""
+    """Return the path of the run directory. Raises UserError if ``text`` is not an absolute path."""
     if not Path(text).is_absolute():
         raise UserError(
             f"out={text!r} must be an absolute path: Flower runs the ServerApp in a directory of its own choosing; "

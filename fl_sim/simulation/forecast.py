@@ -1,4 +1,4 @@
-"""The forecast of a run: the work of its rounds, seconds on this machine, and bytes on the wire."""
+"""The forecast of a run: the work of its rounds, its seconds on this machine, and the bytes that it sends."""
 
 import json
 import time
@@ -41,11 +41,11 @@ from fl_sim.types import LocalTask, Traffic
 class Estimate:
     """The forecast of a whole run.
 
-    ``seconds``: on this machine, by itself; None without a timing; a lower bound with ``at_least``.
-    ``synthetic_seconds``: the part of them that makes what several runs share, synthetic records.
-    ``traffic``: bytes of arrays to and from all clients in all rounds; None without rounds (PATE and TSTR), and where
-    it was not counted. ``once``: bytes that travel before or after the rounds, about, by purpose.
-    ``left_out``: the work without a timing, or with a timing of a part, in words.
+    ``seconds``: the time of the run on this machine without other load; None without a timing; a lower bound if
+    ``at_least`` is True. ``synthetic_seconds``: the part of ``seconds`` for synthetic records, which several runs
+    share. ``traffic``: the bytes of arrays to and from all clients in all rounds; None without rounds (PATE and TSTR),
+    and if they were not counted. ``once``: the approximate bytes before or after the rounds, {purpose: bytes}.
+    ``left_out``: descriptions of the kinds of work without a timing, or with a timing of only a part.
     """
 
     seconds: float | None
@@ -57,13 +57,13 @@ class Estimate:
 
     @property
     def total(self) -> Traffic | None:
-        """Return the sum of all bytes; None where none were counted."""
+        """Return the sum of all bytes of the run; None if no bytes were counted."""
         counted = [*([self.traffic] if self.traffic else []), *self.once.values()]
         return sum(counted, Traffic(0, 0)) if counted else None
 
 
 NOTHING: Final = Estimate(None, None)
-"""Without a timing, and without a count of bytes."""
+"""The forecast without a timing and without a count of bytes."""
 
 
 def estimate_of(
@@ -73,9 +73,10 @@ def estimate_of(
     *,
     made: Collection[str] = (),
 ) -> Estimate:
-    """Return the forecast of ``works`` from the timings of ``watch``; None: without timings.
+    """Return the forecast of a run that consists of ``works``.
 
-    ``traffic``: bytes by purpose, those of ``rounds`` among them. ``made``: names of shared results that exist already.
+    ``watch``: the stopwatch with the timings; None for a forecast without seconds. ``traffic``: {purpose: bytes}, with
+    the key ``rounds`` for all rounds. ``made``: the names of shared results that exist already and cost no time.
     """
     once = dict(traffic)
     of_rounds = once.pop("rounds", None)
@@ -97,10 +98,10 @@ def estimate_of(
 
 
 PROBE_STEPS: Final = 8
-"""The most minibatch steps in the timing of a client's turn."""
+"""The largest number of minibatch steps in the timing of one client's local training."""
 
 MOST_MEASURED: Final = 512
-"""The most records in the timing of an evaluation."""
+"""The largest number of records in the timing of an evaluation."""
 
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
@@ -127,7 +128,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the work of all clients, each of which trains ``trainings`` times on average."""
+    """Return the work of the clients' local training in ``trainings`` rounds."""
     job = procedure.job
     experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
     steps, sizes = steps_by_client(job, pooled), sizes_trained_on(job, pooled)
@@ -154,7 +155,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
 
 
 def evaluation_work(procedure: Procedure, records: int) -> Work:
-    """Return the work of evaluating models on ``records`` records in all."""
+    """Return the work of evaluating models on ``records`` records in total."""
     job = procedure.job
 
     def ready(size: int, pieces: int) -> Callable[[], object]:
@@ -171,7 +172,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return the key of a kind of work: equal for experiments in which its pieces take equally long."""
+    """Return the key of a kind of work. Experiments whose pieces of this work take equally long have equal keys."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})
@@ -181,7 +182,10 @@ def _kind(experiment: Experiment, *what: object) -> str:
 def _turn(
     job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, stack: int, size: int, steps: int
 ) -> Callable[[], object]:
-    """Return a turn of ``steps`` steps, of one client or of a stack of clients, with the trainer that would take it."""
+    """Return a function that trains ``steps`` minibatch steps of ``size`` records, for a timing.
+
+    It trains one client, or ``stack`` clients as one computation, with the trainer that a run would use.
+    """
     experiment, chosen = job.experiment, job.experiment.local
     records = resident(public_records(job, size * steps), job.dataset, job.device)
     settings = replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0, batch_size=size)
@@ -208,7 +212,7 @@ def _clock_of(job: Job) -> Callable[[], float]:
 
 
 def _awaited(job: Job, work: Callable[[], object]) -> Callable[[], object]:
-    """Return ``work`` itself on a CPU; on a GPU, ``work`` that ends when the GPU is done."""
+    """Return ``work`` itself on a CPU; on a GPU, a function that calls ``work`` and then waits for the GPU."""
 
     def awaited() -> object:
         done = work()

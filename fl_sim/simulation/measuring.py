@@ -1,4 +1,4 @@
-"""The evaluation of models: on the test records, and on the validation records of clients."""
+"""The evaluation of models on the test records and on the validation records."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from fl_sim.types import Params
 from partitions import ByGroup
 
 OwnMetrics: TypeAlias = Callable[[int, nn.Module, TensorDataset], Mapping[str, float]]
-"""(round, model, test records) -> numbers by name: metrics of the user's own."""
+"""A function of the user that computes metrics: (round, model, test records) -> {name: number}."""
 
 _LONGEST_NAME: Final = 100
 
@@ -44,11 +44,11 @@ _LONGEST_NAME: Final = 100
 class Measured:
     """The measures of one model.
 
-    ``test``: on the test records, with ``confusion``; both None where the model is not tested. ``clients``: over
-    clients' accuracies; None where these are private or no client has records. ``clients_by``: the owners of the test
-    records, or the class counts of clients, by which these accuracies are weighted. ``validation``: on the validation
-    records; None without any. ``by_client``: the accuracy of each client, NaN where it has none; clients after the last
-    that has one may be left out.
+    ``test``: the scores on the test records, and ``confusion`` their confusion matrix; both are None if the model is
+    not tested. ``validation``: the scores on the validation records; None without such records. ``clients``: statistics
+    of the client accuracies; None if these are private or no client has records. ``clients_by``: the basis of the
+    client accuracies, either the owner of each test record or the class counts of each client. ``by_client``: the
+    accuracy of each client, NaN for a client without one; clients after the last one with an accuracy may be missing.
     """
 
     test: Scores | None
@@ -67,7 +67,7 @@ class Measured:
         validation: Scores | None = None,
         clients_by: Holdings | OwnTests | None = None,
     ) -> Self:
-        """Return the measures of a model with these scores."""
+        """Return the measures of a model, computed from its scores on test and validation records."""
         if test is None:
             return cls(None, validation, None, None, clients_by)
         confusion, clients, found = Confusion.of(test, num_classes), None, None
@@ -81,7 +81,7 @@ class Measured:
         return cls(test, validation, confusion, clients, clients_by, found)
 
     def noted_in(self, record: RoundRecord) -> RoundRecord:
-        """Return a round's record with these measures."""
+        """Return a copy of the round's record that contains these measures."""
         if (validation := self.validation) is not None:
             record = replace(record, validation_accuracy=validation.accuracy, validation_loss=validation.loss)
         if (test := self.test) is None or self.confusion is None:
@@ -106,9 +106,9 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Measuring:
-    """The records that models of ``job`` are measured on, and ``clients_by`` as in ``Measured``.
+    """The evaluator of a run: it measures models of ``job`` on test and validation records.
 
-    ``own_metrics``: metrics of the user's own on the test records, by the name of what has them.
+    ``clients_by``: as in ``Measured``. ``own_metrics``: {name of an observer: its metric function on test records}.
     """
 
     job: Job
@@ -119,16 +119,17 @@ class Measuring:
 
     @classmethod
     def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
-        """Return the records of an experiment, loaded."""
+        """Return the evaluator of ``job``, with its records in memory."""
         validation = validation_records(job) if job.num_validated else None
         # The class counts of a client are private where anybody is promised privacy.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         return cls(job, evaluation_records(job), validation, clients_by, own_metrics)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
-        """Return the measures of the model ``params``, the last of its run or not.
+        """Return the measures of the model with the parameters ``params``.
 
-        Raises Diverged where a loss is not finite, with ``when`` and a cure in its message.
+        ``is_last``: True for the last model of the run. ``when``: the end of the error message: the time and a cure.
+        Raises Diverged if a loss is not finite.
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
         is_tested = self.job.experiment.evaluate.tests(is_last=is_last)
@@ -137,10 +138,10 @@ class Measuring:
         return Measured.of(test, num_classes, validation=validation, clients_by=self.clients_by)
 
     def own(self, params: Params, server_round: int) -> dict[str, float]:
-        """Return the user's own metrics of the model ``params``.
+        """Return the user's own metrics, {name: number}, of the model with the parameters ``params``.
 
-        Each is given a model of its own and public test records alone. Raises RunError for what is no finite number,
-        and for a name that a round's line has already.
+        Each metric function receives its own copy of the model, and only the public test records. Raises RunError for a
+        value that is not a finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.
         """
         found: dict[str, float] = {}
         for observer, metrics in self.own_metrics.items():
@@ -156,7 +157,7 @@ class Measuring:
 
     @cached_property
     def _test_records(self) -> TensorDataset:
-        """Return the test records as models see them."""
+        """Return the test records in the normalised form in which models receive them."""
         inputs = self.test.inputs.clone() if self.test.scale is None else self.test.normalised(self.test.inputs)
         return TensorDataset(inputs, self.test.labels.clone())
 
@@ -172,9 +173,10 @@ class Measuring:
 
 
 def _clients_by(job: Job) -> Holdings | OwnTests | None:
-    """Return the owners of the test records where data and partition tell them, else the class counts of clients.
+    """Return the basis of client accuracies: the owners of the test records, or the class counts of clients.
 
-    None where one holder has all records: its accuracy is the accuracy, and nobody's worst tenth.
+    Owners are used if both the data set and the partition group records by owner. None if one client holds all records,
+    because client accuracies would then add nothing to the accuracy.
     """
     if job.experiment.is_central:
         return None
@@ -188,7 +190,7 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
 
 
 def _checked(returned: object, what: str, server_round: int) -> dict[str, float]:
-    """Return the user's own metrics as floats. Raises RunError as ``Measuring.own`` does."""
+    """Return the user's own metrics as floats, {name: number}. Raises the same errors as ``Measuring.own``."""
     if not isinstance(returned, Mapping):
         raise RunError(f"{what} returned {in_one_line(repr(returned))}; wanted is a dict of numbers by name")
     numbers: dict[str, float] = {}

@@ -1,4 +1,7 @@
-"""Workers that see no disk of the driver's: the job is sent to them as arrays, and the client states stay at home."""
+"""Workers without access to the driver's disk. The driver is the process that runs the server.
+
+The driver sends the job to such workers as arrays, and stores all client states itself.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,10 +30,11 @@ from partitions import Parts
 
 @dataclass(frozen=True, eq=False)
 class WorkerSetup:
-    """A job as a worker without the driver's files receives it.
+    """A job in the form in which it is sent to a worker without access to the driver's files.
 
-    ``shards``, ``validation``: as in the job. ``digest``: of all arrays. ``signer``: the signer of valid tickets.
-    ``files``: the contents of files that came later, by name.
+    ``shards``, ``validation``: as in ``Job``. ``digest``: the digest of all arrays. ``signer``: checks the signatures
+    of tickets; a ticket states that the driver has charged a private release. ``files``: {name: content} of files that
+    the worker received later.
     """
 
     experiment: str
@@ -44,7 +48,7 @@ class WorkerSetup:
 
     @classmethod
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
-        """Pack ``job`` for workers that accept the tickets of ``signer``."""
+        """Return the setup of ``job`` for workers that accept only tickets signed by ``signer``."""
         # The driver measures models: validation records stay there.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         digest = _digest(dataset, job.shards, job.validation)
@@ -52,7 +56,7 @@ class WorkerSetup:
 
     @cached_property
     def runtime(self) -> ClientRuntime:
-        """Return the client runtime of the job. Raises RunError where other records arrived than were sent."""
+        """Return the client runtime of the job. Raises RunError if the received records differ from those sent."""
         if _digest(self.dataset, self.shards, self.validation) != self.digest:
             raise RunError("other records arrived than were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
@@ -67,18 +71,21 @@ class WorkerSetup:
 
 
 def worker_app(setup: WorkerSetup) -> ClientApp:
-    """Return the ClientApp of a worker that was sent ``setup``, ready to train."""
+    """Return the ClientApp of a worker with ``setup``. Its trainer is made here, so no client waits for it later."""
     setup.runtime.trainer  # noqa: B018 (made once, before any client waits for it)
     return build_client_app(lambda *_: setup.runtime, setup.signer)
 
 
 def worker_handler(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
-    """Return the function that trains several clients at a time on a worker that was sent ``setup``."""
+    """Return the function that trains several clients together on a worker with ``setup``.
+
+    ``stacked``: True if the clients are trained as one computation over stacked parameters.
+    """
     return train_together(lambda *_: setup.runtime, stacked=stacked)
 
 
 def _plain(examples: Examples) -> Examples:
-    """Return records as arrays in memory: a memory map of a file is useless on another machine."""
+    """Return the records as plain arrays. A memory-mapped file could not be read on another machine."""
     groups = None if examples.groups is None else examples.groups.view(np.ndarray)
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
@@ -93,10 +100,10 @@ def _digest(dataset: Dataset, *splits: Parts) -> str:
 
 @dataclass
 class ClientStore:
-    """The files of one run's remote clients, at the driver: client states, noise keys and ledgers.
+    """The driver's files of all remote clients of a run: client states, noise keys and ledgers.
 
-    They are the files of a run whose workers see this disk, with the same content. A release is charged here before a
-    worker makes it. ``signer``: signs the tickets of charged releases, for workers with the same one.
+    A run whose workers use the driver's disk has the same files with the same content. A release is charged here before
+    a worker makes it. ``signer``: signs a ticket for each charged release; workers check the signature.
     """
 
     job: Job
@@ -105,7 +112,10 @@ class ClientStore:
     _begun: dict[tuple[str, int], Begun] = field(default_factory=dict)
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return the message for a worker, without paths, with its client's state; or the answer where it is known."""
+        """Return the message for a worker: ``message`` without file paths, and with the client's state.
+
+        If the answer is known without a worker (a stored release, or an error), the answer is returned instead.
+        """
         order, content = self._without_paths(message.content)
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
         try:
@@ -115,7 +125,7 @@ class ClientStore:
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Store the client state of an answer, and return the answer without it."""
+        """Store the client state, or the release, from a worker's answer; return the answer for the server."""
         if answer.has_error():
             return answer
         order, client = self._without_paths(message.content)[0], partition_of(message)
@@ -135,7 +145,10 @@ class ClientStore:
     def _own(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return the private part of one client's message, or its answer; ``content``: the part that all share."""
+        """Return the private part of one client's message, or the client's answer if it is known already.
+
+        ``content``: the part of the message that all clients share.
+        """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)
         if order.task == wire.TRAIN or (task is not None and task.reads_state):

@@ -1,4 +1,4 @@
-"""A run directory is made, or a run in it is resumed, extended by more rounds, or repeated from its beginning."""
+"""The start of a run in its directory: a new run, a resumed one, an extended one, or one that is repeated."""
 
 import hashlib
 import itertools
@@ -26,14 +26,14 @@ from fl_sim.store.tensors import open_state_checksum
 from strategies.layer import layer_kinds
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
-"""Without any of these a directory holds nothing that a run of the same settings would take over."""
+"""The files from which a later run of the same settings would continue. Without them, a run starts anew."""
 
 
 def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[str, Any] | None:
-    """Return the result of a finished run of ``experiment`` in ``out``; None without one of as many rounds.
+    """Return the stored result of a finished run of ``experiment`` in ``out``; None if there is no such run.
 
-    ``now``: the identity of the records and code of a run that begins now. Raises UserError where ``out`` holds a run
-    with other settings, records or code, or a result that does not fit the rounds beside it.
+    A run with another number of rounds does not count. ``now``: the identity of the present records and code. Raises
+    UserError if ``out`` holds a run with other settings, records or code, or a result that does not fit its rounds.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -54,7 +54,7 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
 
 
 def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
-    """Raise UserError where a finished ``result`` does not fit the rounds beside it."""
+    """Raise UserError if a finished ``result`` does not fit the stored rounds in the same directory ``out``."""
     there, told = len(run_directory.read_rounds(out)), result.get("rounds")
     if told not in {None, there}:
         raise UserError(
@@ -70,15 +70,15 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
 
 
 def _check_same(out: Path, now: Identity) -> None:
-    """Raise UserError where the run in ``out`` has other records or code than a run that begins now."""
+    """Raise UserError if the run in ``out`` used other records or other code than the present ones (``now``)."""
     if changed := now.changed(run_directory.read_identity(out)):
         raise UserError(f"{out} holds a run of {changed}: put that back as it was; {CURE}")
 
 
 def objection(experiment: Experiment, out: Path, now: Identity) -> str:
-    """Return an error message where ``out`` holds a run of other settings, records or code; empty where it does not.
+    """Return an error message if ``out`` holds a run with other settings, records or code; otherwise an empty text.
 
-    Another number of rounds is no objection. Damage is reported when the run is resumed.
+    A different number of rounds is allowed. Damaged files are reported later, when the run is resumed.
     """
     if not any((out / name).exists() for name in _BELIEVED):
         return ""
@@ -92,7 +92,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 
 def on_trust(out: Path, now: Identity) -> str:
-    """Return a warning of records or code that the run in ``out`` does not identify; empty without any."""
+    """Return a warning if the run in ``out`` has no digest of its records or code to compare; empty otherwise."""
     if not (out / run_directory.CONFIG).exists() or not (untold := now.untold(run_directory.read_identity(out))):
         return ""
     return (
@@ -101,9 +101,9 @@ def on_trust(out: Path, now: Identity) -> str:
 
 
 def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
-    """Return the experiment of the run in ``out``, which may have another number of rounds; None without a run.
+    """Return the stored experiment of the run in ``out``; None if there is no run. Its number of rounds may differ.
 
-    Raises UserError for a run with other settings, or other files.
+    Raises UserError if ``out`` holds a run with other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
     if path.exists():
@@ -117,9 +117,9 @@ def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
 
 
 def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
-    """Make the run directory, or resume the run in it; return its log, and the number of the next round.
+    """Create the run directory, or resume the run in it; return the log and the number of the next round.
 
-    Raises UserError where the files do not fit each other or the experiment: a run never resumes from less.
+    Raises UserError if the files do not fit each other or the experiment. A run never resumes from incomplete files.
     """
     experiment = procedure.job.experiment
     now = identity_of(experiment, procedure.job.root)
@@ -152,7 +152,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
-    """Return the identity to record: the recorded one where ``now`` agrees with it, else that of ``now``."""
+    """Return the identity to store: the stored one if it agrees with ``now``, else that of ``now``."""
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
     return now.written() if now.untold(recorded) or now.changed(recorded) else recorded
 
@@ -166,9 +166,10 @@ def has_leftovers(experiment: Experiment, out: Path) -> bool:
 
 
 def clean_up(experiment: Experiment, out: Path) -> None:
-    """Remove the files that a finished run does not need: client errors, and a checkpoint that it cannot resume from.
+    """Remove the files that a finished run does not need.
 
-    Checkpoint and client states stay, unless they are large or the run promises privacy.
+    These are private errors and warnings, and a student's checkpoint. The checkpoint of rounds and the client states
+    stay, so that the run can be extended, unless they are large or the run promises privacy.
     """
     if not _can_go_on(experiment, out):
         if (out / run_directory.STATE).exists():
@@ -183,10 +184,10 @@ def _can_go_on(experiment: Experiment, out: Path) -> bool:
 
 
 def _records_key(job: Job) -> str:
-    """Return a digest of the user's own records, empty for public ones, whose files are known.
+    """Return a digest of the user's own records; empty for public data sets, whose files are known.
 
-    Where a run promises privacy, a digest of all that is public about them alone: whoever knows all records but one
-    could find that one by trying.
+    If a run promises privacy, the digest covers only public facts about the records, such as their number and shape.
+    From a digest of the records themselves, a person who knows all records but one could find the last one by trying.
     """
     name, dataset = job.experiment.data, job.dataset
     if not is_own(name):
@@ -198,7 +199,7 @@ def _records_key(job: Job) -> str:
 
 
 def _check_records(out: Path, log: RunLog, now: Identity) -> None:
-    """Raise UserError where the run to resume has begun on other records, or with other code."""
+    """Raise UserError if the run to be resumed began with other records or other code."""
     checkpoint = read_checkpoint(out, log.server)
     if checkpoint is not None or (out / run_directory.START).exists():
         _check_same(out, now)
@@ -207,7 +208,7 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
 
 
 def _other_settings(experiment: Experiment, found: Experiment) -> str:
-    """Return the settings in which the run ``found`` differs from ``experiment``, in words; empty without any."""
+    """Return a phrase that names the settings in which ``found`` differs from ``experiment``; empty without any."""
     compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
     settings, earlier = compared
     changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
@@ -217,7 +218,7 @@ def _other_settings(experiment: Experiment, found: Experiment) -> str:
 def _clear(out: Path) -> None:
     """Remove the files of a run without a finished round.
 
-    The ledger stays: earlier releases stay charged, and a repetition with other noise is charged again.
+    The ledger stays: earlier releases remain charged, and a repetition with other noise is charged in addition.
     """
     if (out / run_directory.STATE).exists():
         shutil.rmtree(out / run_directory.STATE)
@@ -226,24 +227,27 @@ def _clear(out: Path) -> None:
 
 
 MOST_KEPT = 64 * 2**20
-"""The most bytes on the disk of a finished run's server state and client states; larger ones are removed."""
+"""The largest size, in bytes, of a finished run's server state and client states. Larger ones are removed."""
 
 _ANEW = "choose another --out, where the run begins anew"
 
 
 def num_bytes_kept(out: Path) -> int:
-    """Return the bytes on the disk of the checkpoint and the client states in ``out``; holes in files take none."""
+    """Return the bytes that the checkpoint and the client states in ``out`` take on the disk.
+
+    Empty ranges of sparse files take no space on the disk and do not count.
+    """
     states = out / run_directory.STATE
     kept = [out / CHECKPOINT, *(states.iterdir() if states.is_dir() else ())]
     return sum(512 * path.stat().st_blocks for path in kept if path.is_file())
 
 
 def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
-    """Make the run of ``earlier`` in ``out`` a run of the procedure's experiment, with another number of rounds.
+    """Change the number of rounds of the run in ``out`` from that of ``earlier`` to that of ``procedure``.
 
-    It then ends in the same bits as a run that had all rounds from its beginning; UserError, with the reason, where it
-    would not: where something depended on the number of rounds, or was promised for it. After a crash in the middle
-    the same command finishes this.
+    The extended run ends bit-identical to a run that had all rounds from its beginning. Raises UserError, with the
+    reason, if this is impossible: a setting depends on the number of rounds, or a promise was made for this number.
+    After a crash in the middle, the same command completes the change.
     """
     experiment = procedure.job.experiment
     _check_promises(experiment, out, earlier)
@@ -272,16 +276,16 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
 
 
 def check_extension(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError, with the reason, where the run in ``out`` cannot be extended to ``experiment``.
+    """Raise UserError, with the reason, if the run in ``out`` cannot be extended to ``experiment``.
 
-    ``records``: its rounds so far, as a run of ``earlier``.
+    ``earlier``: the stored experiment of the run. ``records``: the records of its rounds so far.
     """
     _check_promises(experiment, out, earlier)
     _check_rounds(experiment, out, earlier, records)
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return the names of the measures that a round lacks where it is not the last one."""
+    """Return the names of the measures that this round does not have unless it is the last round of a run."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED
@@ -301,7 +305,7 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
 
 
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError where a run of the experiment would have other rounds, or no more than there are."""
+    """Raise UserError if the experiment has no more rounds than the run, or other learning rates in these rounds."""
     if len(records) >= experiment.rounds:
         raise UserError(
             f"{out} holds {len(records)} rounds of this run already, so rounds={experiment.rounds} cannot be what it "
@@ -319,11 +323,12 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 
 
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
-    """Move the run of ``experiment`` in ``out`` to a folder beside it and return that; None without a run.
+    """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, None without a run.
 
-    Its settings and the ledger of Global DP stay in ``out`` as well: a repetition with other noise is another release
-    about the same clients, charged on top of the earlier one. Raises UserError where ``out`` holds something else, or
-    has another number of rounds, unless ``of_any_length``; RunError where the folder is in use or cannot be written.
+    The run's settings and the ledger of Global DP also stay in ``out``: a repetition with other noise is another
+    release about the same clients, and is charged in addition to the earlier one. Raises UserError if ``out`` holds
+    something else, or a run with another number of rounds (allowed if ``of_any_length``); RunError if ``out`` is in use
+    or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:

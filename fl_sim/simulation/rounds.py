@@ -1,4 +1,4 @@
-"""The main loop: federated rounds, unless algorithm or server name another ``procedure = "module:Class"``."""
+"""The main loop of a run: federated rounds. A setting's ``procedure = "module:Class"`` replaces this loop."""
 
 import json
 import time
@@ -53,7 +53,10 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment, RunPayments
 
 Exchange: TypeAlias = Callable[[int, float], Round]
-"""(round, its learning rate) -> the outcome; the strategy has the server's new state. Raises what run_round raises."""
+"""A function (round, learning rate) -> outcome of the round. It stores the new server state in the strategy.
+
+It raises the same errors as ``strategies.flower.run_round``.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ class Rounds(Procedure):
     has_rounds: ClassVar[bool] = True
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Run every round that ``log`` does not have yet: begin, draw, ask, aggregate, merge, measure, record.
+        """Run every round that ``log`` does not contain yet.
 
-        The first five are the exchange, ``strategies.flower.run_round``; layers have a part in each of them.
+        A round has seven steps: begin, sample the cohort, send and receive messages, aggregate, merge, measure, record.
+        The function ``strategies.flower.run_round`` makes the first five steps; layers take part in each of them.
         """
         with _named_settings(self.algorithm):
             experiment, rounds_before = self.job.experiment, len(log.rounds)
@@ -94,13 +98,16 @@ class Rounds(Procedure):
             self._conclude(run, rounds_before)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
-        """Return the function that lets clients train and the server merge their updates."""
+        """Return the function that executes one round: the clients train, and the server merges their updates."""
         del out
         strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy.traffic))
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
 
     def _measured(self, made: Round, rate: float, run: Run) -> RoundRecord:
-        """Return the record of a round with the learning ``rate``, and the measures of its model where they are due."""
+        """Return the record of a round with the learning rate ``rate``.
+
+        The record contains the measures of the round's model if the settings ask for an evaluation after this round.
+        """
         down, up = (made.traffic.down, made.traffic.up) if made.traffic is not None else (None, None)
         record = RoundRecord(
             made.server_round, None, None, made.train_loss, made.epsilon, made.cohort_size, rate, None,
@@ -123,7 +130,7 @@ class Rounds(Procedure):
         return replace(noted, metrics=own) if own else noted
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
-        """Log the warnings of all rounds and the final model, and let the stages do their work after the last round."""
+        """Log the warnings of all rounds and the final model, then call ``after`` of every stage."""
         strategy, log = run.strategy, run.log
         log.stopped = log.stopped or strategy.layer.ended(log.rounds) or log.stopped_by_observer
         log.warnings += strategy.layer.conclusions(log.rounds)
@@ -148,11 +155,11 @@ class Rounds(Procedure):
             done(stage, run, "after")
 
     def _model(self, server: ServerState, params: Params) -> Params:
-        """Return the whole model with the parameters ``params`` of the server."""
+        """Return all tensors of the model, with ``params`` as the parameters of the server."""
         return replace(server, params=self._whole(params)).model
 
     def _whole(self, params: Params) -> Params:
-        """Return the server's ``params`` and the parameters that stay with clients, as these first had them."""
+        """Return the server's ``params`` together with the initial values of the parameters that stay on clients."""
         for half in reversed(self._on_clients):
             params = half.model(params, {})
         return params
@@ -162,17 +169,20 @@ class Rounds(Procedure):
         return client_layers(self.job.experiment, self.algorithm, self.job.model)
 
     def work(self) -> Sequence[Work]:
-        """Return the work of training, of measuring and of the stages."""
+        """Return the amounts of work for the time forecast: training, evaluation, and all stages."""
         return work_of_rounds(self, self.algorithm, self.job.experiment.rounds)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, in the rounds, before and after."""
+        """Return the bytes of arrays to and from all clients, by purpose: all rounds, and each stage."""
         experiment = self.job.experiment
         updates = experiment.rounds * experiment.sampler.expected_size(experiment.num_clients)
         return self._traffic_of(updates)
 
     def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
-        """Return the bytes of ``updates`` and of the stages; ``more_sent``: the number of models without an update."""
+        """Return the bytes of ``updates`` client updates and of all stages, by purpose.
+
+        ``more_sent``: the number of models that the server sends and for which no update comes back.
+        """
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, server,
@@ -183,7 +193,7 @@ class Rounds(Procedure):
         return {"rounds": each * round(updates) + Traffic(each.down * more_sent, 0), **once}
 
     def payments(self) -> "tuple[Payment, ...]":
-        """Return the privacy costs of noisy rounds; none without noise."""
+        """Return the privacy costs of the rounds; an empty tuple if no layer adds noise."""
         experiment = self.job.experiment
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
@@ -221,7 +231,7 @@ class Rounds(Procedure):
         return server
 
     def _check_asked(self) -> None:
-        """Raise UserError where code of the user's own gets answers without noise in a private run."""
+        """Raise UserError if a run promises privacy and the user's own code would receive answers without noise."""
         experiment = self.job.experiment
         if hides_clients(experiment.aggregator) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
             raise UserError(
@@ -267,7 +277,7 @@ class Rounds(Procedure):
 
 @contextmanager
 def _named_settings(algorithm: object) -> Iterator[None]:
-    """Name the settings of the algorithm that may be the cause where a run diverges."""
+    """Add a hint to the error of a diverged run: the algorithm's settings that may be the cause."""
     try:
         yield
     except Diverged as error:
@@ -277,7 +287,7 @@ def _named_settings(algorithm: object) -> Iterator[None]:
 
 
 def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
-    """Write a finished round to the disk. The checkpoint comes last: all that it refers to is there before it."""
+    """Write a finished round to the disk. The checkpoint is written last, after all files that it refers to."""
     if log.seal is not None:
         log.seal.put(record.round, strategy.cohort.tolist())
     log.server = strategy.server
@@ -296,7 +306,10 @@ _ROUNDS: Final = "fl_sim.simulation.rounds:Rounds"
 
 
 def procedure_of(job: Job) -> Procedure:
-    """Return the procedure of a run of ``job``. Raises UserError for devices without rounds to simulate the time of."""
+    """Return the procedure of a run of ``job``.
+
+    Raises UserError if ``devices`` is set and the algorithm has no rounds whose time could be simulated.
+    """
     experiment, algorithm = job.experiment, job.experiment.algorithm
     path = path_in(type(algorithm), "procedure")
     if path and experiment.is_timed:
@@ -311,10 +324,11 @@ def procedure_of(job: Job) -> Procedure:
 
 @lru_cache(maxsize=2)
 def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> ClientRuntime:
-    """Return the client runtime of another process, made once there.
+    """Return the client runtime of a worker process. Each process makes its runtime once and caches it.
 
-    ``own``: the records of a node that has its own, and executes ``client`` alone; ``facts``: the public facts of the
-    server's data set. Raises UserError where they do not fit, or the experiment needs the server's records on nodes.
+    ``own``: the data set of a node with records of its own, empty for other nodes; such a node executes only the client
+    ``client``. ``facts``: the public facts of the server's data set, as JSON. Raises UserError if the node's records do
+    not fit these facts, or if the experiment needs the server's records on every node.
     """
     experiment = Experiment.model_validate_json(experiment_json)
     if not own:
@@ -329,9 +343,9 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
 
 
 def planned_bill(job: Job) -> "RunPayments":
-    """Return the privacy bill of a run of ``job``, as far as it is fixed before the run begins.
+    """Return the planned privacy costs of a run of ``job``, as far as they are known before the run begins.
 
-    Takes seconds where the run is private: the PLD is computed here.
+    For a private run this takes seconds, because the privacy loss distribution (PLD) is computed here.
     """
     from fl_sim.privacy.bill import RunPayments  # noqa: PLC0415 (the accountants load slowly)
 

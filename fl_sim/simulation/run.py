@@ -1,4 +1,4 @@
-"""Run one experiment in a directory that survives a crash, and goes on from there."""
+"""Run one experiment in a run directory. After a crash, the same call resumes the run from its checkpoint."""
 
 import time
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from fl_sim.store.private import PrivateLog, prints_to, warnings_to
 from strategies.layer import layer_kinds
 
 MOST_LISTED: Final = 5_000
-"""Clients in ``clients.csv``: with more it is not written, so that a client that is never met costs no space."""
+"""The largest number of clients for which ``clients.csv`` is written, so that the file stays small."""
 
 
 def run(
@@ -40,13 +40,13 @@ def run(
     *,
     grid: Grid | None = None,
 ) -> dict[str, Any]:
-    """Run ``experiment`` in ``out`` and return what ``result.json`` says.
+    """Run ``experiment`` in the run directory ``out`` and return the content of ``result.json``.
 
-    ``grid``: Flower's own, where its runtime runs us; otherwise the experiment's engine is started.
-    Goes on after the last finished round where ``out`` holds an unfinished run of the experiment, or one that had fewer
-    rounds; a finished run is not run again, and costs no privacy again: its result is returned as it was. Raises
-    RunError where the run cannot go on, UserError for settings that cannot be run and for files that do not fit
-    together; what is finished stays.
+    ``grid``: Flower's grid, if Flower's own runtime started this process; without it the experiment's engine is
+    started. If ``out`` holds an unfinished run of the experiment, or one with fewer rounds, the run continues after the
+    last finished round. A finished run is not repeated and costs no privacy again: its stored result is returned.
+    Raises RunError if the run cannot continue; UserError for settings that cannot be run, and for files that do not fit
+    together. Finished rounds stay on the disk.
     """
     observer = observer or Silent()
     if grid is not None and experiment.is_timed:
@@ -70,7 +70,7 @@ def run(
 
 
 def _check_budgets(job: Job) -> None:
-    """Raise UserError for a budget that affords nothing: the run would train nothing, or not what it is named for."""
+    """Raise UserError for a privacy budget that is too small for any release of the chosen method."""
     experiment, records = job.experiment, [len(shard) for shard in job.shards]
     for kind in (experiment.algorithm, experiment.aggregator, experiment.preprocess, experiment.calibrate):
         if isinstance(kind, Budgeted):
@@ -78,7 +78,7 @@ def _check_budgets(job: Job) -> None:
 
 
 def _check_metrics(job: Job, observer: Observer) -> None:
-    """Raise UserError for metrics of the user's own that would never be measured."""
+    """Raise UserError if the observer defines its own metrics and this run would never compute them."""
     for name in own_metrics_of(observer):
         if not type(procedure_of(job)).has_rounds:
             raise UserError(
@@ -93,7 +93,11 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 
 
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
-    """Write the model, and a line for each client if accuracies are known and clients are few; never if private."""
+    """Write the final model, and ``clients.csv`` with one line for each client.
+
+    ``clients.csv`` is left out if client accuracies are unknown, if there are more than ``MOST_LISTED`` clients, and
+    always if the run promises privacy.
+    """
     run_directory.write_model(out, {**log.fixed, **log.server.model})
     last = log.measured
     if last is None or last.by_client is None or job.experiment.is_private or len(job.shards.sizes) > MOST_LISTED:
@@ -152,7 +156,10 @@ def _warnings_of_settings(job: Job) -> list[str]:
 
 
 def _first_lines(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
-    """Return what the user is told before the first round; of that, the warnings alone are part of the result."""
+    """Return the lines that are shown to the user before the first round, without repetitions.
+
+    Of these lines, only the warnings are stored in the result.
+    """
     states = out / run_directory.STATE
     where = f"it lies in {states}, for your eyes only, until the run has finished"
     told = [f"what clients keep between rounds is private: {where}"]
@@ -163,8 +170,8 @@ def _first_lines(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
     """Return the seconds that the run took in earlier processes.
 
-    The log of a private run has no seconds: there it is the time since the first of its files was written, with all
-    pauses.
+    The log of a private run contains no seconds. For such a run the result is the time since its oldest file was last
+    written, including all pauses between processes.
     """
     if not experiment.is_private:
         return sum(record.seconds or 0.0 for record in log.rounds)
@@ -173,7 +180,10 @@ def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
 
 @contextmanager
 def _off_screen(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
-    """Write the prints and warnings of code that sees private records to a private log, not to the screen."""
+    """Redirect the output of code that reads private records from the screen to a private log file.
+
+    This covers prints and warnings. Without a privacy promise nothing is redirected.
+    """
     if not experiment.is_private:
         yield
         return

@@ -32,38 +32,39 @@ from strategies.layer import Layer
 
 @dataclass(frozen=True)
 class Pooled:
-    """Records that all clients train on: ``count`` of them, in the file ``path``."""
+    """The pool of synthetic records that all clients train on: ``count`` records in the file ``path``."""
 
     path: Path
     count: int
 
 
 class FactSource(Protocol):
-    """The part of a stage that ``result.json`` reads."""
+    """The methods of a stage whose results are written to ``result.json``."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the stage's fields of ``result.json``."""
+        """Return the fields that the stage adds to ``result.json``."""
         ...
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others`` and the stage's own."""
+        """Return the privacy statements of the run: ``others`` and those of this stage."""
         ...
 
 
 @dataclass
 class RunLog:
-    """The state of a run that is logged.
+    """The log of a run: everything that the result and the checkpoint need.
 
-    ``engine``: its kind; ``trainer``: the trainer of clients, in words. ``stopped``: the reason for an early end;
-    ``stopped_by_observer``: that of an observer. ``measured``: the last measures;
-    ``measured_again``: the measures of a model that a stage changed after the last round. ``pooled``: records that all
-    clients train on. ``layer``: the outermost layer of the rounds; ``layer_states``: {layer: its part of the
-    checkpoint}. ``traffic``: of each client in a round, None without any; ``before`` and ``after`` the rounds: of all
-    clients, by purpose, None where it depends on private records. ``facts`` and ``statements`` (of privacy): fields of
+    ``engine``: the kind of the engine. ``trainer``: a description of the clients' trainer. ``stopped``: the reason if
+    the run ended early; ``stopped_by_observer``: the reason if an observer ended it. ``measured``: the measures of the
+    last measured model; ``measured_again``: the measures of a model that changed, or was first tested, after the last
+    round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost layer of the rounds.
+    ``layer_states``: {layer: its part of the checkpoint}. ``traffic``: the bytes of one client in one round, None
+    without rounds. ``before`` and ``after``: the bytes of all clients before and after the rounds, {purpose: bytes},
+    None where they depend on private records. ``facts`` and ``statements``: fields and privacy statements of
     ``result.json`` that a procedure writes itself. ``seal``: the checksum of the client states. ``records``: a digest
     of the user's own records, for the checkpoint. ``versions``: {round: digest} of the models that clients still train.
-    ``counts_holders``: True if clients without records are left out where an algorithm counts all clients. ``fixed``:
-    the part of the model that nobody trains, which is saved with the server's part.
+    ``counts_holders``: True if an algorithm that divides by the number of clients counts only those with records.
+    ``fixed``: the tensors of the model that nobody trains; they are saved with the server's tensors.
     """
 
     server: ServerState
@@ -101,34 +102,34 @@ class RunLog:
 
 
 class Observer(Protocol):
-    """The observer of a run's progress."""
+    """The interface of an observer: its methods are called as a run makes progress."""
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Receive the engine, the reason for it, and the first round (above 1 in a resumed run)."""
+        """Receive a description of the engine and the number of the first round (above 1 in a resumed run)."""
         ...
 
     def preparing(self, what: str) -> None:
-        """Receive a description of work before the first round; ``replied`` counts the clients that are done."""
+        """Receive a description of work before the first round. ``replied`` then reports how many clients are done."""
         ...
 
     def replied(self, replies: int) -> None:
-        """Receive the number of replies in the current exchange."""
+        """Receive the number of clients' replies in the current exchange of messages."""
         ...
 
     def finished_round(self, record: RoundRecord) -> str | None:
         """Receive the record of a round, after ``rounds.jsonl`` and the checkpoint are written.
 
-        Return the reason where the run ends after this round.
+        To end the run after this round, return the reason as text; otherwise return None.
         """
         ...
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Receive the content of ``result.json``, also after a failure or an interruption."""
+        """Receive the content of ``result.json`` at the end of a run, also after a failure or an interruption."""
         ...
 
 
 def own_metrics_of(observer: Observer) -> Mapping[str, OwnMetrics]:
-    """Return the metrics of the user's own that an observer has, by the name of what has them."""
+    """Return the user's own metric functions of an observer, {name of their owner: function}."""
     found = getattr(observer, "own_metrics", {})
     return found if isinstance(found, Mapping) else {}  # what answers to any name has none
 
@@ -212,7 +213,10 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
 
 
 def error_fields(error: BaseException | None, out: Path) -> dict[str, Any]:
-    """Return the fields of a failure in ``result.json``; private messages of clients are written to a file instead."""
+    """Return the fields of ``result.json`` that describe a failure; empty without one.
+
+    Private messages of clients are written to a private file in ``out`` and not to the result.
+    """
     if not isinstance(error, RunError):
         return {}
     if error.private:
@@ -222,7 +226,7 @@ def error_fields(error: BaseException | None, out: Path) -> dict[str, Any]:
 
 
 def is_json(facts: Mapping[str, Any]) -> bool:
-    """Return True if ``facts`` are JSON values by name."""
+    """Return True if all keys of ``facts`` are strings and all its values are JSON values."""
     try:
         json.dumps(facts, allow_nan=False)
     except (TypeError, ValueError):
@@ -231,7 +235,10 @@ def is_json(facts: Mapping[str, Any]) -> bool:
 
 
 def _scores(log: RunLog) -> list[RoundRecord]:
-    """Return the records of all measured models, in order; a model that a stage changed comes after the rounds'."""
+    """Return the records of all rounds with a measured model, in order.
+
+    If the model was measured again after the last round, because a stage changed it, that record is the last one.
+    """
     records = [
         record for record in log.rounds if record.test_accuracy is not None or record.validation_accuracy is not None
     ]
@@ -242,7 +249,10 @@ def _scores(log: RunLog) -> list[RoundRecord]:
 
 
 def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | None:
-    """Return the record of the best model, the first of equals; untested models count only where none is tested."""
+    """Return the record of the best model; of equally good models, the first.
+
+    Untested models are considered only if the settings ask for no test at all.
+    """
     if experiment.evaluate.test != "never":
         scores = [one for one in scores if one.test_accuracy is not None]
 
@@ -253,7 +263,10 @@ def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | No
 
 
 def _chosen_on(experiment: Experiment) -> str:
-    """Return the records that choose the best model; "last": only the last model is tested; "nothing": none is."""
+    """Return the kind of records by which the best model is chosen: "validation" or "test".
+
+    Two other values are possible: "last" if only the last model is tested, "nothing" if no model is measured.
+    """
     if experiment.evaluate.measures_nothing:
         return "nothing"
     if experiment.evaluate.test == "last":
@@ -273,7 +286,7 @@ def _validation(job: Job, scores: list[RoundRecord]) -> dict[str, Any]:
 
 
 def _measures(job: Job, log: RunLog) -> dict[str, Any]:
-    """Return the measures of the models. A private or unknown measure is None, and ``left_out`` has the reason."""
+    """Return the result field ``measures``. A private or unknown measure is None; ``left_out`` gives the reason."""
     left_out = {"client_accuracy": _ONE_HOLDER} if job.experiment.is_central else {}
     left_out |= {"client_accuracy": _PRIVATE} if job.experiment.is_private else {}
     last = _of_the_last(job, log.measured) if log.measured else {}
@@ -298,7 +311,7 @@ def _measures(job: Job, log: RunLog) -> dict[str, Any]:
 
 
 def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
-    """Return the fields of the last model on the test records; none where it was not tested."""
+    """Return the measures of the last model on the test records, by name; empty if that model was not tested."""
     if last.test is None or last.confusion is None:
         return {}
     found = {
@@ -322,7 +335,7 @@ def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
 
 
 def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> str:
-    """Return the meaning of the clients' accuracies, and what is left out of them, in words."""
+    """Return a sentence that defines the clients' accuracies and says which clients or records are left out."""
     if not isinstance(clients_by, OwnTests):
         skewed = isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
         return _SKEWED if skewed else _SHARES
@@ -333,7 +346,7 @@ def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> 
 
 
 def _bytes(log: RunLog) -> dict[str, Any]:
-    """Return the bytes of arrays in the rounds, before and after them; None where they depend on private records."""
+    """Return the bytes of arrays in, before and after the rounds. Bytes that depend on private records are None."""
     known = [record for record in log.rounds if record.bytes_down is not None and record.bytes_up is not None]
     in_rounds = _sum(Traffic(record.bytes_down or 0, record.bytes_up or 0) for record in known)
     if len(known) < len(log.rounds):
@@ -357,7 +370,7 @@ def _bytes(log: RunLog) -> dict[str, Any]:
 
 
 def _sum(parts: Iterable[Traffic | None]) -> Traffic | None:
-    """Return the sum of ``parts``, None where one of them is None."""
+    """Return the sum of all ``parts``; None if at least one of them is None."""
     total = Traffic(0, 0)
     for part in parts:
         if part is None:
@@ -367,7 +380,7 @@ def _sum(parts: Iterable[Traffic | None]) -> Traffic | None:
 
 
 def _by_clock(log: RunLog) -> dict[str, Any]:
-    """Return the length of all rounds by the virtual clock, and the number of late updates."""
+    """Return the simulated seconds of all rounds and the number of late updates; empty without a virtual clock."""
     timed = [record for record in log.rounds if record.virtual_seconds is not None]
     if not timed:
         return {}
@@ -376,7 +389,7 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 
 
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
-    """Return the facts of the work before and after the rounds; the kind alone where nothing was done."""
+    """Return the result fields of all stages. Without a stage, a field contains only the kind of its setting."""
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
@@ -385,7 +398,7 @@ def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
 
 
 def _privacy(job: Job, log: RunLog, preprocess: dict[str, Any]) -> list[dict[str, object]]:
-    """Return the privacy statements; ``preprocess``: the facts of the work before the rounds."""
+    """Return the privacy statements of the run. ``preprocess``: the result fields of the stage before the rounds."""
     experiment = job.experiment
     statements = [*log.statements]
     if log.layer is not None:

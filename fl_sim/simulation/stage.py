@@ -1,8 +1,9 @@
-"""Stages and procedures: what a run consists of, apart from its rounds.
+"""Base classes of stages and procedures.
 
-A stage is work before the first round or after the last, with its warnings, facts and costs in one place. A settings
-class names its stage as ``stage = "module:Class"``; a user's own class may do the same. General code calls the methods
-of ``Stage`` and knows no stage by name. A procedure is the whole run of an algorithm, in rounds or without.
+A stage is work before the first round or after the last one. Its class also gives its warnings, its result fields and
+its privacy costs. A settings class names its stage as ``stage = "module:Class"``; a user's own class may do the same.
+General code calls the methods of ``Stage`` and knows no stage by name. A procedure executes the whole run of an
+algorithm, in rounds or without rounds.
 """
 
 import json
@@ -58,14 +59,14 @@ RESULT: Final = frozenset({
     "measures", "bytes", "error", "diverged", "privacy", "stopped", "stopped_by_observer", "warnings", "chain",
     "identity", "seconds", "versions",
 })  # fmt: skip
-"""The fields of every ``result.json``, whose names no stage may use for its facts."""
+"""The field names that every ``result.json`` uses. A stage may not use them for its own fields (``Stage.facts``)."""
 
 _SHARES: Final = "fl_sim.stages.shares:Shares"  # of every algorithm that shares, ours or not
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its stages see it: the server's side, from which ``ask`` is the only way to a client."""
+    """The server's side of a run, as stages receive it. Stages reach clients only through ``ask``."""
 
     job: Job
     strategy: FederatedStrategy
@@ -76,7 +77,7 @@ class Run:
 
     @cached_property
     def measuring(self) -> Measuring:
-        """Return the records that models are measured on, loaded."""
+        """Return the evaluator of this run, with its test and validation records in memory."""
         return Measuring.of(self.job, self.own_metrics)
 
     @property
@@ -94,11 +95,12 @@ class Run:
         broadcast: Payloads | None = None,
         order: TaskConfig | None = None,
     ) -> list[Answer]:
-        """Send every client the task named ``task``; return their answers, read by ``read``, by client.
+        """Send the task named ``task`` to every client; return the list of answers, in the order of clients.
 
-        ``params`` and ``broadcast``: the tensors of the task. ``quoted``: True if an error message may quote a client;
-        never where its answer is private. ``order``: replaces the run's task configuration. Raises RunError that names
-        the first client without a valid answer.
+        ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
+        sent. ``quoted``: True if an error message may quote a client's message; it must be False if answers are
+        private. ``order``: a task configuration in place of the run's own. Raises RunError that names the first client
+        without a valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
@@ -108,86 +110,96 @@ class Run:
 
 
 class Stage:
-    """One feature's work before or after the rounds. A method that a stage does not need stays as it is here.
+    """The base class of all stages: work before the first round or after the last round.
 
-    One object is made for each run, and may keep in itself what ``facts`` and ``statements`` tell later.
+    A subclass overrides only the methods that it needs. Each run makes one object of the class; the object may store
+    values for its later methods ``facts`` and ``statements``.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def tasks(self) -> Mapping[str, ClientTask]:
-        """Return the client tasks of the stage, by name: its client half."""
+        """Return the client tasks of the stage, {name: task}. A client task is the code that runs on clients."""
         return {}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the progress message of the clients' work before the first round; empty without such work."""
+        """Return the progress message for the clients' work before the first round; empty if there is no such work."""
         del log
         return ""
 
     def before(self, run: Run) -> None:
-        """Do the work before the first round. A resumed run calls this again: the stage finds its earlier result."""
+        """Do the work before the first round.
+
+        A resumed run calls this method again; the stage must then use its stored result and not repeat the work.
+        """
 
     def after(self, run: Run) -> None:
         """Do the work after the last round."""
 
     def num_pooled(self) -> int:
-        """Return about how many records the stage adds to the training records of every client."""
+        """Return the approximate number of records that the stage adds to the training records of every client."""
         return 0
 
     def trains_model(self) -> bool:
-        """Return True if the stage trains the server's model, for which it needs all parameters."""
+        """Return True if the stage trains the model at the server, which requires that all its parameters are there."""
         return False
 
     def num_server_steps(self) -> int:
-        """Return the number of minibatch steps that the server takes alone before the first round."""
+        """Return the number of minibatch steps of training at the server before the first round."""
         return 0
 
     def work(self) -> "Sequence[Work]":
-        """Return the work of the stage, apart from the server's steps, with and without a timing."""
+        """Return the amounts of work of the stage for the time forecast, without ``num_server_steps``."""
         return ()
 
     def key(self) -> str:
-        """Return the name of the result that several runs share; empty without one."""
+        """Return the name of the stored result that several runs share; empty if the stage stores none."""
         return ""
 
     def is_made(self) -> bool:
-        """Return True if the result named ``key`` exists already."""
+        """Return True if the shared result named by ``key`` exists on this machine already."""
         return False
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes to and from all clients, by purpose; ``params``: a model like the run's."""
+        """Return the forecast of bytes to and from all clients, {purpose: bytes}.
+
+        ``params``: a model with the same names and shapes as the run's model.
+        """
         del params
         return {}
 
     def payments(self) -> "Iterable[Payment]":
-        """Return the privacy costs of the stage's own releases."""
+        """Return the privacy costs of the releases that the stage itself makes."""
         return ()
 
     def warnings(self) -> list[str]:
-        """Return the warnings to the user before any client is asked."""
+        """Return the warnings that are shown to the user before any message is sent to a client."""
         return []
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the stage's fields of ``result.json``, whose names no other part uses."""
+        """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields."""
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements of the run: ``others`` and the stage's own."""
+        """Return the privacy statements of the run: ``others`` and those of this stage."""
         return list(others)
 
 
 @dataclass(frozen=True)
 class Procedure(ABC):
-    """The whole run of an algorithm. What is defined here suits one without rounds, whose clients train nothing."""
+    """The base class of all procedures. A procedure executes the whole run of an algorithm.
+
+    The default methods suit an algorithm without rounds, in which clients train no model.
+    """
 
     job: Job
     has_rounds: ClassVar[bool] = False
-    """True if an observer may end it after a round, and measure the model of a round."""
+    """True if the procedure has rounds: an observer may then end the run after a round and compute its own metrics."""
 
     @abstractmethod
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Do everything that ``log`` does not have yet. Raises RunError where that fails."""
+        """Execute all parts of the run that ``log`` does not contain yet. Raises RunError if the run cannot go on."""
 
     @abstractmethod
     def runtime(self) -> ClientRuntime:
@@ -195,17 +207,18 @@ class Procedure(ABC):
 
     @abstractmethod
     def work(self) -> "Sequence[Work]":
-        """Return the work of the whole run by its kinds, with and without a timing."""
+        """Return all kinds of work of the whole run, for the time forecast."""
 
     @abstractmethod
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, by purpose.
+        """Return the bytes of arrays to and from all clients, {purpose: bytes}.
 
-        Key ``rounds``: all rounds together. Others travel once, before or after the rounds: these are forecasts.
+        Key ``rounds``: the bytes of all rounds together. Each other key is a forecast of bytes that are sent once,
+        before the first round or after the last one.
         """
 
     def payments(self) -> "tuple[Payment, ...] | None":
-        """Return the privacy costs of the procedure's own releases; None where they depend on votes."""
+        """Return the privacy costs of the procedure's own releases; None if the costs depend on votes (PATE)."""
         return ()
 
     def typical_plan(self) -> LocalPlan:
@@ -213,7 +226,7 @@ class Procedure(ABC):
         return LocalPlan()
 
     def model(self) -> nn.Module:
-        """Return the model whose weights a finished run saves, with initial weights."""
+        """Return the model, with its initial weights. A finished run saves the trained weights of this model."""
         return self.job.model()
 
     def beginning(self) -> ServerState:
@@ -232,7 +245,11 @@ class Procedure(ABC):
 
 
 def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
-    """Let a stage do its work, and check all facts. Raises RunError that names a stage of the user's own."""
+    """Call ``stage.before`` or ``stage.after``, then check the result fields (``facts``) of all stages.
+
+    Raises RunError if two stages use the same field name, or if fields are no JSON values. An error in a stage that
+    the user wrote is raised as an error that names its class.
+    """
     with error_context(f"{method} of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
         stage.before(run) if method == "before" else stage.after(run)
     said: dict[str, str] = dict.fromkeys(RESULT, "the result itself")
@@ -248,7 +265,7 @@ def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a run of ``job``, in their order: before the rounds, in them, after them."""
+    """Return the stages of a run of ``job``, in the order of ``preprocess``, ``algorithm`` and ``calibrate``."""
     experiment = job.experiment
     parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate)
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
@@ -256,7 +273,7 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:
-    """Return the client tasks of ``job`` beside training, by name. Raises UserError for a name used twice."""
+    """Return the client tasks of all stages of ``job``, {name: task}. Raises UserError if two have the same name."""
     tasks: dict[str, ClientTask] = {}
     for stage in stages_of(job):
         if twice := tasks.keys() & stage.tasks().keys():
@@ -269,11 +286,15 @@ def tasks_of(job: Job) -> dict[str, ClientTask]:
 
 
 MOST_HELD = 10**9
-"""The most records that a node may report, where it may have records of its own."""
+"""The largest number of records that a node may report. It applies where nodes may have records of their own."""
 
 
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
-    """Return the task configuration of a run. On Flower's own runtime nodes may have records of their own."""
+    """Return the task configuration that all messages of a run share.
+
+    On Flower's own runtime it also contains the run's name and the public facts of the data set, because nodes may have
+    records of their own there.
+    """
     elsewhere = not isinstance(grid, LocalGrid)
     return TaskConfig(
         experiment=job.experiment.model_dump_json(),
@@ -295,9 +316,9 @@ def prepared_strategy(
     log: RunLog,
     observer: Observer,
 ) -> FederatedStrategy:
-    """Return the job's Strategy, after the work of the stages before the first round, whose warnings are shown.
+    """Run all stages' work before the first round; return the strategy of the job, which executes rounds.
 
-    ``on_clients``: the client halves of the layers.
+    ``on_clients``: the parts of the layers that run on clients. ``observer`` receives the new warnings of the stages.
     """
     experiment, num_warnings, start = job.experiment, len(log.warnings), time.perf_counter()
     strategy = FederatedStrategy(
@@ -329,7 +350,11 @@ def prepared_strategy(
 
 
 def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
-    """Return a mask of the clients with training records, (clients,); None where all have some, or all count."""
+    """Return a mask of the clients that have training records, shape (clients,).
+
+    None if all clients have records, or if algorithms must count all clients: in a run whose aggregator hides
+    clients, and in a run that an older version began.
+    """
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())
     if not without or hides_clients(job.experiment.aggregator):
@@ -345,9 +370,10 @@ def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
 
 
 def start_from(run: Run, pool: Path, epochs: int) -> None:
-    """Train the first model at the server for ``epochs`` on the records in ``pool``.
+    """Train the initial model at the server for ``epochs`` epochs on the synthetic records in the file ``pool``.
 
-    This is post-processing, so it costs no privacy. Raises Diverged where the model is not finite.
+    This is post-processing of released records, so it has no privacy cost. Raises Diverged if a trained parameter is
+    not finite.
     """
     job, log, seed = run.job, run.log, run.job.experiment.seed
     records = resident(read_pool(pool), job.dataset, job.device)
@@ -364,5 +390,5 @@ def start_from(run: Run, pool: Path, epochs: int) -> None:
 
 
 def pools_root() -> Path:
-    """Return the folder of all pools: $FL_SIM_POOLS, else a folder in the user's cache."""
+    """Return the folder of all pools of synthetic records: $FL_SIM_POOLS, else a folder in the user's cache."""
     return user_folder("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")

@@ -1,4 +1,4 @@
-"""Kinds of work of a run, and the timing of small pieces of them on public test records, within a budget of seconds."""
+"""The kinds of work of a run, and the timing of small pieces of work on public test records in a limited time."""
 
 import math
 import time
@@ -16,18 +16,19 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.types import Examples
 
 Ready = Callable[[int, int], Callable[[], object]]
-"""(records of a piece, number of pieces) -> a turn, a function that does these pieces."""
+"""A function (records of a piece, number of pieces) -> turn. A turn is a function that does these pieces of work."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: ``turns`` with ``pieces`` in all, such as clients' turns and their steps.
+    """One kind of work, which consists of turns, and each turn of pieces. Example: local trainings and their steps.
 
-    ``what``: a piece, in words. ``kind``: equal for work whose pieces take equally long. ``ready``: loads the input of
-    a turn and returns the turn; None without a timing. ``records``: in a piece; ``most``: pieces in a timed turn.
-    ``at_once``: parallel turns. ``makes``: the name of a result that several runs share, empty without one.
-    ``threads``: of torch. ``clock``: the clock of a turn; on a CPU the time of this thread, whatever else the machine
-    does.
+    ``turns``, ``pieces``: the total numbers of turns and of pieces. ``what``: a description of a piece. ``kind``: a
+    key, equal for works whose pieces take equally long. ``ready``: a function that loads the input of a turn and
+    returns the turn; None if the work is not timed. ``records``: the number of records in a piece. ``most``: the
+    largest number of pieces in a timed turn. ``at_once``: the number of parallel turns. ``makes``: the name of a result
+    that several runs share, empty without one. ``threads``: the number of torch threads. ``clock``: the clock of a
+    turn; on a CPU the time of this thread, which other programs do not change.
     """
 
     what: str
@@ -44,7 +45,7 @@ class Work:
 
 
 def public_records(job: Job, count: int) -> Examples:
-    """Return ``count`` public test records, some of them repeated where there are fewer."""
+    """Return ``count`` public test records. If the test set has fewer records, they are repeated."""
     test = job.dataset.test
     return test.take(np.arange(count) % len(test))
 
@@ -53,28 +54,28 @@ Say: TypeAlias = Callable[[str], object]
 Clock: TypeAlias = Callable[[], float]
 
 MEASURING_SECONDS: Final = 12.0
-"""The time budget of all timings of a plan."""
+"""The time budget, in seconds, of all timings of ``fl-sim plan``."""
 
 _FEWEST: Final = 2
-"""The records of the first piece: BatchNorm needs two."""
+"""The number of records of the first timed piece. BatchNorm needs two."""
 _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
 _FLAT: Final = 1.5
-"""A piece with eight times the records that took less than this many times as long is followed by a far larger one."""
+"""If eight times the records take less than this many times as long, the next timed piece is far larger."""
 _CHEAP: Final = 0.25
-"""A share of the remaining time: a piece that takes less is timed at once, without smaller ones before it."""
+"""A share of the remaining time. A piece that is expected to take less is timed without smaller pieces before it."""
 _LONG_ENOUGH: Final = 0.05
-"""Work that takes fewer seconds is timed several times."""
+"""Work that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of a kind of work: ``turn`` for a turn, and ``piece`` for each piece in it.
+    """The measured seconds of a kind of work: ``turn`` seconds for each turn, plus ``piece`` seconds for each piece.
 
-    ``at_least``: these are the seconds of a piece of fewer records, as a whole piece exceeded the budget.
-    ``why_not``: the reason for no timing, in words.
+    ``at_least``: True if the seconds are those of a smaller piece, because a whole piece exceeded the time budget.
+    ``why_not``: the reason if there is no timing; else empty.
     """
 
     turn: float = 0.0
@@ -87,9 +88,9 @@ NO_TIME: Final = Timing(why_not="no time was left for it")
 
 
 class Stopwatch:
-    """Times kinds of work, which many runs share, once each.
+    """A stopwatch that times each kind of work once, even if many runs contain this kind.
 
-    ``budget``: seconds for one call of ``time_all``, by ``clock``.
+    ``budget``: the largest time, in seconds of ``clock``, for one call of ``time_all``.
     """
 
     def __init__(self, budget: float = MEASURING_SECONDS, *, clock: Clock = time.monotonic) -> None:
@@ -98,9 +99,10 @@ class Stopwatch:
         self._what: dict[str, str] = {}
 
     def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
-        """Time each new kind of ``works`` until the budget is spent; ``say`` receives the next kind, in words.
+        """Time each new kind of work in ``works`` until the time budget is spent.
 
-        Each kind gets an equal share of the remaining time; unfinished ones then get larger shares of the rest.
+        ``say`` receives a description of the kind that is timed next. Each kind gets an equal share of the remaining
+        time; unfinished kinds then get larger shares of the rest.
         """
         new = {work.kind: work for work in works if work.ready and work.kind not in self.timings}
         self._what |= {work.kind: work.what for work in new.values()}
@@ -118,24 +120,25 @@ class Stopwatch:
 
     @property
     def told(self) -> tuple[tuple[str, Timing], ...]:
-        """Return each kind of work in words, with its timing."""
+        """Return (description, timing) for each kind of work."""
         return tuple((what, self.timings[kind]) for kind, what in self._what.items())
 
     def timing(self, work: Work) -> Timing:
-        """Return the timing of a kind of work."""
+        """Return the timing of the kind of ``work``, or a ``Timing`` with the reason for no timing."""
         return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it is not timed beforehand")
 
     def seconds(self, work: Work) -> float:
-        """Return about how many seconds all of ``work`` takes; 0 without a timing."""
+        """Return the approximate seconds of all turns and pieces of ``work``; 0 without a timing."""
         timing = self.timing(work)
         return (work.turns * timing.turn + work.pieces * timing.piece) / work.at_once
 
 
 class _Ladder:
-    """The timing of one kind of work: from a piece of few records to a whole piece, then several pieces in a turn.
+    """The timing of one kind of work, in growing steps.
 
-    ``_size``: records of the largest piece so far. ``_waited`` and ``_waited_before``: wall-clock seconds of it and of
-    the piece before it. ``_least``: a lower bound of a piece's seconds in a turn of several.
+    It times pieces of more and more records up to a whole piece, then a turn of several pieces. ``_size``: the number
+    of records of the largest piece so far. ``_waited``: the wall-clock seconds of that piece. ``_waited_before``: those
+    of the piece before it. ``_least``: a lower bound of the seconds of a piece in a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
@@ -143,7 +146,10 @@ class _Ladder:
         self._clock, self._size, self._waited, self._waited_before, self._least = clock, 0, 0.0, 0.0, 0.0
 
     def climb(self, seconds: float) -> None:
-        """Time larger and larger pieces, as long as the next one fits into ``seconds`` by the time of the last one."""
+        """Time larger and larger pieces of work for at most about ``seconds`` seconds.
+
+        The next piece is timed only if it fits into the remaining time, judged by the time of the last piece.
+        """
         deadline = self._clock() + seconds
         try:
             with fixed_threads(self.work.threads):
@@ -162,7 +168,7 @@ class _Ladder:
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
     def _next(self, left: float) -> int:
-        """Return the number of records of the next piece, 0 without time for one."""
+        """Return the number of records of the next piece; 0 if the remaining ``left`` seconds are too few for one."""
         records = self.work.records
         if not self._size:
             return min(_FEWEST, records) if left > 0 else 0
@@ -174,7 +180,7 @@ class _Ladder:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the seconds that a second piece of ``size`` records adds to a turn; 0 where timing it is not cheap."""
+        """Return the seconds that a second piece of ``size`` records adds to a turn; 0 if timing it takes too long."""
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
             return 0.0
@@ -183,7 +189,7 @@ class _Ladder:
         return min(one, max(0.0, two - one))
 
     def _time_several(self, deadline: float) -> None:
-        """Separate a turn's own time from that of its pieces, where a turn of several is cheap."""
+        """Time a turn of several pieces, if time is left, to separate the turn's own time from that of its pieces."""
         one, affordable = self.found.turn + self.found.piece, (deadline - self._clock()) / max(self._waited, 1e-9)
         if affordable < 2:
             return
@@ -194,7 +200,7 @@ class _Ladder:
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:
-        """Return the seconds of a turn: the least of several, as the first one fills caches."""
+        """Return the seconds of a turn of ``pieces`` pieces: the minimum of several runs, as the first fills caches."""
         assert self.work.ready is not None
         turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()
         is_on_the_way = bool(self._size) and size < self.work.records

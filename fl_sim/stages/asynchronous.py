@@ -32,11 +32,13 @@ from strategies.servers import Arrival, FedAsync, FedBuff
 from strategies.timed import clock_of
 
 TOGETHER = 64
-"""About how many clients train in one exchange, where as many have started: the engine spreads them over its workers,
-and some of them are trained before their updates are due."""
+"""The approximate number of clients that train in one exchange of messages, if as many turns have started.
+
+The engine distributes them over its workers. Some of them are trained before their updates are due.
+"""
 
 SENT = "sent-in-round-"
-"""The beginning of the names of files with a model that clients still train."""
+"""The prefix of the names of files that hold models on which clients still work."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,16 @@ class AsynchronousRounds(Rounds):
 
     @property
     def server(self) -> FedAsync | FedBuff:
-        """Return the settings of the server."""
+        """Return the settings of the asynchronous server."""
         server = self.job.experiment.server
         assert isinstance(server, FedAsync | FedBuff)
         return server
 
     def beginning(self) -> ServerState:
-        """Return the first server state. Raises UserError for an algorithm that sends clients more than a model."""
+        """Return the first server state.
+
+        Raises UserError for invalid devices, and for an algorithm that sends clients more than a model.
+        """
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
         fleet_of_clients(devices, experiment.num_clients, experiment.seed)  # raises errors before the run
@@ -62,12 +67,15 @@ class AsynchronousRounds(Rounds):
         return begun
 
     def work(self) -> Sequence[Work]:
-        """Return the work of training and of measuring, from the number of updates in all steps of the server."""
+        """Return the work of local training, evaluation and stages, for the updates of all server steps."""
         experiment = self.job.experiment
         return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients; those of turns that outlast the run are a forecast."""
+        """Return the bytes of arrays to and from all clients, by purpose.
+
+        This includes an estimate of the models sent to clients whose turns do not end before the run ends.
+        """
         experiment, size = self.job.experiment, self.server.step_size
         in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)
         return self._traffic_of(experiment.rounds * size, in_the_end)
@@ -91,8 +99,9 @@ class AsynchronousRounds(Rounds):
 class _Server:
     """The asynchronous server of a run.
 
-    ``folder``: holds the models that clients still train. ``sent``: the same models in memory, by the round in which a
-    turn started. ``trained``: updates of turns that have not ended yet. ``outdated``: files for removal.
+    ``folder``: the folder of the models that clients still train. ``sent``: the same models in memory, {round in which
+    a client started: server state}. ``trained``: {turn: update} of turns that were computed early and have not ended by
+    the virtual clock. ``outdated``: files that the next step removes.
     """
 
     procedure: AsynchronousRounds
@@ -106,7 +115,7 @@ class _Server:
     outdated: list[Path] = field(default_factory=list)
 
     def resume(self, last_round: int) -> None:
-        """Repeat the events up to the last step, and read the models that clients still train."""
+        """Recompute the events up to the step ``last_round``, and read the models that clients still train."""
         for _ in range(last_round):
             self.schedule.next_step()
         for server_round in sorted({turn.server_round for turn in self.schedule.in_flight}):
@@ -123,7 +132,7 @@ class _Server:
                 path.unlink()
 
     def step(self, server_round: int) -> Round:
-        """Let the clients train whose updates are due, and make the server's next step."""
+        """Train the clients whose updates are due, and make the server's next step; return its outcome."""
         start, before = time.perf_counter(), self.strategy.server
         self.sent[server_round] = before
         made = self.schedule.next_step()
@@ -148,7 +157,7 @@ class _Server:
         )  # fmt: skip
 
     def _train(self, made: ServerStep) -> None:
-        """Train the clients whose updates are due and, in the same exchange, the next ones."""
+        """Train the clients whose updates are due in step ``made``, together with some clients of later steps."""
         due = [turn for turn in made.arrived if turn not in self.trained]
         if not due:
             return
@@ -179,9 +188,10 @@ class _Server:
         return self.strategy.content(order, self.sent[server_round])
 
     def _keep_sent(self) -> None:
-        """Write the models that clients still train, and forget others.
+        """Write the models that clients still train to files, and drop all other models from memory.
 
-        The next checkpoint, written after this, refers to them; files that the last checkpoint needs are removed later.
+        The next checkpoint is written afterwards and refers to these files. Files that only the last checkpoint needs
+        are removed one step later.
         """
         for path in self.outdated:
             path.unlink(missing_ok=True)

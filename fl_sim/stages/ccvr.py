@@ -1,6 +1,7 @@
-"""CCVR as a stage: after the last round clients send moments of their features, and the server trains the head again.
+"""The stage of CCVR (Luo et al. 2021), after the last round.
 
-Luo et al. 2021. The settings are ``strategies.ccvr``; what is released privately is ``clients.private_moments``.
+Clients send moments of their features by class, and the server trains the head of the model again on features that it
+draws from these moments. The settings are in ``strategies.ccvr``, the private release is ``clients.private_moments``.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from fl_sim.simulation.client_ledgers import JointCost
 
 SUMMARISE: Final = "summarise"
-"""The task of sending moments of features by class."""
+"""The name of the client task that returns the moments of a client's features, by class."""
 
 _COVERS: Final = (
     "the moments of features that each client sends once, after training, and what is computed from nothing but them "
@@ -55,14 +56,14 @@ _PUBLIC: Final = "How many records a client holds is treated as public."
 
 
 def settings_of(job: Job) -> CCVR:
-    """Return the settings of an experiment that is calibrated."""
+    """Return the settings of CCVR; the experiment of ``job`` must use CCVR."""
     assert isinstance(job.experiment.calibrate, CCVR)
     return job.experiment.calibrate
 
 
 @dataclass(frozen=True)
 class Summarise:
-    """The client half: moments of the client's features under the model it receives, with or without noise."""
+    """The client task that returns moments of the client's features under the received model, with or without noise."""
 
     job: Job
     reads_records: ClassVar[bool] = False  # it asks the policy itself: private moments are paid for
@@ -70,7 +71,10 @@ class Summarise:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the moments, (classes, moments a class) float64, as they are or as one private release."""
+        """Return the message with the moments, float64 of shape (classes, moments of a class).
+
+        The moments are exact, or one private release with noise.
+        """
         protection, num_classes = settings_of(self.job).protection, self.job.dataset.num_classes
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
@@ -91,7 +95,7 @@ class Summarise:
         return wire.moments_content(released_moments(features, classes, num_classes, protection, release))
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge private moments to the client's ledger at the driver: see ``PaidAtHome``."""
+        """Charge private moments to the client's ledger at the driver before a worker makes them (``PaidAtHome``)."""
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
 
@@ -104,7 +108,7 @@ class Summarise:
         return Begun(remote.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the moments that a worker made."""
+        """Store the private moments in a worker's answer, and return the answer."""
         from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
 
         release, paid = begun.paid
@@ -113,7 +117,7 @@ class Summarise:
 
 
 def moments_release(job: Job, client: Client) -> "MomentsRelease":
-    """Return the release of a client's moments: its name, its folder and its ledger."""
+    """Return the description of the release of a client's moments: its name, its folder and its ledger."""
     from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
@@ -124,7 +128,10 @@ def moments_release(job: Job, client: Client) -> "MomentsRelease":
 
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
-    """Return the name of the moments of ``client`` under ``params``: a digest of all that they depend on."""
+    """Return the name of the release of a client's moments: a digest of everything that the moments depend on.
+
+    ``params``: the model under which the moments are computed.
+    """
     names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
     asked, calibrate = experiment.chosen(*names), experiment.calibrate
     assert isinstance(calibrate, CCVR)
@@ -136,20 +143,21 @@ def release_name(experiment: Experiment, client: int, params: Params) -> str:
 
 
 class Calibration(Stage):
-    """The server half."""
+    """The stage at the server: it asks for moments and trains the head of the last model again."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._found: dict[str, Any] = {}
 
     def tasks(self) -> Mapping[str, Summarise]:
-        """Return the one task."""
+        """Return the client task ``summarise``."""
         return {SUMMARISE: Summarise(self.job)}
 
     def after(self, run: Run) -> None:
-        """Train the head of the last model again. Raises RunError where a client fails, Diverged for a bad rate.
+        """Train the head of the last model again.
 
-        The checkpoint has the model of the last round: a run that is killed here does all of this again.
+        Raises RunError if a client fails; Diverged if the loss is not finite. The checkpoint contains the model of the
+        last round, so a run that is stopped here repeats this method when it is resumed.
         """
         job, log, settings = self.job, run.log, settings_of(self.job)
         params, seed, num_classes = log.server.params, job.experiment.seed, job.dataset.num_classes
@@ -190,11 +198,11 @@ class Calibration(Stage):
         return [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
 
     def trains_model(self) -> bool:
-        """Return True: it trains the head."""
+        """Return True, because this stage trains the head of the model."""
         return True
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of the model to all clients, and of the moments of their features back."""
+        """Return the bytes of the model, which goes to all clients, and of the moments, which come back."""
         return {"moments": self._traffic_of_moments(params)}
 
     def _traffic_of_moments(self, model: Params) -> Traffic:
@@ -203,7 +211,7 @@ class Calibration(Stage):
         return Traffic(down, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the privacy cost of private moments; nothing without noise."""
+        """Yield the privacy cost of private moments; yield nothing if the moments have no noise."""
         if (protection := settings_of(self.job).protection) is None:
             return
         from fl_sim.privacy.bill import payment_of  # noqa: PLC0415
@@ -212,13 +220,13 @@ class Calibration(Stage):
         yield payment_of(terms, {protection.event: 1}, "", is_simulated=protection.noise == "seeded")
 
     def warnings(self) -> list[str]:
-        """Return a warning of what clients send."""
+        """Return a warning that lists the contents of the clients' messages after training."""
         with_noise = "with" if settings_of(self.job).is_private else "without"
         said = "after training clients send, for every class, how many records they hold, the sum of their features and"
         return [f"{said} that of the features' products, {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the accuracy before and after, and the skipped classes."""
+        """Return the result fields: accuracy before and after the calibration, and the skipped classes."""
         return {"calibrate": {"kind": settings_of(self.job).kind, **self._found}}
 
 
@@ -228,7 +236,10 @@ def _shape(job: Job) -> tuple[int, int]:
 
 @contextmanager
 def _stated(run: Run) -> Iterator[None]:
-    """State the cost of the clients' private releases before any client is asked: a run may stop in the middle."""
+    """Add the privacy statement of the clients' releases to the log before any client is asked.
+
+    So the statement exists even if the run stops in the middle. Afterwards the joint cost is added to the statement.
+    """
     log, protection = run.log, settings_of(run.job).protection
     if protection is None:
         yield
@@ -241,10 +252,10 @@ def _stated(run: Run) -> Iterator[None]:
 
 
 def statement(job: Job, protection: "Protection", identity: str, together: "JointCost | None") -> dict[str, object]:
-    """Return the privacy statement of ``result.json``: the cost of one client's release to each of its records.
+    """Return the privacy statement for ``result.json``: the cost of one client's release to each of its records.
 
-    ``identity``: of this run's releases in bills. ``together``: the joint cost of all releases about the same records,
-    None where it is not known here.
+    ``identity``: the name of this run's releases in sums of costs. ``together``: the joint cost of all releases about
+    the same records; None if it is not known on this machine.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415
@@ -269,9 +280,10 @@ def statement(job: Job, protection: "Protection", identity: str, together: "Join
 
 
 def paid_together(job: Job, protection: "Protection", params: Params) -> "JointCost | None":
-    """Return the joint cost in the clients' ledgers of the job's records, None where they lack this release.
+    """Return the joint cost of all releases in the clients' ledgers about the job's records.
 
-    ``params``: the model of the moments. The ledger of a remote client is with the client.
+    None if the ledgers on this machine lack the charge of this release; a remote client has its own ledger. ``params``:
+    the model under which the moments were computed.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415

@@ -1,6 +1,7 @@
-"""A private start as a stage: charge, ask, draw images, and store them, so that they are paid for once.
+"""The stage of a private start: the server trains the first model on images that it draws from noisy sums.
 
-The settings, and the drawing of images from the answers, are ``strategies.private_start``.
+The sums are charged to the ledger, clients are asked for them, and the images are stored, so that they are charged only
+once. The settings, and the drawing of images from the answers, are in ``strategies.private_start``.
 """
 
 import json
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from strategies.private import PrivateRounds
 
 MEASURE: Final = "measure"
-"""The task of answering a question by sums over the client's records."""
+"""The name of the client task that answers a question with sums over the client's records."""
 
 _MOST_SAID: Final = 64 * 1024  # bytes of start.json
 
@@ -59,7 +60,7 @@ def settings_of(job: Job) -> PrivateStart:
 
 @dataclass(frozen=True)
 class Measure:
-    """The client half: sums over the client's records, which Global DP clips and adds noise to."""
+    """The client task that returns sums over the client's records. Global DP clips the sums and adds noise to them."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -67,17 +68,17 @@ class Measure:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the answer to the question that the message brings."""
+        """Return the answer to the question in the client's message."""
         inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
         question, num_classes = read_question(client.params), self.job.dataset.num_classes
         return wire.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
 
 
 class Start(Stage):
-    """The server half."""
+    """The stage at the server: it asks for sums, draws images from them, and trains the first model on these."""
 
     def tasks(self) -> Mapping[str, Measure]:
-        """Return the one task, which is sent three times."""
+        """Return the client task ``measure``, which the server sends three times."""
         return {MEASURE: Measure(self.job)}
 
     def preparing(self, log: RunLog) -> str:
@@ -86,26 +87,26 @@ class Start(Stage):
         return "" if log.rounds else said
 
     def before(self, run: Run) -> None:
-        """Train the first model on images that are drawn from the clients' answers."""
+        """Train the first model on images that the server draws from the clients' noisy answers."""
         run.log.before["private_start"] = None  # who was asked is secret
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
     def trains_model(self) -> bool:
-        """Return True: it trains the first model."""
+        """Return True, because this stage trains the first model."""
         return True
 
     def num_server_steps(self) -> int:
-        """Return the number of steps on the images."""
+        """Return the number of minibatch steps on the images at the server."""
         settings = settings_of(self.job)
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of sums and drawing, which is not timed."""
+        """Return the work of computing sums and of drawing images, which is not timed."""
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of three questions to a cohort, and of three answers."""
+        """Return the bytes of three questions to a cohort of expected size, and of its three answers."""
         del params
         settings, experiment = settings_of(self.job), self.job.experiment
         shape, num_classes = self.job.dataset.input_shape, self.job.dataset.num_classes
@@ -120,16 +121,16 @@ class Start(Stage):
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_clients))}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the numbers of images and of releases."""
+        """Return the result fields of the stage: the numbers of images and of private releases."""
         settings = settings_of(self.job)
         return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
 
 
 def prepare_start(run: Run) -> Path:
-    """Return the file of the images for the first model, made now or by this run before it stopped.
+    """Return the file with the images for the first model. It is made now, unless this run made it before a stop.
 
-    Raises UserError where the budget does not afford them, RunError where clients fail, or where the stored images are
-    damaged or not charged to the ledger of the run.
+    Raises UserError if the privacy budget is too small for the releases; RunError if clients fail, or if the stored
+    images are damaged or are not charged to the ledger of the run.
     """
     kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():
@@ -148,17 +149,19 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return the layer that charges the releases: the rounds' Global DP."""
+    """Return the layer that charges the releases of this stage: the Global DP layer of the rounds."""
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
 
 
 def released(run: Run, number: int, question: Params, template: Params) -> Params:
-    """Charge release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
+    """Charge one release before the first round, ask a cohort, and return the mean answer with noise.
 
-    ``question``: the message to each client; ``template``: of an answer. A client that fails or answers otherwise
-    counts as zeros, as in a round. Raises BudgetExhausted, with nothing done, where the budget does not afford it.
+    ``number``: the number of the release, from 1. ``question``: the tensors of the message to each client.
+    ``template``: names and shapes of an answer's tensors. A client that fails, or whose answer does not fit the
+    template, counts as zeros, as in a round. Raises BudgetExhausted, before any client is asked, if the release exceeds
+    the budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
     server_round = number - len(privacy.beforehand)  # 0 and below: with noise and coins of its own
@@ -209,7 +212,7 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _checked(kept: Path, run: Run) -> Path:
-    """Return the file that ``kept`` names. Raises RunError where it is damaged, or was not charged."""
+    """Return the image file that ``kept`` names. Raises RunError if it is damaged or the ledger lacks its charge."""
     from fl_sim.privacy.ledger import Ledger, Receipt  # noqa: PLC0415 (the accountants load slowly)
 
     job, privacy = run.job, privacy_of(run)

@@ -1,4 +1,7 @@
-"""Sharing as a stage: before the first round clients share something for an algorithm, such as FedMix's averages."""
+"""The stage for algorithms with shared summaries: before the first round every client shares a summary of its records.
+
+An example are the averages of a few records in FedMix.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,18 +26,18 @@ from fl_sim.types import Params, Traffic
 from strategies.algorithm import Sharing, share_template
 
 SHARE: Final = "share"
-"""The task of sharing the algorithm's summary of a client's records."""
+"""The name of the client task that returns the algorithm's summary of a client's records."""
 
 
 def sharing(job: Job) -> Sharing:
-    """Return the algorithm of an experiment with a shared pool."""
+    """Return the algorithm of ``job``, which must be one whose clients share summaries."""
     assert isinstance(job.experiment.algorithm, Sharing)
     return job.experiment.algorithm
 
 
 @dataclass(frozen=True)
 class ShareTask:
-    """The client half: the algorithm's summary of the client's records, such as averages of a few."""
+    """The client task that computes the algorithm's summary of the client's records, such as averages of a few."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -42,7 +45,7 @@ class ShareTask:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's summary."""
+        """Return the message with the client's summary."""
         inputs, labels = client.runtime.records(client.number, client.config.synthetic).tensors()
         seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
         with seeded_alone(seed, "share", client.number):
@@ -51,14 +54,14 @@ class ShareTask:
 
 
 class Shares(Stage):
-    """The server half: the tensors of all clients, one after another, go to all of them."""
+    """The stage at the server: it concatenates the summaries of all clients and sends the result to every client."""
 
     def tasks(self) -> Mapping[str, ShareTask]:
-        """Return the one task."""
+        """Return the client task ``share``."""
         return {SHARE: ShareTask(self.job)}
 
     def before(self, run: Run) -> None:
-        """Ask every client for its summary, and store the pool for the rounds."""
+        """Ask every client for its summary, and store all summaries in one file for the rounds."""
         experiment, dataset = self.job.experiment, self.job.dataset
         template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)
@@ -69,7 +72,10 @@ class Shares(Stage):
         run.strategy.order = replace(run.order, pool=str(pool))
 
     def gathered(self, run: Run, template: Params) -> tuple[Params, int]:
-        """Return the tensors of all clients, concatenated in their order, and the bytes sent."""
+        """Return the summaries of all clients, concatenated in the order of clients, and the bytes that clients sent.
+
+        ``template``: names, shapes and types of a summary's tensors. Raises RunError if all summaries are empty.
+        """
         most = run.strategy.most_examples
         sent = run.ask(
             SHARE,
@@ -87,7 +93,10 @@ class Shares(Stage):
         return pool, sum(num_bytes for _, num_bytes in sent)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return about the bytes both ways, from a client of the mean size that is made of public test records."""
+        """Return a forecast of the bytes to and from all clients.
+
+        It is computed from the summary of one simulated client, with public test records and the mean number of them.
+        """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test
         pooled = sum(stage.num_pooled() for stage in stages_of(self.job))

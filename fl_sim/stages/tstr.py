@@ -1,4 +1,7 @@
-"""TSTR as a procedure: clients release synthetic records, the server trains classifiers on them, one is tested."""
+"""The procedure of TSTR, "train on synthetic, test on real".
+
+Clients release synthetic records, the server trains classifiers on them, and tests the best one on real records.
+"""
 
 import math
 from collections.abc import Iterator
@@ -40,12 +43,16 @@ from strategies.fedavg import FedAvg
 from strategies.tstr import DISCRIMINANT, QUADRATIC, Tstr
 
 MOST_COMPARED = 10_000
-"""The most synthetic and real records in the comparison of distributions, of images by their features."""
+"""The largest number of synthetic records, and of real ones, for the Frechet distance between their distributions."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier that is trained on synthetic records; ``tested``: its scores on real ones, None without a test."""
+    """A classifier that is trained on synthetic records.
+
+    ``held_out``: its scores on held-out synthetic records. ``tested``: its scores on real test records, None without a
+    test.
+    """
 
     name: str
     params: Params
@@ -53,19 +60,19 @@ class Classifier:
     tested: Scores | None
 
     def facts(self) -> dict[str, Any]:
-        """Return its fields in ``result.json``, chosen or not, as papers print all of them."""
+        """Return the classifier's fields in ``result.json``. All classifiers are listed, not only the chosen one."""
         accuracy = self.tested.accuracy if self.tested else None
         return {"name": self.name, "held_out_accuracy": self.held_out.accuracy, "test_accuracy": accuracy}
 
 
 @dataclass(frozen=True)
 class TstrProcedure(Procedure):
-    """The procedure of TSTR: all training uses the synthetic records of clients alone."""
+    """The procedure of TSTR: all training uses only the synthetic records of clients."""
 
     settings: Tstr
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Let clients release synthetic records, train every classifier, and test the chosen one."""
+        """Let clients release synthetic records, train every classifier, and record the scores of the chosen one."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
@@ -94,7 +101,7 @@ class TstrProcedure(Procedure):
         observer.finished_round(record)
 
     def _trained(self, pool: Examples) -> Iterator[Classifier]:
-        """Yield each classifier, in order, as soon as it is trained."""
+        """Yield each classifier of the settings, in order, as soon as it is trained."""
         order = rng(self.job.experiment.seed, "holdout").permutation(len(pool))
         held_out, kept = np.split(order, [round(self.settings.holdout * len(pool))])
         own, rest = pool.take(kept), pool.take(held_out)
@@ -106,7 +113,7 @@ class TstrProcedure(Procedure):
             yield Classifier(name, params, _scored(trainer, params, judged_on), tested)
 
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
-        """Return the parameters of a classifier after training on its ``own`` synthetic records, and its trainer."""
+        """Train the classifier ``name`` on the synthetic records ``own``; return its parameters and its trainer."""
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
         if name in {DISCRIMINANT, QUADRATIC}:  # in closed form; first, as it refuses too large a model
@@ -135,7 +142,7 @@ class TstrProcedure(Procedure):
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
-        """Return the Frechet distance of synthetic records from real ones; None where it is not measured."""
+        """Return the Frechet distance between synthetic records and real test records; None if it is not measured."""
         from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
 
         experiment, dataset = self.job.experiment, self.job.dataset
@@ -154,13 +161,13 @@ class TstrProcedure(Procedure):
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of clients' releases, of evaluating classifiers, and of training them, which is not timed."""
+        """Return the work of the clients' releases, of evaluation, and of the classifiers' training (not timed)."""
         measured = len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())
         return (*made, evaluation_work(self, measured), Work("the classifiers' training", pieces=1.0))
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of the released records."""
+        """Return the bytes of the released records, which clients send to the server."""
         foretold = (stage.traffic({}) for stage in stages_of(self.job))
         return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}
 

@@ -1,1 +1,1 @@
-"""DA-FL's pool of synthetic records: made once, kept, paid for."""
+"""The DA-FL stage: clients release synthetic records once, each release is charged, and all records are stored."""

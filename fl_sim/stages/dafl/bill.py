@@ -1,6 +1,6 @@
-"""The privacy cost of DA-FL's pool of synthetic records, and its statement.
+"""The privacy cost of DA-FL's pool of synthetic records, and the privacy statement about it.
 
-Clients are disjoint, so the cost to a record is that of the most expensive client's share.
+The clients' records are disjoint, so the cost to a record is at most the cost of the most expensive client's release.
 """
 
 import json
@@ -27,15 +27,16 @@ from strategies.global_dp import GlobalDP
 NOT_PER_CLIENT = (
     " The pool of synthetic records that clients released before training: it is protected per record, not per client."
 )
-"""The addition to a client-level statement where there is a pool."""
+"""A sentence that is added to client-level privacy statements if there is a pool of synthetic records."""
 
 
 def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
-    """Return the privacy statement of ``result.json`` for records, from the most expensive client's cost.
+    """Return the record-level privacy statement for ``result.json``, from the cost of the most expensive client.
 
-    ``epsilon`` is this pool's; ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run.
-    ``epsilon_together``: of all releases in the clients' ledgers about the records of this data set, at most
-    ``shares_together`` of them about one record; both None where not all ledgers are here.
+    Field ``epsilon``: the cost of this pool; ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run.
+    Field ``epsilon_together``: the cost of all releases in the clients' ledgers about the records of this data set.
+    Field ``shares_together``: the largest number of them about one record. Both are None if not all ledgers are on this
+    machine.
     """
     settings = settings_of(experiment)
     bills = [
@@ -80,7 +81,10 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Bill:
-    """The cost of one client's share to a record, by release and together."""
+    """The privacy cost to a record of one client's release, as epsilons at the delta of the settings.
+
+    ``events``: {release: privacy event}. ``labels``, ``generator``: the cost of each part. ``epsilon``: the joint cost.
+    """
 
     events: dict[str, dp_event.DpEvent]
     labels: float

@@ -1,9 +1,10 @@
-"""A pool of synthetic records on disk, made once for all runs that would make the same.
+"""The pool of synthetic records on disk, made once and shared by all runs that need the same pool.
 
-A pool is a folder below ``$FL_SIM_POOLS`` (else the user's cache), named by everything that determines it: runs that
-differ in the algorithm or the rounds share one pool, and one release of every client. Clients' answers are checked
-before they are stored, and again when they are read. ``pool.json`` holds the costs, and the charges of each client's
-ledger that paid them. A ledger without these charges is refused: a pool would be shown for less than it cost.
+A pool is a folder below ``$FL_SIM_POOLS`` (else the user's cache). Its name is a digest of everything that determines
+it: runs that differ only in the algorithm or the rounds share one pool, and one release of every client. Clients'
+answers are checked before they are stored, and again when they are read. ``pool.json`` holds the privacy costs and the
+receipts of the charges in the clients' ledgers. A ledger without these charges is refused, because the stated cost of
+the pool would be too low.
 """
 
 import hashlib
@@ -57,10 +58,11 @@ _FEW = 20  # classes that a warning lists
 
 @dataclass(frozen=True)
 class ClientPart:
-    """One client's part of a pool: released values and public facts only.
+    """The description of one client's part of a pool. It contains only released values and public facts.
 
-    ``receipt``: of its charge, None without a release; ``here``: True if that ledger is on this machine, and not with a
-    remote client.
+    ``counts``: the number of synthetic records of each class. ``refused``: the reason for no release, else empty.
+    ``facts``: the privacy costs. ``receipt``: the receipt of the charge, None without a release. ``here``: True if the
+    client's ledger is on this machine, and not with a remote client.
     """
 
     counts: tuple[int, ...]
@@ -72,11 +74,12 @@ class ClientPart:
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool at the server.
+    """A pool of synthetic records at the server.
 
-    ``path``: safetensors, records in the form of ``as_kept`` and int64 labels, sorted by client. ``together``: the
-    joint cost of all releases about these records, with other settings, seeds and deleted pools; None where not all
-    ledgers are here. ``trainer``: the trainer of the generators, in words; empty where it is not known.
+    ``path``: a safetensors file with the records, in the form of ``as_kept``, and int64 labels, sorted by client.
+    ``together``: the joint cost of all releases about the clients' records, including other settings, other seeds and
+    deleted pools; None if not all ledgers are on this machine. ``trainer``: a description of the generators' trainer;
+    empty if it is not known.
     """
 
     path: Path
@@ -88,14 +91,14 @@ class Pool:
 
     @property
     def num_synthetic(self) -> int:
-        """Return the number of synthetic records."""
+        """Return the number of synthetic records of all clients."""
         return sum(sum(part.counts) for part in self.parts)
 
 
 def prepare_pool(run: Run) -> Pool:
-    """Return the job's pool, from an earlier run where there is one, and put a copy into the run directory.
+    """Return the job's pool, made now or by an earlier run, and write a copy into the run directory.
 
-    Raises RunError where a client fails, or where the main task would have nothing to train on.
+    Raises RunError if a client fails, or if the pool is empty and clients would train on nothing else.
     """
     job = run.job
     folder = pools_root() / pool_key(job)
@@ -115,9 +118,10 @@ def prepare_pool(run: Run) -> Pool:
 
 
 def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
-    """Let every client release synthetic records; return, by client, (records, their facts as JSON).
+    """Let every client release synthetic records; return (records, their counts and costs as JSON) of each client.
 
-    An answer with more records of one class than all clients hold, or with records of another shape, is refused.
+    An answer with records of a wrong shape, or with more records than the number of classes times the size of the
+    training set, is refused.
     """
     records, num_classes = run.job.dataset.train, run.job.dataset.num_classes
     return run.ask(
@@ -134,7 +138,7 @@ def is_made(job: Job) -> bool:
 
 
 def pool_key(job: Job) -> str:
-    """Return the name of the job's pool: a digest of all that determines it."""
+    """Return the name of the job's pool, which contains a digest of everything that determines the pool."""
     experiment = job.experiment
     settings = experiment.chosen("partition", "clients", "seed", "partition_seed", "preprocess")
     for afterwards in ("train_on", "server_epochs"):
@@ -150,7 +154,7 @@ def pool_key(job: Job) -> str:
 
 
 def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
-    """Return the facts of the pool for ``result.json``."""
+    """Return the fields of ``result.json`` that describe the pool."""
     settings = settings_of(experiment)
     return {
         "kind": settings.kind,
@@ -170,9 +174,10 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 
 def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
-    """Return the bytes of the release: every client's records to the server, and the whole pool to each client.
+    """Return the bytes of every client's records to the server, and of the whole pool to each client.
 
-    In a simulation all clients read the pool from one disk. The bytes follow from the counts that clients release.
+    The bytes follow from the counts that clients release, although in a simulation all clients read the pool from one
+    disk.
     """
     released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
     up = sum(arrays.num_bytes(wire.synthetic_content(records, "")) for records in released)
@@ -181,9 +186,9 @@ def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
 
 
 def warnings_of(pool: Pool, job: Job) -> list[str]:
-    """Return warnings of clients without a release and of classes without a record, each with a cure.
+    """Return warnings about clients without a release and about classes without a record, each with a cure.
 
-    They follow from released values alone.
+    The warnings depend only on released values.
     """
     return [*filter(None, (_of_refusals(pool, job), _of_absent_classes(pool, job)))]
 
@@ -215,7 +220,10 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
 
 
 def _cure(job: Job) -> str:
-    """Return the cure, with the number of records of a class that a client needs, from public numbers alone."""
+    """Return the cure for missing classes, in words.
+
+    It names the number of records of a class that a client needs, computed only from public numbers.
+    """
     settings = settings_of(job.experiment)
     gamma = max(settings.client_gammas, default=settings.gamma)
     if math.isinf(settings.epsilon) or not gamma:
@@ -230,9 +238,10 @@ def _cure(job: Job) -> str:
 
 
 def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, seconds: float) -> None:
-    """Write the answers of clients, (records, their facts as JSON) by client.
+    """Check the answers of all clients, and write them as a pool into ``folder``.
 
-    Raises RunError, with nothing written, that names the first client with an invalid answer.
+    ``answers``: (records, their counts and costs as JSON) of each client. ``seconds``: the time that the release took.
+    Raises RunError, before anything is written, that names the first client with an invalid answer.
     """
     said = []
     for client, (records, text) in enumerate(answers):
@@ -251,9 +260,10 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
 
 
 def load(folder: Path, job: Job, *, reused: bool) -> Pool:
-    """Return the pool in ``folder``.
+    """Read the pool in ``folder``, check it against the clients' ledgers, and return it.
 
-    Raises UserError where it is damaged, RunError where a client's ledger lacks its charge.
+    ``reused``: True if an earlier run made the pool. Raises UserError if the pool is damaged; RunError if a client's
+    ledger lacks the charge.
     """
     try:
         pool = _read(folder, job, reused=reused)
@@ -269,7 +279,7 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
-    """Return the trainer of the generators; empty without steps, or for a kind without a compiled trainer."""
+    """Return a description of the generators' trainer; empty without a release or without a compiled trainer."""
     generator, here = settings_of(job.experiment).generator, [one["here"] for one in said if one["receipt"] is not None]
     if not here or not isinstance(generator, CompiledGenerator):
         return ""
@@ -281,7 +291,10 @@ def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
 
 
 def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
-    """Return the facts of one client. Raises ValueError or RunError for invalid ones."""
+    """Return one client's part of a pool from JSON values. Raises ValueError or RunError for an invalid one.
+
+    ``stored``: True if ``value`` comes from ``pool.json``, and not from a client.
+    """
     match value:
         case {"counts": list(counts), "refused": str(refused), "facts": dict(facts), "receipt": receipt, **more}:
             here = more.pop("here", False) if stored else False
@@ -300,7 +313,7 @@ def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
 
 
 def _check_facts(facts: dict[str, Any], settings: DaFl, num_classes: int) -> None:
-    """Raise ValueError or RunError for costs that do not follow from the settings."""
+    """Raise ValueError or RunError if a client's stated privacy costs do not follow from the settings."""
     match facts:
         case {"labels": labels, "labels_epsilon": epsilon, "generator": dict(generator), "generator_steps": steps}:
             pass
@@ -352,7 +365,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _is_at(path: Path, receipt: Receipt) -> bool:
-    """Return True if the ledger at ``path`` is that of the receipt."""
+    """Return True if the file ``path`` is the ledger to which ``receipt`` belongs."""
     try:
         return path.exists() and open_ledger(path).identity == receipt.ledger
     except (RunError, UserError):
@@ -393,12 +406,12 @@ def _together(pool: Pool, job: Job) -> JointCost | None:
 
 
 def _labels(counts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the class of each record, client by client."""
+    """Return the class of each synthetic record, shape (records,), in the order of clients and then classes."""
     return torch.cat([torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in counts])
 
 
 def _bounded(path: Path, most: int) -> bytes:
-    """Return the content of a plain file of at most ``most`` bytes."""
+    """Return the content of a file. Raises ValueError if the file is missing or larger than ``most`` bytes."""
     try:
         return read_whole(path, most)
     except (OSError, UserError) as error:
@@ -406,5 +419,5 @@ def _bounded(path: Path, most: int) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Return the reason of a refusal, without the content of the refused file."""
+    """Return the reason of a refusal in words, without any content of the refused file."""
     return str(error) if type(error) in {ValueError, RunError} else f"it cannot be read, {type(error).__name__}"

@@ -1,6 +1,6 @@
-"""DA-FL as a stage: before the first round clients release synthetic records, on which all of them train.
+"""The stage of DA-FL: before the first round every client releases synthetic records, and all clients train on them.
 
-What a client does for its share is ``clients.dafl.share``.
+The client's part of the work is in ``clients.dafl.share``.
 """
 
 import json
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from fl_sim.stages.dafl.pool import Pool
 
 _MOST_STEPS: Final = 400
-"""Steps of a generator that are timed at most."""
+"""The largest number of generator steps in a timing."""
 
 
 SYNTHESIZE: Final = "synthesize"
-"""The task of releasing synthetic records."""
+"""The name of the client task that releases synthetic records."""
 
 
 @dataclass(frozen=True)
 class Synthesize:
-    """The task of releasing synthetic records: charged to the client's ledger, and made once."""
+    """The client task that releases synthetic records. A release is charged to the client's ledger and made once."""
 
     job: Job
     reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
@@ -57,7 +57,7 @@ class Synthesize:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's synthetic records, and their facts as JSON."""
+        """Return the message with the client's synthetic records, and with their counts and costs as JSON."""
         if not client.ticket:
             [made] = self.run_together([client])
             if isinstance(made, Exception):
@@ -73,7 +73,7 @@ class Synthesize:
         return wire.made_content(generate_elsewhere(settings, client.number, records, counts, noise, seed=seed))
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return every client's answer or exception; the generators are trained together."""
+        """Return the answer or the exception of every client. The clients' generators are trained together."""
         from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
 
         job, experiment = self.job, self.job.experiment
@@ -85,7 +85,7 @@ class Synthesize:
         return [share if isinstance(share, Exception) else content_of(share) for share in shares]
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge a share to the client's ledger at the driver: see ``PaidAtHome``."""
+        """Charge a release to the client's ledger at the driver before a worker makes it (``PaidAtHome``)."""
         from clients.dafl.share import PaidRequest, begin_share  # noqa: PLC0415 (the accountants load slowly)
 
         job, releasing = self.job, releasing_client(self.job, client)
@@ -96,7 +96,7 @@ class Synthesize:
         return Begun(remote.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the records that a worker made."""
+        """Store the synthetic records in a worker's answer; return the message for the server."""
         from clients.dafl.share import finish_share  # noqa: PLC0415 (the accountants load slowly)
 
         releasing, paid = begun.paid
@@ -104,7 +104,7 @@ class Synthesize:
 
 
 class SynthesisStage(Stage):
-    """The server half."""
+    """The stage at the server: it collects the pool of synthetic records, or finds the pool of an earlier run."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -112,7 +112,7 @@ class SynthesisStage(Stage):
         self.pool: Pool | None = None
 
     def tasks(self) -> Mapping[str, Synthesize]:
-        """Return the one task."""
+        """Return the client task ``synthesize``."""
         return {SYNTHESIZE: Synthesize(self.job)}
 
     def preparing(self, log: RunLog) -> str:
@@ -122,7 +122,7 @@ class SynthesisStage(Stage):
         return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
 
     def before(self, run: Run) -> None:
-        """Make or find the pool for the rounds, and train the first model on it where the settings say so."""
+        """Make or find the pool for the rounds; if ``server_epochs`` is set, train the first model on it."""
         from fl_sim.stages.dafl.pool import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
         job, log = self.job, run.log
@@ -138,39 +138,40 @@ class SynthesisStage(Stage):
             start_from(run, pool.path, epochs)
 
     def num_pooled(self) -> int:
-        """Return about the number of synthetic records of all clients."""
+        """Return the approximate number of synthetic records of all clients."""
         return int(self._by_client().sum())
 
     def _by_client(self) -> NDArray[np.int64]:
-        """Return about the number of synthetic records of each client, (clients,)."""
+        """Return the approximate number of synthetic records of each client, shape (clients,)."""
         gammas = np.array(self.settings.client_gammas or [self.settings.gamma])
         return np.round(gammas * self.job.shards.sizes).astype(np.int64)
 
     def trains_model(self) -> bool:
-        """Return True if the server takes steps on the pool."""
+        """Return True if the server trains the first model on the pool."""
         return bool(self.settings.server_epochs)
 
     def num_server_steps(self) -> int:
-        """Return the number of the server's steps on the pool."""
+        """Return the number of minibatch steps that the server takes on the pool."""
         return self.settings.server_epochs * math.ceil(self.num_pooled() / self.job.experiment.local.batch_size)
 
     def key(self) -> str:
-        """Return the name of the pool."""
+        """Return the name of the pool, which several runs share."""
         from fl_sim.stages.dafl.pool import pool_key  # noqa: PLC0415 (the accountants load slowly)
 
         return pool_key(self.job)
 
     def is_made(self) -> bool:
-        """Return True if the pool exists."""
+        """Return True if an earlier run has made the pool on this machine."""
         from fl_sim.stages.dafl.pool import is_made  # noqa: PLC0415 (the accountants load slowly)
 
         return is_made(self.job)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of the clients' generators: a turn is one client's, and its pieces are steps, if it has any.
+        """Return the work of the clients' generators, for the time forecast.
 
-        As if all clients held records of one class: of more they take longer. Those of other splits, budgets and seeds
-        take as long.
+        A turn is the release of one client; its pieces are training steps, or one piece for a generator without steps.
+        The forecast assumes that each client holds records of one class; more classes take longer. Other partitions,
+        budgets and seeds take the same time.
         """
         from clients.dafl.generator import ShortenedGenerator  # noqa: PLC0415 (the accountants load slowly)
 
@@ -190,7 +191,10 @@ class SynthesisStage(Stage):
         return (made,)
 
     def _release(self, size: int, steps: int) -> Callable[[], object]:
-        """Return the release of a client with ``size`` records, by a generator that takes ``steps`` steps."""
+        """Return a function for timings that makes one client's release, without a charge, from public test records.
+
+        ``size``: the number of records. ``steps``: the number of training steps of the generator.
+        """
         from clients.dafl.generator import Generator, PrivateRecords, ShortenedGenerator  # noqa: PLC0415 (as above)
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415 (as above)
 
@@ -208,7 +212,7 @@ class SynthesisStage(Stage):
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes: clients send float32 records, and each receives the pool, with labels of 8 bytes."""
+        """Return a forecast of the bytes: clients send float32 records; each receives the pool with 8-byte labels."""
         del params
         numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
         sizes, how_often = np.unique(released, return_counts=True)
@@ -217,7 +221,10 @@ class SynthesisStage(Stage):
         return {"synthetic_records": Traffic(int(released.sum()) * (kept.nbytes + 8) * len(released), up)}
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the budget: the events depend on clients' numbers of records, the budget does not."""
+        """Yield the privacy budget as the cost of the pool.
+
+        The exact events depend on the clients' numbers of records; the budget does not.
+        """
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 
         settings = self.settings
@@ -228,7 +235,7 @@ class SynthesisStage(Stage):
         )  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the facts of the pool."""
+        """Return the result fields of the pool; empty before the pool exists."""
         if self.pool is None:
             return {}
         from fl_sim.stages.dafl.pool import summary  # noqa: PLC0415 (the accountants load slowly)
@@ -236,7 +243,10 @@ class SynthesisStage(Stage):
         return {"preprocess": summary(self.pool, self.job.experiment)}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Add the statement of the pool, and to statements of clients that they do not cover the pool."""
+        """Return the privacy statements ``others`` and that of the pool.
+
+        Client-level statements among ``others`` get the addition that they do not cover the pool.
+        """
         if self.pool is None:
             return list(others)
         from fl_sim.stages.dafl.bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
@@ -249,20 +259,20 @@ class SynthesisStage(Stage):
 
 
 def settings_of(experiment: Experiment) -> DaFl:
-    """Return the settings of an experiment with a pool of synthetic records."""
+    """Return the DA-FL settings of ``experiment``, which must use DA-FL."""
     assert isinstance(experiment.preprocess, DaFl)
     return experiment.preprocess
 
 
 def content_of(share: "SyntheticShare") -> RecordDict:
-    """Return the message of a share: its records, and their facts as JSON."""
+    """Return the message with a client's release: its synthetic records, and their counts and costs as JSON."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return wire.synthetic_content(share.inputs, json.dumps(said))
 
 
 def releasing_client(job: Job, client: Client) -> "ReleasingClient":
-    """Return a client that releases synthetic records: its records, and the places of its key and its ledger."""
+    """Return the inputs of a client's release: its records, and the paths of its private folder and its ledger."""
     from clients.dafl.share import ReleasingClient  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""PATE's run: teachers vote, labels are paid for, a student learns."""
+"""The PATE procedure: teachers vote, noisy labels are charged and released, and a student is trained on them."""

@@ -1,11 +1,13 @@
-"""PATE's votes and noisy labels: each is made once for all runs that would make the same.
+"""PATE's votes and noisy labels. Both are made once and shared by all runs that need the same votes or labels.
 
-Votes lie below ``$FL_SIM_POOLS`` (else the user's cache), in a folder named by all that determines them. They are
-PRIVATE: they are computed from the teachers' records, and nobody but their owner may read the files (mode 0600).
+Votes lie below ``$FL_SIM_POOLS`` (else the user's cache), in a folder whose name is a digest of everything that
+determines them. Votes are PRIVATE: they are computed from the teachers' records, and only the owner of the files may
+read them (mode 0600).
 
-Labels lie beside the votes, each labelling in a folder of its own: ``labels.json``, which holds the receipt of
-``ledger.jsonl``; ``key``, the key of the noise, until the labels are out; ``published.json``, where the data-dependent
-cost was published, and its ``cost-key``, which stays, so that the same figure comes out however often it is asked for.
+Each labelling has its own folder beside the votes. The files in it: ``labels.json``, the labels and the receipt of the
+ledger; ``ledger.jsonl``, the ledger; ``key``, the key of the noise, until the labels are stored; ``published.json``,
+the published data-dependent cost, if any; ``cost-key``, the key of its noise. The last key is never removed, so that
+the published number is the same each time.
 """
 
 import hashlib
@@ -46,10 +48,12 @@ _VOTES_FORMAT, _MOST_FACTS = 1, 2**16
 
 @dataclass(frozen=True)
 class Votes:
-    """PRIVATE. ``counts``: votes per public record and class, (pool, classes), one of each teacher.
+    """The votes of all teachers. PRIVATE.
 
-    ``predictions``: (teachers, pool). ``rows``: the records of the public pool. ``folder``: of the files. ``seconds``:
-    the time it took to make them.
+    ``predictions``: the class for which each teacher votes, (teachers, pool). ``counts``: the number of votes for each
+    class, (pool, classes); every teacher has one vote on each record. ``rows``: the row numbers of these records in the
+    public pool. ``folder``: the folder of the files. ``seconds``: the time that training and voting took. ``reused``:
+    True if an earlier run made the votes.
     """
 
     predictions: NDArray[np.int64]
@@ -60,15 +64,15 @@ class Votes:
     reused: bool
 
     def about(self, rows: NDArray[np.int64]) -> "Votes":
-        """Return the votes on the records ``rows`` of the public pool, in this order."""
+        """Return the votes on a selection of records: ``rows`` are positions in these votes, in the wanted order."""
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
 def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Votes:
-    """Return the votes of the job's teachers on its public pool, from an earlier run where there is one.
+    """Return the votes of the job's teachers on its public pool, made now or by an earlier run.
 
-    A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises
-    RunError where labels are not, UserError where what is kept is damaged.
+    If labels are private, a teacher that fails votes for class 0 in every query: see ``ask_teachers``. If labels are
+    not private, a teacher that fails raises RunError. Raises UserError if the stored votes are damaged.
     """
     folder = pools_root() / votes_key(job)
     public = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
@@ -96,7 +100,10 @@ def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Vo
 
 
 def votes_key(job: Job) -> str:
-    """Return the name of the votes: a digest of all that determines them, the students and the noise left out."""
+    """Return the name of the votes' folder, with a digest of everything that determines the votes.
+
+    The student and the noise do not change the votes, so the digest does not depend on them.
+    """
     experiment = job.experiment
     names = ("partition", "clients", "seed", "partition_seed", "model_seed", "model", "local", "features")
     settings = experiment.chosen(*names)
@@ -110,9 +117,9 @@ def votes_key(job: Job) -> str:
 
 @contextmanager
 def alone_in_cache(folder: Path) -> Iterator[None]:
-    """Make a folder that its owner alone may read, and lock it for this process.
+    """Create a folder that only its owner may read, and lock it for this process inside a ``with`` block.
 
-    Raises RunError, with the cure, where that or writing into it fails.
+    Raises RunError, with the cure, if the folder cannot be created, locked or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -126,13 +133,13 @@ def alone_in_cache(folder: Path) -> Iterator[None]:
 
 
 def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
-    """Write the raw counts of the queries into a run directory, as its settings say."""
+    """Write the PRIVATE counts of votes on the first ``num_queries`` records into the run directory ``out``."""
     write_private(out / _VOTES, as_npy(votes.counts[:num_queries]))
 
 
 @dataclass(frozen=True)
 class _VoteShape:
-    """The numbers of teachers, of public records and of classes."""
+    """The numbers of teachers, public records and classes of an array of votes."""
 
     teachers: int
     records: int
@@ -140,12 +147,16 @@ class _VoteShape:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Return the smallest type that holds every class."""
+        """Return the smallest integer type that can hold every class number."""
         return np.min_scalar_type(self.classes - 1)
 
 
 class _VoteFacts(BaseModel):
-    """The facts beside the votes; ``silent``: the teachers without votes. PRIVATE."""
+    """The content of ``votes.json``. PRIVATE.
+
+    ``seconds``: the time that training and voting took. ``silent``: the teachers that failed. ``sha256``: the digest of
+    the file of votes.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     seconds: float = Field(ge=0, allow_inf_nan=False)
@@ -154,7 +165,7 @@ class _VoteFacts(BaseModel):
 
 
 def _read_votes(folder: Path, shape: _VoteShape) -> tuple[NDArray[np.int64], _VoteFacts]:
-    """Return the votes, (teachers, records), and the facts. Raises UserError where they are damaged."""
+    """Read the votes, (teachers, records), and the content of ``votes.json``. Raises UserError for damaged files."""
     head, size = _head_of(shape), shape.teachers * shape.records * shape.dtype.itemsize
     try:
         facts = _VoteFacts.model_validate_json(read_whole(folder / _FACTS, _MOST_FACTS + 16 * shape.teachers))
@@ -176,7 +187,7 @@ def _digest(content: bytes) -> str:
 
 
 def _head_of(shape: _VoteShape) -> bytes:
-    """Return the header of a file of ``numpy.save`` with these votes."""
+    """Return the bytes of the header of a ``numpy.save`` file with votes of this shape."""
     buffer = io.BytesIO()
     header = {"descr": shape.dtype.str, "fortran_order": False, "shape": (shape.teachers, shape.records)}
     np.lib.format.write_array_header_1_0(buffer, header)
@@ -184,7 +195,7 @@ def _head_of(shape: _VoteShape) -> bytes:
 
 
 def as_npy(array: NDArray[np.generic]) -> bytes:
-    """Return the content of a file of ``numpy.save``."""
+    """Return ``array`` as the bytes of a ``numpy.save`` file."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
     return buffer.getvalue()
@@ -197,7 +208,11 @@ _FORMAT, _MOST_BYTES, _BYTES_PER_LABEL = 1, 2**16, 32
 
 @dataclass(frozen=True)
 class Released:
-    """The noisy labels, their ledger, and the content of its file."""
+    """The released noisy labels and their ledger.
+
+    ``charges``: the content of the ledger's file. ``folder``: the folder of the labels. ``reused``: True if an earlier
+    run released the labels.
+    """
 
     labelled: Labelled
     ledger: Ledger
@@ -207,10 +222,10 @@ class Released:
 
 
 def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Released:
-    """Return the noisy labels of the first ``settings.queries`` records of ``votes``, charged once.
+    """Return the noisy labels of the first ``settings.queries`` records of ``votes``. The labels are charged once.
 
-    A run that was killed in the middle resumes with the same noise, at no further cost. Raises RunError where a ledger
-    is missing: that of stored labels, or one whose copy is in the run directory ``out``.
+    A run that was killed in the middle resumes with the same noise, at no further cost. Raises RunError if the ledger
+    of stored labels is missing, or lacks charges that its copy in the run directory ``out`` contains.
     """
     labelling, counts = settings.labelling, votes.counts[: settings.queries]
     asked = votes.rows[: settings.queries]
@@ -236,9 +251,9 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a publishable noisy upper bound on the data-dependent epsilon, and its terms.
+    """Return a publishable noisy upper bound on the data-dependent epsilon, and the terms of its publication.
 
-    It is the same every time: the key of its noise is never removed.
+    The bound is the same in every call, because the key of its noise is never removed.
     """
     path = released.folder / _PUBLISHED
     counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
@@ -290,13 +305,13 @@ class _Labels(BaseModel):
     receipt: dict[str, Any]
 
     def fit(self, queries: int, classes: int) -> bool:
-        """Return True if these are labels of ``queries`` queries, of which the first ``num_asked`` were asked."""
+        """Return True if there are ``queries`` labels with valid classes, and none after the first ``num_asked``."""
         inside = all(UNANSWERED <= one < classes for one in self.labels)
         later = set(self.labels[self.num_asked :])
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}
 
     def labelled(self, ledger: Ledger, folder: Path) -> Labelled:
-        """Return the labels. Raises RunError where the ledger was charged for fewer."""
+        """Return the labels. Raises RunError if the ledger was not charged for all of them."""
         paid = {charge.release for charge in ledger.charges}
         unpaid = [query for query, one in enumerate(self.labels) if one != UNANSWERED and answer_to(query) not in paid]
         if unpaid:
@@ -332,7 +347,7 @@ def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Le
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:
-    """Raise RunError where the ledger lacks charges that its copy in a run directory has."""
+    """Raise RunError if the ledger lacks charges that its copy in a run directory contains."""
     if not copy.exists():
         return
     charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
@@ -344,16 +359,17 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
 
 
 def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.int64]) -> Noise:
-    """Return the noise of a release: the same after a run was killed before its labels were stored."""
+    """Return the noise of a release. It is the same noise again if a run was killed before it stored the labels."""
     if labelling.noise == "seeded":
         return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
     return Noise(_key(folder / _KEY, counts), simulation_only=False)
 
 
 def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
-    """Return the secret key in ``path`` for the noise on these ``counts``; made where there is none.
+    """Return the secret key of the noise on the votes ``counts``, from the file ``path``; a missing file is made.
 
-    Raises RunError for other counts: two releases under one noise would show their difference.
+    Raises RunError if the key was made for other counts: two releases with the same noise would reveal the difference
+    of the counts.
     """
     if not path.exists():
         key = os.urandom(32)

@@ -1,4 +1,7 @@
-"""PATE as a procedure: teachers on workers vote, and the server asks them. The run itself is in ``run`` beside this."""
+"""The procedure of PATE: teachers, one for each client, are trained on workers, and the server asks for their votes.
+
+The steps of a run are in ``fl_sim.stages.pate.run``.
+"""
 
 import json
 from collections.abc import Callable
@@ -38,7 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vote:
-    """The task of a teacher: train, and vote on each record of the public ``pool``, (records, *shape)."""
+    """The client task of a teacher: train, and vote for a class of each record of the public pool.
+
+    ``pool``: the inputs of the public pool, shape (records, *shape of a record).
+    """
 
     job: Job
     settings: Pate
@@ -48,7 +54,7 @@ class Vote:
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's votes, one class for each record of the pool."""
+        """Return the message with the client's votes, one class for each record of the pool."""
         if client.policy:
             client.policy.check_vote()
         experiment, dataset, own = self.job.experiment, self.job.dataset, client.records
@@ -67,12 +73,12 @@ class Vote:
 
 @dataclass(frozen=True)
 class PateProcedure(Procedure):
-    """The procedure of PATE: teachers vote once, and a student learns from the noisy labels."""
+    """The procedure of PATE: teachers vote once, and a student is trained on the noisy labels."""
 
     settings: Pate
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Let the teachers vote, release the labels, train the student."""
+        """Let the teachers vote, release the noisy labels, and train the student."""
         from fl_sim.stages.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
 
         def finished(record: RoundRecord) -> None:
@@ -82,7 +88,7 @@ class PateProcedure(Procedure):
         run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=finished)
 
     def model(self) -> nn.Module:
-        """Return the student."""
+        """Return the student model with initial weights."""
         return self.settings.student.network(self.job.dataset.input_shape, self.job.dataset.num_classes)
 
     def work(self) -> tuple[Work, ...]:
@@ -94,7 +100,7 @@ class PateProcedure(Procedure):
         return (training_work(self, FedAvg(), 1), votes, student)
 
     def _forests(self, teachers: RandomForest) -> Work:
-        """Return the work of growing forests on clients' records, and of their votes on the pool."""
+        """Return the work of training the teachers' random forests on clients' records, and of their votes."""
         job = self.job
         records, votes = max(1, round(float(job.shards.sizes.mean()))), len(self._split().pool)
 
@@ -112,17 +118,20 @@ class PateProcedure(Procedure):
         return Work(what, kind, clients, clients, ready, records, at_once=answers_at_once(job))
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of the teachers' votes."""
+        """Return the bytes of the teachers' votes, which clients send to the server."""
         return {"votes": traffic_of_votes(len(self._split().pool), self.job.experiment.clients)}
 
     def payments(self) -> "tuple[Payment, ...] | None":
-        """Return the privacy cost of the labels, which runs that differ in the student alone share."""
+        """Return the privacy cost of the labels, which runs share if they differ only in the student.
+
+        None if the data-dependent epsilon is published.
+        """
         from fl_sim.stages.pate.statements import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
 
         return None if self.settings.publish_cost else (cost_of_labels(self.job, self.settings),)
 
     def runtime(self) -> ClientRuntime:
-        """Return the client runtime of a worker for teachers."""
+        """Return the client runtime of a worker that trains teachers."""
         inputs, _ = to_tensors(self._split().pool, self.job.dataset)
         return runtime_for(self.job, FedAvg(), {VOTE: Vote(self.job, self.settings, inputs.to(self.job.device))})
 
@@ -130,13 +139,13 @@ class PateProcedure(Procedure):
         return self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
 
     def warnings(self, log: RunLog) -> list[str]:
-        """Return the warnings to the user before the vote."""
+        """Return the warnings that are shown to the user before the teachers vote."""
         del log
         return list(filter(None, [self.settings.warning_of_noise(self.job.experiment.clients)]))
 
 
 VOTE: Final = "vote"
-"""The task of training as a teacher and voting on the public pool."""
+"""The name of the client task that trains a teacher and returns its votes on the public pool."""
 
 
 def ask_teachers(
@@ -144,9 +153,9 @@ def ask_teachers(
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:
     """Let every client train a teacher and vote; return the votes, (teachers, records), and the failed teachers.
 
-    Raises RunError that names the first teacher whose votes are missing or malformed. Under ``private`` such a teacher
-    votes for class 0 throughout, one vote a query as always, because a run that stops for one teacher reveals something
-    about its records; where all of them fail, the error message quotes no client.
+    Raises RunError that names the first teacher whose votes are missing or malformed. If ``private`` is True, such a
+    teacher instead votes for class 0 in every query, because a run that stops for one teacher would reveal something
+    about its records. If all teachers fail, RunError is raised, and its message quotes no client.
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)
@@ -165,6 +174,6 @@ def ask_teachers(
 
 
 def traffic_of_votes(num_records: int, num_teachers: int) -> Traffic:
-    """Return the bytes of all teachers' votes on public records, which all have."""
+    """Return the bytes of all teachers' votes. The public records are not sent, because every client has them."""
     sent = wire.votes_content(np.zeros(num_records, dtype=np.int64))
     return Traffic(0, arrays.num_bytes(sent)) * num_teachers

@@ -1,4 +1,4 @@
-"""A run of PATE: teachers vote, the aggregator releases noisy labels, a student learns from them, epoch by epoch."""
+"""The steps of a PATE run: teachers vote, the aggregator releases noisy labels, a student is trained on the labels."""
 
 import hashlib
 import json
@@ -62,10 +62,10 @@ def run_pate(
     say: Callable[[str], None],
     finished: Callable[[RoundRecord], None],
 ) -> None:
-    """Run PATE; ``say`` receives progress messages, ``finished`` the records of the student's epochs.
+    """Run PATE. ``say`` receives progress messages, and ``finished`` receives the record of each student epoch.
 
-    Raises RunError where no teacher votes, no query is answered or the student diverges; where the votes get no noise,
-    also where one teacher fails.
+    Raises RunError if no teacher votes, if no query is answered, or if the student diverges. If the votes get no noise,
+    RunError is also raised if one teacher fails.
     """
     experiment, start = job.experiment, time.perf_counter()
     split = settings.public_split(job.dataset, experiment.seed_of_partition)
@@ -96,14 +96,14 @@ def run_pate(
 
 
 def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the rows of the pool in the order of the queries, then all others."""
+    """Return the row numbers of all records of the pool, in the order in which they are used as queries."""
     if settings.asking == "in-order":
         return np.arange(len(pool), dtype=np.int64)
     return representatives(to_tensors(pool, dataset)[0], len(pool))
 
 
 class _Training:
-    """The student's training: ``rounds`` epochs of equally many steps, each one line of the log."""
+    """The student's training: ``rounds`` epochs with the same number of steps. Each epoch is one line of the log."""
 
     def __init__(
         self,
@@ -138,7 +138,10 @@ class _Training:
         return model
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
-        """Restore ``parts`` from an earlier process; return the number of its steps."""
+        """Restore ``parts`` from the checkpoint of an earlier process; return the number of steps taken so far.
+
+        ``parts``: all objects that training changes, {name: object}. The number is 0 without a usable checkpoint.
+        """
         self.parts, path = parts, self.out / run_directory.STUDENT
         if not path.exists():
             return 0
@@ -154,7 +157,10 @@ class _Training:
         return standing.steps
 
     def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
-        """Measure the student after an epoch, and write its checkpoint."""
+        """Record the epoch that ends after ``step``, with measures of the student if due, and write its checkpoint.
+
+        If no epoch ends after ``step``, nothing is done.
+        """
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
         if step * rounds < epoch * self.settings.steps:
             return
@@ -181,7 +187,7 @@ class _Training:
 
 
 def _digest(chain: str, data: StudentData) -> str:
-    """Return a digest of the student's training data, and of the run's settings, which its ``chain`` begins with."""
+    """Return a digest of the student's training data and of ``chain``, a digest that depends on the run's settings."""
     digest = hashlib.sha256(chain.encode())
     for part in (data.labelled, data.labels, data.unlabelled):
         digest.update(part.numpy(force=True).tobytes())
@@ -189,14 +195,14 @@ def _digest(chain: str, data: StudentData) -> str:
 
 
 def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> StudentData:
-    """Return the student's training data: the records of ``pool`` with an answered query, and all records."""
+    """Return the student's training data: the labelled records (answered queries), and all records of ``pool``."""
     answered = np.flatnonzero(labelled.labels != UNANSWERED)
     labels = torch.from_numpy(labelled.labels[answered])
     return StudentData(pool[torch.from_numpy(answered)], labels, pool, num_classes)
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
-    """Return the scores of a model in evaluation mode; its mode is restored."""
+    """Return the scores of a model in evaluation mode. Afterwards the model is in its earlier mode."""
     training = model.training
     scores = score(model.eval(), inputs, labels)
     model.train(training)
@@ -220,7 +226,7 @@ def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, p
 
 
 def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
-    """Return the cost of the labels for the screen alone: its data-dependent part goes into no file."""
+    """Return a line on the cost of the labels, for the screen only: its data-dependent part is written to no file."""
     labelled, private = released.labelled, data_dependent(settings, votes, released)
     total = "none (no guarantee)" if epsilon is None else rounded_up(epsilon)
     again = ", paid for by an earlier run with the same settings" if released.reused else ""
@@ -257,10 +263,10 @@ def _facts(settings: Pate, votes: Votes, released: Released, pool: Examples) -> 
 
 @dataclass(frozen=True)
 class StudentCheckpoint:
-    """The progress of a student.
+    """The progress of the student's training.
 
-    ``start``: a digest of all that its training depends on. ``steps``: taken so far. ``rounds``: the records of its
-    epochs so far.
+    ``start``: a digest of everything that the training depends on. ``steps``: the number of steps taken so far.
+    ``rounds``: the records of the epochs so far.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -274,14 +280,14 @@ _CHECKPOINT = TypeAdapter(StudentCheckpoint)
 
 
 def write_student(path: Path, standing: StudentCheckpoint, parts: Mapping[str, TrainingPart]) -> None:
-    """Write a checkpoint, whole or not at all; ``parts``: all that training changes, by name."""
+    """Write a checkpoint atomically. ``parts``: all objects that training changes, {name: object}."""
     tensors = dict(_named(parts))
     facts = _CHECKPOINT.dump_json(standing).decode()
     write_whole(path, save(tensors, {"standing": facts, "sha256": digest_of(facts, dict(sorted(tensors.items())))}))
 
 
 def read_student(path: Path) -> tuple[StudentCheckpoint, Params]:
-    """Return a checkpoint of ``write_student``. Raises UserError for a damaged file."""
+    """Return the progress and the tensors of a file of ``write_student``. Raises UserError for a damaged file."""
     content = read_whole(path)
     try:
         tensors, said = load(content), metadata_in(content)
@@ -295,7 +301,7 @@ def read_student(path: Path) -> tuple[StudentCheckpoint, Params]:
 
 
 def restore(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> None:
-    """Restore ``parts``. Raises UserError where they have changed."""
+    """Load ``tensors`` into ``parts``. Raises UserError if the tensors' names or shapes do not fit ``parts``."""
     fresh = {name for name, part in parts.items() if not isinstance(part, torch.optim.Optimizer)}
     wanted = {name: value.shape for name, value in _named({name: parts[name] for name in fresh})}
     found = {name: value.shape for name, value in tensors.items() if name.split("/")[0] in fresh}
@@ -310,7 +316,7 @@ def restore(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> N
 
 
 def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor with a name: its part, and its place in it."""
+    """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
         if isinstance(part, torch.optim.Optimizer):  # its groups say nothing that settings do not

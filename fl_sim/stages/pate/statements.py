@@ -1,4 +1,4 @@
-"""PATE's privacy statements about a record: the guarantee, the spent and the planned cost, and the published figure."""
+"""The record-level privacy statements of PATE: guarantee, spent cost, planned cost, and published epsilon."""
 
 import hashlib
 import json
@@ -32,10 +32,10 @@ PUBLISHED_COVERS: Final = (
 )
 
 _BY_NUMBER: Final = (Iid, Quantity, FeatureNoise)
-"""Partitions that depend on the number of records alone."""
+"""The partitions that depend only on the number of records."""
 
 _BY_CLASS: Final = (LabelK, Dirichlet, Shards)
-"""Partitions that depend on the numbers of records of each class alone."""
+"""The partitions that depend only on the number of records of each class."""
 
 _CLASSES_ARE_PUBLIC: Final = (
     " How many records of each class there are: the split over teachers follows it, so it is taken to be public, and "
@@ -48,12 +48,12 @@ _GROUPS_ARE_PUBLIC: Final = (
 
 
 def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released: Released) -> list[dict[str, Any]]:
-    """Return the privacy statements of ``result.json``; the first one's epsilon is the labels' and the student's.
+    """Return the privacy statements for ``result.json``. The first statement covers the labels and the student.
 
-    One record in the place of another is in the same teacher's shard, so a vote a query moves, as it does where the
-    record is missing: the ledger's events cost the same either way. Which of the two is said depends on the split. One
-    record more would change the shuffle of an IID split, and with it every teacher; so there one record is replaced,
-    and the number of records is public.
+    If one record is replaced, the new record is in the same teacher's shard, so at most one vote changes in each query.
+    The same holds if the record is missing. So the ledger's events have the same cost under both adjacencies. The
+    partition decides which adjacency is stated. In an IID partition one additional record would change the shuffle, and
+    with it every teacher; there the adjacency is to replace one record, and the number of records is public.
     """
     ledger, labelling = released.ledger, settings.labelling
     relation, public = neighbours(experiment.partition)
@@ -79,7 +79,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
-    """Return the adjacency under which one record changes one teacher alone, and the public facts of the partition."""
+    """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
     if type(partition) is Natural:
@@ -89,7 +89,7 @@ def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
 
 
 def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | None:
-    """Return the data-dependent epsilon of the labels, which is PRIVATE; None where there is no guarantee."""
+    """Return the data-dependent epsilon of the labels, which is PRIVATE; None if there is no guarantee."""
     labelled = released.labelled
     if isinstance(settings.labelling.mechanism, NoNoise) or not labelled.num_asked:
         return None
@@ -102,9 +102,10 @@ def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | 
 def _published(
     settings: Pate, votes: Votes, released: Released, labels: dict[str, Any], certain: Counter[dp_event.DpEvent]
 ) -> dict[str, Any]:
-    """Return the statement of the labels and the published figure together: a guarantee, and the figure itself.
+    """Return the privacy statement that covers the labels and the published data-dependent epsilon together.
 
-    ``certain``: what all queries cost at most, whatever the votes are. What was charged depends on who was answered.
+    It contains a guarantee for both, and the published epsilon. ``certain``: {event: count} of the largest cost of all
+    queries, for any votes. The charged cost is not used, because it depends on which queries were answered.
     """
     published, terms = publish_cost(settings, votes, released)
     delta = settings.labelling.delta
@@ -137,9 +138,10 @@ def _published(
 
 
 def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
-    """Return the Renyi curve of ``certain``, or of all that the budget affords where that is less.
+    """Return a Renyi curve that bounds the cost of the labels: that of ``certain`` or of the budget, if that is less.
 
-    Tests and answers are Gaussian: all that a budget affords of them costs less than one release that it does not.
+    Tests and answers are Gaussian mechanisms. All of them within a budget cost less than one Gaussian release that
+    exceeds this budget; the curve of such a release bounds the cost.
     """
     curve = compose(certain)
     test, _ = labelling.mechanism.charges()
@@ -150,7 +152,7 @@ def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -
 
 
 def cost_of_labels(job: Job, pate: Pate) -> Payment:
-    """Return the privacy cost of the labels, which runs that differ in the student alone share."""
+    """Return the planned privacy cost of the labels. Runs that differ only in the student share this cost."""
     labelling, seed = pate.labelling, job.experiment.seed
     queries = min(pate.queries, len(pate.public_split(job.dataset, job.experiment.seed_of_partition).pool))
     told = [votes_key(job), labelling.model_dump(mode="json"), pate.queries, pate.asking, seed]
