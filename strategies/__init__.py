@@ -1,1 +1,1 @@
-"""Federated algorithms, one file each, with aggregators and samplers."""
+"""Federated algorithms, one file each, with aggregators, samplers, servers, attacks and layers."""

@@ -1,4 +1,4 @@
-"""Aggregators: rules that turn a round's updates into the one aggregate that the server half of an algorithm sees."""
+"""Aggregators: rules that turn the updates of a round into one aggregate for the server half of an algorithm."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from strategies.samplers import Sampler
 
 
 class Aggregator(Protocol):
-    """A way to make one mean of a round's updates, without a guarantee of privacy."""
+    """A rule that turns the updates of a round into one aggregate, without a privacy guarantee."""
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the mean over the clients that have records, or None where none has.
+        """Return the mean over the clients that have records, or None if no client has records.
 
-        Raises RunError, naming client and round, where an update cannot be used.
+        Raises RunError, which names client and round, if an update cannot be used.
         """
         ...
 
 
 class WeightedMean(Settings):
-    """The plain mean, by number of records or uniform as the algorithm asks. It protects nothing: no privacy."""
+    """The plain mean, weighted by number of records or uniform as the algorithm asks. It gives no privacy guarantee."""
 
     kind: Literal["mean"] = "mean"
 
     def mean(self, cohort: Cohort, weighting: Weighting | Weigh) -> Aggregate | None:
-        """Return the mean over the clients that have records, or None where none has.
+        """Return the mean over the clients that have records, or None if no client has records.
 
-        Raises RunError, naming client and round, where an update or a training loss is not finite.
+        Raises RunError, which names client and round, if an update or a training loss is not finite.
         """
         trained = _trained(cohort)
         if callable(weighting):
@@ -50,7 +50,7 @@ class WeightedMean(Settings):
             if trained
             else {}
         )
-        # A sum of finite numbers is finite and one bad number spoils it: only then each update is looked at by itself.
+        # One number that is not finite makes the mean not finite. So single updates are checked only in that case.
         apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
         for reply in apart if is_finite(payloads) else cohort.replies:
             _check_finite(reply, cohort.server_round)
@@ -58,7 +58,7 @@ class WeightedMean(Settings):
 
 
 def check_weighing(experiment: Choices) -> None:
-    """Raise ValueError where an algorithm weighs clients itself, and an aggregator does not ask it."""
+    """Raise ValueError if the algorithm computes the clients' weights and the aggregator is not the plain mean."""
     if isinstance(experiment.algorithm, Weighing) and type(experiment.aggregator) is not WeightedMean:
         raise ValueError(
             f"algorithm {kind_of(experiment.algorithm)} weighs clients by what they declare of themselves: of the "
@@ -67,18 +67,18 @@ def check_weighing(experiment: Choices) -> None:
 
 
 def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
-    """Return each client's weight in the mean, before division by their sum."""
+    """Return the weight of each reply in the mean, before division by the sum of all weights."""
     return [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in replies]
 
 
 class Robust(Settings):
-    """A robust aggregator: looks at single updates, so that a few hostile clients have little effect.
+    """A robust aggregator: compares single updates, so that a few hostile clients have little effect.
 
-    All that a client sends is one vector to it.
+    It treats all payloads of a client as one vector.
     """
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError beside an algorithm whose server needs the mean."""
+        """Raise ValueError if the experiment's algorithm needs the mean."""
         algorithm = experiment.algorithm
         if isinstance(algorithm, MeanOnly) and (why := algorithm.mean_only()):
             raise ValueError(
@@ -88,20 +88,21 @@ class Robust(Settings):
 
 
 def cohort_size(experiment: Choices) -> float:
-    """Return the number of clients in a round, the expected one where it is drawn."""
+    """Return the number of clients in a round: the expected number if the sampler draws a random number of clients."""
     sampler = experiment.sampler
     return sampler.expected_size(experiment.clients) if isinstance(sampler, Sampler) else float(experiment.clients)
 
 
 Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
-"""(rows as ``as_rows`` makes them, the replies that they are of) -> one row."""
+"""A function from the updates (rows of a matrix, see ``as_rows``) and their replies to the aggregate as one row."""
 
 
 def combined(cohort: Cohort, combine: Combine, idle: Callable[[torch.Tensor], str] | None = None) -> Aggregate | None:
-    """Return the aggregate of the clients that have records, by an aggregator that looks at single updates.
+    """Return the robust aggregate of the clients that have records, or None if no client has records.
 
-    ``idle``: a remark on rows of which it makes no more than their mean. None where no client has records. Raises
-    RunError, naming client and round, where an update or a loss is not finite.
+    ``combine``: the aggregation rule. ``idle``: a function that returns a remark if the rule gives only the mean of
+    these rows, otherwise an empty string. Raises RunError, which names client and round, if an update or a loss is not
+    finite.
     """
     for reply in cohort.replies:
         _check_finite(reply, cohort.server_round)
@@ -118,13 +119,13 @@ def _trained(cohort: Cohort) -> list[Reply]:
 
 
 def as_rows(replies: Sequence[Reply]) -> torch.Tensor:
-    """Return all payloads of each reply as one vector, (replies, numbers), in the order of the first one's names."""
+    """Return a matrix with one row per reply: all payloads as one vector, in the order of the first reply's names."""
     order = list(replies[0].payloads)
     return torch.stack([torch.cat([flattened(reply.payloads[name]).flat for name in order]) for reply in replies])
 
 
 def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
-    """Return a vector of the kind that ``as_rows`` makes as payloads of the names and shapes of ``like``."""
+    """Return payloads with the names and shapes of ``like`` from one row in the format of ``as_rows``."""
     parts = [flattened(params) for params in like.values()]
     cut = row.split_with_sizes([part.flat.numel() for part in parts])
     return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}

@@ -31,139 +31,139 @@ from fl_sim.types import (
 )
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
-"""How clients count in the mean: by their number of records, or all the same."""
+"""The weights of clients in the mean: "examples" is the number of records, "uniform" gives all the same weight."""
 
 Weigh: TypeAlias = Callable[[Sequence[Reply]], Sequence[float]]
-"""How clients count in the mean: by what they declare of themselves (``Weighing``)."""
+"""A function from the replies of a round to the weights of clients in the mean (see ``Weighing``)."""
 
 Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
-"""Records, as indices into the training set -> each client's indices into these, by the experiment's partition.
+"""The experiment's partition as a function. Argument: record indices into the training set.
 
-Raises UserError where that is impossible.
+Result: for each client, positions in this argument. Raises UserError if the partition is impossible.
 """
 
 
 FEDAVG = "the run is one of fedavg"
-"""What a method is without its strength, in a remark."""
+"""Part of a warning: with strength 0, many methods are FedAvg."""
 
 _LEAST, _MOST = 1e-37, 1e37
-"""What float32 holds as it is and as one over it."""
+"""Range of absolute values x for which float32 can represent both x and 1 / x."""
 
 _ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
-"""A step for each record."""
+"""Local settings with one epoch of batches of one record: the number of steps is the number of records."""
 
 
 class Algorithm(LocalAlgorithm, Protocol):
-    """A federated algorithm. The server half sees means over clients, never a client."""
+    """A federated algorithm. The server half sees only means over clients, never the update of a single client."""
 
     weighting: ClassVar[Weighting]
 
     def init(self, params: Params) -> ServerState:
-        """Return the server's state before the first round."""
+        """Return the server state before the first round."""
         ...
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the server's state after a round."""
+        """Return the server state after a round, given the state before the round and the aggregate of the updates."""
         ...
 
 
 @runtime_checkable
 class Dealing(Protocol):
-    """An algorithm that says itself which records its clients hold: not a part each of all training records."""
+    """An algorithm that chooses the records of each client itself, instead of the partition of all training records."""
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        """Return each client's record indices into the training set. Raises UserError for data that do not serve."""
+        """Return each client's record indices into the training set. Raises UserError for an unsuitable data set."""
         ...
 
 
 @runtime_checkable
 class Central(Protocol):
-    """An algorithm without clients: one holder has all training records, whatever the split and number of clients."""
+    """An algorithm without federation: one client holds all training records. Partition and ``clients`` are ignored."""
 
     is_central: ClassVar[bool]
 
 
 @runtime_checkable
 class Pooling(Protocol):
-    """An algorithm with a public pool of records."""
+    """An algorithm that uses a public pool of records."""
 
     @property
     def pools_test_records(self) -> bool:
-        """Return True if test records are in the pool."""
+        """Return True if the public pool contains test records."""
         ...
 
 
 @runtime_checkable
 class Bounded(Protocol):
-    """An algorithm with an end of its own, or one that does not take all data."""
+    """An algorithm that limits its number of rounds itself, or that accepts only some data sets."""
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return the number of rounds, at most ``rounds``. Raises UserError for data that do not serve."""
+        """Return the number of rounds, at most ``rounds``. Raises UserError for an unsuitable data set."""
         ...
 
 
 @runtime_checkable
 class Weighing(Protocol):
-    """An algorithm that weighs the clients of a round by what they declare of themselves, instead of ``weighting``.
+    """An algorithm that computes the clients' weights from their replies, instead of using ``weighting``.
 
-    It goes with the plain mean alone.
+    Such an algorithm needs the aggregator ``mean``.
     """
 
     def weigh(self, replies: Sequence[Reply]) -> Sequence[float]:
-        """Return a weight, at least 0, of each client of a round that has records; they add up to more than 0."""
+        """Return one weight >= 0 for each reply of a client with records. The sum of the weights is above 0."""
         ...
 
 
 @runtime_checkable
 class MeanOnly(Protocol):
-    """An algorithm of which the mean of what clients send makes sense, but not what looks at single updates makes."""
+    """An algorithm whose server needs the mean of the payloads: robust aggregators, such as the median, do not fit."""
 
     def mean_only(self) -> str:
-        """Return the reason, a clause; empty where other aggregates serve as well."""
+        """Return the reason as a clause for an error message; an empty string if other aggregators are allowed, too."""
         ...
 
 
 @runtime_checkable
 class Reporting(Protocol):
-    """An algorithm whose result is another model than the one that clients go on from."""
+    """An algorithm whose evaluated model differs from the model that clients receive in the next round."""
 
     def reported(self, server: ServerState) -> Params:
-        """Return the model that is evaluated, and saved after the last round."""
+        """Return the parameters of the model that is evaluated after a round and saved after the last round."""
         ...
 
     def reports(self) -> str:
-        """Return in words which model that is."""
+        """Return a description of the evaluated model in words."""
         ...
 
 
 @runtime_checkable
 class Noted(Protocol):
-    """An algorithm that must be explained below a table in which it stands beside others."""
+    """An algorithm that needs a note below each table that compares it with other algorithms."""
 
     def note(self) -> str:
-        """Return a sentence for the reader of a table, in one line."""
+        """Return the note: one sentence in one line."""
         ...
 
 
 @runtime_checkable
 class Advising(Protocol):
-    """An algorithm that does not go well with all ways to train on a client."""
+    """An algorithm that gives advice on the settings of local training."""
 
     def advice(self, momentum: float) -> str:
-        """Return advice on local training with this ``momentum``, a sentence; empty for none."""
+        """Return advice on local training with this ``momentum``: one sentence, or an empty string for no advice."""
         ...
 
 
 @runtime_checkable
 class Steered(Protocol):
-    """An algorithm with settings of its own that decide whether training diverges."""
+    """An algorithm with settings that decide if training diverges."""
 
     knobs: ClassVar[str]
-    """Those settings, as they are typed, and which way to turn them."""
+    """Advice after divergence: the names of these settings, as users type them, and the direction of the change."""
 
 
 class Averaging(Settings):
-    """FedAvg's behaviour, of which every algorithm here changes one or two of the four parts."""
+    """FedAvg: the base class of the algorithms here. Each of them overrides one or two of the four methods."""
 
     weighting: ClassVar[Weighting] = "examples"
 
@@ -178,30 +178,30 @@ class Averaging(Settings):
         return self
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params``."""
+        """Return the server state before the first round: the initial model ``params`` and nothing else."""
         return ServerState(params)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Plain local SGD."""
+        """Return the local plan of FedAvg: plain local steps on the client's loss, without extra terms."""
         del task
         return LocalPlan()
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x; an empty shard sends zeros of weight zero."""
+        """Return the update y_i - x: local model minus global model. A client without records has weight zero."""
         return ClientUpdate({"delta": subtract(trained.params, task.params)}, task.num_examples, trained.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Add the mean update."""
+        """Return the next server state: the mean update is added to the global model."""
         return ServerState(add(server.params, aggregate.payloads["delta"]), server.broadcast, server.memory)
 
 
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
-    """Return the weighting of clients in a round's mean."""
+    """Return the rule for the weights of clients in a round's mean: a name or the algorithm's own function."""
     return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
 
 
 def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
-    """Return the model that is evaluated after a round, and saved after the last one."""
+    """Return the model that is evaluated after a round and saved after the last round."""
     if not isinstance(algorithm, Reporting):
         return server.params
     with error_context(f"reported of {type(algorithm).__name__}"):
@@ -209,24 +209,30 @@ def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
 
 
 def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the names and shapes of a client's payloads: those of a client that has no records."""
+    """Return the payload template. Its names and shapes are those of the update of a client without records."""
     return _blank_update(algorithm, server, num_examples=0).payloads
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the names and shapes of what a client keeps for its next round: of one that took one step."""
+    """Return the client state template. Its names and shapes are those of a client after one local step."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
 def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
-    """Return the names and shapes of what clients share before the first round: those of one that has no records."""
+    """Return the template of the tensors that clients share before the first round: those of a client without records.
+
+    ``input_shape``: the shape of one input.
+    """
     inputs, labels = torch.zeros(0, *input_shape), torch.zeros(0, dtype=torch.int64)
     with seeded_alone(0, "template"):
         return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
 def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
-    """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
+    """Return the local plan of a client with one record in round 1.
+
+    ``pool``: the tensors that clients share before the first round; their values do not matter.
+    """
     with seeded_alone(0, "template"), error_context(f"init of {type(algorithm).__name__}"):
         server = algorithm.init(sent_by(algorithm, params))
     check_returned(server, ServerState, algorithm.init)
@@ -239,7 +245,7 @@ def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classe
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
-    """Return the update of a client that took one step per record without moving the model."""
+    """Return the update of a client that took one step per record and whose model did not change."""
     task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)
@@ -253,13 +259,13 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) 
 
 
 def groups_of(server: ServerState) -> Payloads:
-    """Return all tensors of a server's state, by what they are called in words."""
+    """Return all tensors of the server state as {description in words: tensors by name}."""
     others = {**server.broadcast, **server.memory, **({"layers": server.layers} if server.layers else {})}
     return {"the global model": server.params, **{f"the server's {name!r}": one for name, one in others.items()}}
 
 
 def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
-    """Raise ValueError, with the reason ``why``, where clients take other steps than those of SGD."""
+    """Raise ValueError, with the reason ``why``, if the local optimizer is not SGD."""
     if (optimizer := experiment.local.optimizer) != "sgd":
         raise ValueError(
             f"algorithm {kind_of(algorithm)} cannot run with local.optimizer={optimizer}: {why}; leave local.optimizer "
@@ -268,9 +274,10 @@ def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
-    """Return a_i: how far ``num_steps`` SGD steps of a constant unit gradient move, in units of the learning rate.
+    """Return a_i: the distance of ``num_steps`` SGD steps with a constant unit gradient, divided by the learning rate.
 
-    a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), tau without momentum (Wang et al. 2020, section 4.1).
+    a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), with tau = ``num_steps`` and rho = ``momentum``. Without
+    momentum, a = tau (Wang et al. 2020, section 4.1).
 
     >>> [round(accumulated_momentum(tau, 0.9), 9) for tau in (1, 2, 10)]
     [1.0, 2.9, 41.381059609]

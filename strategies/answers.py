@@ -1,4 +1,4 @@
-"""Answers of clients and the nodes they come from: nothing is used before it is checked."""
+"""The exchange of tasks and answers with clients over Flower nodes. Every answer is checked before it is used."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,13 +28,13 @@ _POLL_SECONDS: Final = 0.05
 class Population:
     """The Flower node of each client: ``nodes[client]`` is a node id.
 
-    A range where nodes are ours, so that clients who are never asked cost nothing.
+    ``nodes`` is a ``range`` for nodes that fl-sim simulates, so that clients that never take part need no memory.
     """
 
     nodes: Sequence[int]
 
     def client_of(self, node: int) -> int | None:
-        """Return the client that ``node`` plays, None for a stranger."""
+        """Return the client of ``node``, or None if the node belongs to no client."""
         if isinstance(self.nodes, range):
             return self.nodes.index(node) if node in self.nodes else None
         return self._clients.get(node)
@@ -46,10 +46,11 @@ class Population:
 
 @dataclass(frozen=True)
 class Asking:
-    """One question to every client: ``order`` names the task.
+    """One client task that is sent to every client. ``order``: the task and its settings.
 
-    ``quoted``: whether an error may say what a client said; not where it is private. ``timeout``: in seconds, for the
-    whole exchange. ``params``: the model that the question is about, if any, and the groups of ``broadcast`` with it.
+    ``quoted``: True if an error message may quote a client's words; False if they are private. ``timeout``: seconds for
+    the whole exchange. ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the
+    model.
     """
 
     order: wire.TaskConfig
@@ -60,7 +61,10 @@ class Asking:
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
-    """Return every client's answer, read by ``read``, by client. Raises RunError that names the first bad one."""
+    """Return every client's answer, decoded by ``read``, in the order of the clients.
+
+    Raises RunError, which names the first client whose answer is not valid.
+    """
     what, made = asking.order.task, []
     for client, answer in enumerate(answers_to(grid, population, asking, read)):
         if isinstance(answer, Malformed):
@@ -72,7 +76,7 @@ def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Call
 def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
-    """Return every client's answer, read by ``read``, or the error in its place, by client."""
+    """Return for every client, in order, its answer decoded by ``read``, or the error if the answer is not valid."""
     order, params = asking.order, asking.params
     content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
     sent = [Message(content, node, wire.TRAIN) for node in population.nodes]
@@ -90,9 +94,9 @@ def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Rea
 def by_client(
     replies: Iterable[Message], client_of: Callable[[int], int | None], *, strict: bool
 ) -> dict[int, list[Message]]:
-    """Return every client's replies, of which there should be one. ``client_of``: which client a node plays, if any.
+    """Return {client: its replies}; a correct client sends one reply. ``client_of``: node id -> client, or None.
 
-    A reply of a node that is no client is ignored, or where ``strict`` a RunError.
+    A reply from a node without a client is ignored, or raises RunError if ``strict``.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:
@@ -105,7 +109,7 @@ def by_client(
 
 
 def content_of(replies: Sequence[Message]) -> RecordDict:
-    """Return the content of a client's one reply. Raises Malformed where it failed, or gave none or several."""
+    """Return the content of a client's only reply. Raises Malformed if the client failed or sent none or several."""
     if not replies:
         raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
     if len(replies) > 1:
@@ -118,7 +122,10 @@ def content_of(replies: Sequence[Message]) -> RecordDict:
 
 
 def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
-    """Return the error that stops a run for one client's answer."""
+    """Return the error that ends a run because of one client's answer.
+
+    ``quoted``: True if the message may quote the client's words; otherwise they go to a private file.
+    """
     if not error.said:
         return RunError(f"{who} {error}")
     if quoted:
@@ -127,7 +134,7 @@ def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
 
 
 def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
-    """Return the failures, a line per client with its own words. PRIVATE."""
+    """Return a text with one line per failed client, including the client's own words. PRIVATE."""
     return "\n".join(
         f"{who} {number} {reason}" + (f": {reason.said}" if reason.said else "")
         for number, reason in sorted(failed.items())
@@ -135,7 +142,11 @@ def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
 
 
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
-    """Wait for all nodes and learn which client each one is; Flower hands out random node ids in random order."""
+    """Wait for all nodes, ask each node for its client number, and return the node of each client.
+
+    Flower assigns random node ids. ``timeout``: in seconds. Raises RunError if there are too few or too many nodes, or
+    if two nodes have the same client number.
+    """
     if isinstance(grid, LocalGrid):
         return Population(grid.get_node_ids())
     deadline = time.monotonic() + timeout

@@ -1,6 +1,6 @@
-"""Clients that do harm, for tables of aggregators against attacks: what they train on, or what they send, is wrong.
+"""Attacks: hostile clients train on wrong labels or send wrong updates. For comparisons of robust aggregators.
 
-Who they are is drawn once, from the experiment's seed. Nothing here protects or measures privacy.
+The hostile clients are drawn once, from the experiment's seed. Nothing here protects or measures privacy.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from strategies.layer import Layer, Relabel
 
 
 class Attack(Protocol):
-    """An attack: the behaviour of ``clients`` of the experiment's clients."""
+    """An attack: the behaviour of the hostile clients, whose number is ``clients``."""
 
     @property
     def clients(self) -> int:
-        """Return how many clients are hostile."""
+        """Return the number of hostile clients."""
         ...
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-        """Return the labels that a hostile client trains on in place of its own, (n,)."""
+        """Return the labels for a hostile client's training, in place of its own ``labels``; shape (n,) for both."""
         ...
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones.
+        """Return the forged updates of a round's hostile clients, which replace their honest updates.
 
-        ``cohort_size``: how many clients the round has.
+        ``hostile``: their honest updates, at least one. ``cohort_size``: the number of clients in the round.
         """
         ...
 
 
 class _Harmless(Settings):
-    """The honest behaviour, of which every attack changes one part: records and updates stay as they are."""
+    """The honest behaviour: labels and updates stay unchanged. Every attack overrides one of the two methods."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-        """Return the labels as they are."""
+        """Return ``labels`` unchanged."""
         del num_classes
         return labels
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones."""
+        """Return the forged updates of a round's hostile clients; ``hostile``: their honest updates, at least one."""
         del cohort_size
         return hostile
 
@@ -75,7 +75,7 @@ class _Attack(_Harmless):
     clients: int = Field(2, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where the attack would not be what it says."""
+        """Raise ValueError if the attack does not fit the other settings of the experiment."""
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
@@ -103,7 +103,7 @@ class _Attack(_Harmless):
 
 
 class LabelFlip(_Attack):
-    """Hostile clients train on class C - 1 - y for y (Fang et al. 2020, section 5.1)."""
+    """Hostile clients train with label C - 1 - y in place of y, for C classes (Fang et al. 2020, section 5.1)."""
 
     kind: Literal["label-flip"] = "label-flip"
 
@@ -113,25 +113,25 @@ class LabelFlip(_Attack):
 
 
 class SignFlip(_Attack):
-    """Hostile clients train honestly and send -``strength`` times what comes of it (Li et al. 2019, section 5)."""
+    """Hostile clients train honestly and send -``strength`` times their honest update (Li et al. 2019, section 5)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
     strength: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones."""
+        """Return the forged updates of a round's hostile clients; ``hostile``: their honest updates, at least one."""
         del cohort_size
         return [_with(reply, as_rows([reply])[0] * -self.strength) for reply in hostile]
 
 
 class ALittleIsEnough(_Attack):
-    """ALIE: all hostile clients send mean - z * deviation of what they would have sent (Baruch et al. 2019, alg. 3).
+    """ALIE: all hostile clients send mean - z * deviation of their honest updates (Baruch et al. 2019, alg. 3).
 
-    ``deviations``: z; 1.5 is the released program's default. "formula" takes the paper's bound on z below which nobody
-    is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, s = floor(n / 2 + 1) - f, of n
-    clients with f hostile. For few of them that is next to nothing: exactly 0 for two of any even number, .14 for two
-    of 11, .37 for 24 of 100, and above 1.5 from 48 of 100 on. A hostile client that is alone in a round knows no
-    deviation and sends what an honest one would.
+    ``deviations``: z; 1.5 is the default of the authors' released program. "formula" takes the paper's bound on z below
+    which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with
+    s = floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0:
+    exactly 0 for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100
+    on. A hostile client that is alone in a round knows no deviation and sends its honest update.
     """
 
     kind: Literal["alie"] = "alie"
@@ -140,7 +140,7 @@ class ALittleIsEnough(_Attack):
     before: ClassVar[Mapping[str, Any]] = {"deviations": "formula"}
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where no client could send what it forges."""
+        """Raise ValueError if updates are compressed: no client could send the forged updates in compressed form."""
         super().check(experiment)
         if not is_none(experiment.compress):
             raise ValueError(
@@ -150,7 +150,7 @@ class ALittleIsEnough(_Attack):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         size = cohort_size(experiment)
         hostile = self.clients * size / experiment.clients
         if hostile < 2:
@@ -165,7 +165,7 @@ class ALittleIsEnough(_Attack):
         return [off(f"attack.deviations={self.deviations}", why)]
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the updates that a round's ``hostile`` clients, at least one, send in place of honest ones."""
+        """Return the forged updates of a round's hostile clients; ``hostile``: their honest updates, at least one."""
         if len(hostile) == 1:
             return hostile
         rows = as_rows(hostile)
@@ -181,14 +181,14 @@ class ALittleIsEnough(_Attack):
 
 
 def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[int]:
-    """Return the hostile clients: the same in every round, and on every engine."""
+    """Return the numbers of the hostile clients. They are the same in every round and on every engine."""
     if not attack.clients:
         return frozenset()
     return frozenset(rng(seed, "hostile clients").choice(num_clients, attack.clients, replace=False).tolist())
 
 
 def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ``labels`` that an attack makes, also one of the user's own. Raises UserError for other labels."""
+    """Return the changed ``labels`` of an attack, which may be a user's class. Raises UserError for invalid labels."""
     poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
     is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
     if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
@@ -204,7 +204,7 @@ def _with(reply: Reply, row: torch.Tensor) -> Reply:
 
 
 class HostileUpdates(Layer):
-    """Replaces what hostile clients sent by what the attack makes of it, before anybody takes a mean."""
+    """Replaces the updates of hostile clients by the attack's forged updates, before the aggregation."""
 
     def __init__(self, attack: Attack, hostile: frozenset[int]) -> None:
         self._attack, self._hostile = attack, hostile
@@ -212,25 +212,25 @@ class HostileUpdates(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
-        """Return the layer of a run: who is hostile follows from its seed."""
+        """Return the layer of a run. Its hostile clients follow from the experiment's seed."""
         del out, progress
         attack = experiment.attack
         return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed))
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if there are hostile clients."""
+        """Return True if the experiment has an attack."""
         return not is_none(experiment.attack)
 
     @classmethod
     def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
-        """Let hostile clients train on the labels that the attack poisons."""
+        """Return {hostile client: the function that changes its labels}."""
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         return dict.fromkeys(hostile, partial(_poisoned, experiment.attack, num_classes))
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Count the hostile clients without records to do harm with."""
+        """Return a warning that counts the hostile clients without records, as these have no effect."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         if not (harmless := len(hostile.intersection(idle))):
@@ -239,7 +239,7 @@ class HostileUpdates(Layer):
         return [f"{told}attack.clients, another seed, or a split that leaves no client empty"]
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the round's updates with those of hostile clients as the attack forges them."""
+        """Return the round's updates, in which forged updates replace those of hostile clients."""
         replies = self.inner.received(replies)
         hostile = [reply for reply in replies if reply.client in self._hostile and reply.num_examples > 0]
         self._idle = not hostile and bool(self._hostile)
@@ -249,6 +249,6 @@ class HostileUpdates(Layer):
         return tuple(forged.get(reply.client, reply) for reply in replies)
 
     def remarks(self) -> Sequence[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         said = off(f"attack {kind_of(self._attack)}", "no hostile client took part with records")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

@@ -1,4 +1,4 @@
-"""Balanced softmax: every client's logits shifted by its own class frequencies (Chen and Chao 2022, FedRoD, eq. 6)."""
+"""Balanced softmax: a client's class frequencies shift its logits in training (Chen and Chao 2022, FedRoD, eq. 6)."""
 
 from typing import ClassVar, Literal
 
@@ -8,18 +8,18 @@ from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 _ABSENT = 1e-9
-"""How many records a class counts more than it has, so that an absent class has a logarithm."""
+"""Number that is added to each class count, so that the logarithm of the count of an absent class is finite."""
 
 
 class BalancedSoftmax(Averaging):
-    """Each client adds log n_c to the logit of class c in training; the model is evaluated without (Ren et al. 2020).
+    """Each client adds log n_c to the logit of class c in training, but not in evaluation (Ren et al. 2020).
 
-    FedRoD's other half, a personal head, is not here: this is its generic model.
+    n_c is the client's number of records of class c. This is FedRoD's generic model, without its personal head.
     """
 
     kind: Literal["balanced-softmax"] = "balanced-softmax"
     title: ClassVar[str] = "Balanced softmax"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Shift the logits."""
+        """Return the local plan that adds log n_c to the logit of each class c."""
         return LocalPlan(logit_shift=(torch.tensor(task.class_counts, dtype=torch.float32) + _ABSENT).log())

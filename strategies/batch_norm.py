@@ -1,7 +1,8 @@
 """BatchNorm layers in federated rounds: their running statistics are averaged, or the layers are personal.
 
-What goes to clients and back beside the method's own payloads are a model's *layers*: the running statistics, and where
-they are personal (FedBN, Li et al. 2021), the parameters of the BatchNorm layers, too.
+Server and clients exchange tensors of the BatchNorm layers besides the algorithm's own payloads. In this module these
+tensors are called a model's *layers*: the running statistics and, if the layers are personal (FedBN, Li et al. 2021),
+also the parameters of the BatchNorm layers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from strategies.algorithm import Algorithm
 from strategies.layer import Beginning, Layer
 
 LAYERS: Final = "batch-norm"
-"""The group in which layers travel, both ways, and stay with clients."""
+"""Name of the BatchNorm tensors in messages in both directions, and in client state."""
 
 PERSONAL: Final = (
     "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
@@ -40,35 +41,35 @@ PERSONAL: Final = (
 
 
 class BatchNormLayers(Layer):
-    """Takes the mean of the layers out of what the algorithm merges, and gives them to the server's next state."""
+    """Puts the mean of the BatchNorm tensors into the next server state; the algorithm merges the other payloads."""
 
     reserved: ClassVar[str] = LAYERS
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if models may have BatchNorm layers."""
+        """Return True if the settings allow BatchNorm layers in the model."""
         return bool(experiment.local.batch_norm != "none")
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half, which sends BatchNorm layers and keeps personal ones."""
+        """Return the client half, which sends the BatchNorm tensors and keeps personal layers in client state."""
         del algorithm, model
         return ClientBatchNorm(experiment.local.batch_norm)
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return ``server`` with the layers of a fresh model."""
+        """Return ``server`` with the BatchNorm tensors of the initial ``model``."""
         return replace(server, layers=layers_in(model, experiment.local.batch_norm))
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Say whose accuracy is measured where layers are personal."""
+        """Return a warning, for personal layers, that the measured accuracy is that of a model which no client has."""
         del rounds_done, idle
         return [PERSONAL] if experiment.local.batch_norm == "personal" else []
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError where a part of every step is what all clients did, and layers are personal."""
+        """Raise UserError if layers are personal and local steps contain a share of the last mean update."""
         if experiment.local.batch_norm == "personal" and (scale := beginning.plan.gradient_scale) != 1:
             raise UserError(
                 f"algorithm {kind_of(experiment.algorithm)} takes {scale:g} of every gradient and the rest from what "
@@ -77,7 +78,7 @@ class BatchNormLayers(Layer):
             )
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Merge without the layers, which are then those of the new state."""
+        """Return the next server state: the algorithm's merge of the other payloads, and the mean BatchNorm tensors."""
         payloads = dict(aggregate.payloads)
         layers = payloads.pop(LAYERS, {})
         return replace(self.inner.merge(algorithm, server, replace(aggregate, payloads=payloads)), layers=layers)
@@ -85,19 +86,19 @@ class BatchNormLayers(Layer):
 
 @dataclass(frozen=True)
 class ClientBatchNorm(ClientLayer):
-    """Has a client train with the layers that it was sent or, where they are personal, with its own."""
+    """Lets a client train with the received BatchNorm tensors or, if the layers are personal, with its own."""
 
     chosen: BatchNorm
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Put the layers into the model."""
+        """Return the task with BatchNorm tensors in its model: the client's own or, without them, the server's."""
         broadcast, state = {**task.broadcast}, {**task.state}
         layers = broadcast.pop(LAYERS, {})
         params, statistics = placed(task.params, state.pop(LAYERS, layers))
         return replace(task, params=params, statistics=statistics, broadcast=broadcast, state=state)
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Put the client's own layers into its previous model: the algorithm saw them as they were before."""
+        """Return the plan with the client's personal layers in the previous model of a contrastive loss."""
         if plan.contrast is None or not (names := self._personal(came)):
             return plan
         params = self.received(came).params
@@ -105,14 +106,14 @@ class ClientBatchNorm(ClientLayer):
         return replace(plan, contrast=replace(plan.contrast, previous=previous))
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Let personal layers rest: the algorithm sees that they have not moved, so nothing of theirs is merged."""
+        """Return the result with personal layers reset to their initial values, so that their update is zero."""
         if not (names := self._personal(came)):
             return task, trained
         resting = {name: task.params[name] for name in names}
         return task, replace(trained, params={**trained.params, **resting})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Send the layers, and keep them where they are personal."""
+        """Return the update with the BatchNorm tensors added, in the client state, too, if the layers are personal."""
         del task
         names = self._personal(came)
         if not (layers := layers_after(trained, names)):
@@ -122,15 +123,15 @@ class ClientBatchNorm(ClientLayer):
         return replace(update, payloads={**update.payloads, LAYERS: layers}, state=state)
 
     def broadcast(self, server: ServerState) -> Payloads:
-        """Return the server's layers."""
+        """Return the BatchNorm tensors in the server state, which all clients receive."""
         return {LAYERS: server.layers} if server.layers else {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the same: clients send as many."""
+        """Return the payload template of the BatchNorm tensors: clients send the same names and shapes back."""
         return self.broadcast(server)
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Add the layers where they are personal."""
+        """Return the client state template, with the BatchNorm tensors added if the layers are personal."""
         del template
         return {**state, LAYERS: server.layers} if self.chosen == "personal" else state
 
@@ -140,7 +141,7 @@ class ClientBatchNorm(ClientLayer):
 
 
 def layers_in(model: nn.Module, chosen: BatchNorm) -> Params:
-    """Return the layers of ``model`` where ``chosen`` becomes of BatchNorm, on the CPU."""
+    """Return the BatchNorm tensors of ``model``, on the CPU; if ``chosen`` is "personal", with the parameters."""
     if chosen != "personal":
         return statistics_of(model)
     weights = {

@@ -1,4 +1,7 @@
-"""CCVR: after training, the head alone is trained again, on features drawn from class Gaussians (Luo et al. 2021)."""
+"""CCVR: after the last round, only the head is trained further, on features drawn from one Gaussian per class.
+
+Luo et al. 2021.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,15 @@ _LONGEST: Final = 2**28  # bytes of a client's moments; messages of Flower's run
 
 
 class CCVR(Settings):
-    """Clients send moments of every class's features; the server draws from their Gaussians and trains the head on it.
+    """Clients send moments of the features of each class; the server trains the head on samples from class Gaussians.
 
-    ``samples_per_class``: the paper's M_c, the same for all classes, FL-bench's 200. The head goes on from the trained
-    one by plain SGD for ``epochs`` over what was drawn, with this ``learning_rate`` and ``batch_size``.
+    ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training of the head
+    starts from the trained head, by plain SGD for ``epochs`` over the samples, with this ``learning_rate`` and
+    ``batch_size``.
 
-    ``epsilon`` (None: moments leave clients as they are) and ``delta``: what a record pays for its client's moments,
-    which are one Gaussian release then. Features are clipped to ``clipping_norm`` for it. ``noise``: "secret" is the
-    real thing and differs from run to run, "seeded" repeats and protects in simulation only.
+    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost for a record of its client's
+    moments, which then are one Gaussian release. Features are then clipped to ``clipping_norm``. ``noise``: "secret"
+    is real protection and differs from run to run, "seeded" is repeatable and protects in simulation only.
     """
 
     kind: Literal["ccvr"] = "ccvr"
@@ -62,7 +66,7 @@ class CCVR(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence[CCVR], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Describe the records on which the head is trained again."""
+        """Return a table caption that describes the samples for the training of the head."""
         samples, rates, epochs = (
             values([getattr(one, name) for one in chosen]) for name in ("samples_per_class", "learning_rate", "epochs")
         )
@@ -79,7 +83,7 @@ class CCVR(Settings):
 
     @property
     def protection(self) -> Protection | None:
-        """Return the protection of the moments, None without one."""
+        """Return the privacy parameters for the moments, or None without protection."""
         if self.epsilon is None:
             return None
         from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)
@@ -87,7 +91,7 @@ class CCVR(Settings):
         return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where there is no head of all clients to train, or the moments have no place."""
+        """Raise ValueError if there is no common head to train, or if sending moments contradicts other settings."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(
@@ -113,7 +117,7 @@ class CCVR(Settings):
             )
 
     def check_head(self, num_features: int, num_classes: int) -> None:
-        """Raise UserError where what a client sends would be too long a message."""
+        """Raise UserError if a client's moments are too large for one message, or if ``epsilon`` is too small."""
         if (size := 8 * num_classes * num_moments(num_features)) > _LONGEST:
             raise UserError(
                 f"calibrate ccvr: moments of {num_features} features and {num_classes} classes are {size >> 20} MiB a "
@@ -139,7 +143,7 @@ def with_trained_head(
 ) -> Params:
     """Return ``params`` with a head trained on ``features`` (n, d) and ``labels`` (n,), which are shuffled each epoch.
 
-    ``model`` lends its architecture, and its head is overwritten. Raises Diverged where that is not finite then.
+    ``model``: used for its architecture; its head is overwritten. Raises Diverged if the trained head is not finite.
     """
     from fl_sim.training.features import head_of  # noqa: PLC0415 (loads torch, and settings come from here)
 

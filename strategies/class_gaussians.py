@@ -1,4 +1,4 @@
-"""A normal distribution of every class's features, from the moments that clients send (Luo et al. 2021, eq. 3, 4)."""
+"""One normal distribution of the features of each class, from the clients' moments (Luo et al. 2021, eq. 3, 4)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,9 +14,10 @@ _TELLABLE: Final = 4.0  # standard deviations of the noise on a count; below, a 
 
 @dataclass(frozen=True)
 class ClassGaussian:
-    """The features of class ``label`` over all clients: how many there are (a noisy number may have a part).
+    """The normal distribution of the features of class ``label`` over all clients.
 
-    ``mean``: (d,); ``covariance``: (d, d), symmetric; under noise it may have negative eigenvalues.
+    ``count``: the number of records, not an integer if it is noisy. ``mean``: shape (d,). ``covariance``: shape (d, d),
+    symmetric; with noise it may have negative eigenvalues.
     """
 
     label: int
@@ -25,11 +26,11 @@ class ClassGaussian:
     covariance: Array
 
     def scaled(self, unit: float) -> "ClassGaussian":
-        """Return the distribution of ``unit`` times these features."""
+        """Return the distribution of the features multiplied by ``unit``."""
         return ClassGaussian(self.label, self.count, unit * self.mean, unit**2 * self.covariance)
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
-        """Return ``number`` draws, (number, d); negative eigenvalues count as 0."""
+        """Return ``number`` samples, shape (number, d). Negative eigenvalues of the covariance count as 0."""
         # By torch, as its number of threads, on which last bits depend, is the run's.
         values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
         root = vectors * values.clamp(min=0).sqrt()
@@ -41,13 +42,14 @@ class ClassGaussian:
 def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list[ClassGaussian]:
     """Return the distribution of each class that has two records or more.
 
-    ``moments``: those of all clients added up (``clients.moments.moments_of``). With
+    ``moments``: the sum of the moments of all clients (``clients.moments.moments_of``). With
     n_c = sum_i n_ic this is the paper's mean sum_i n_ic mu_ic / n_c and covariance
     [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] / (n_c - 1), as
     (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
 
-    ``std``: of the noise on each number. Then a class is taken that has certainly more than one record, and covariances
-    are shrunk towards a multiple of the identity as far as what differs from that may be noise.
+    ``std``: standard deviation of the noise on each number. With noise, only classes that certainly have more than one
+    record are used, and covariances are shrunk towards a multiple of the identity, as far as the difference may be
+    noise.
     """
     found = []
     for label, (count, *rest) in enumerate(moments):
@@ -63,7 +65,7 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
 def draw_features(
     classes: list[ClassGaussian], samples_per_class: int, generator: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return as many features of each of ``classes``, (n, d), and their labels, (n,)."""
+    """Return sampled features, shape (n, d), and their labels, shape (n,): ``samples_per_class`` for each class."""
     drawn = np.concatenate([one.draw(samples_per_class, generator) for one in classes])
     return drawn.astype(np.float32), np.repeat([one.label for one in classes], samples_per_class)
 

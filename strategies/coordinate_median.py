@@ -12,23 +12,23 @@ from strategies.algorithm import Weighting
 
 
 class CoordinateMedian(Robust):
-    """Of every number the middle one; of an even number of clients the mean of the two in the middle.
+    """The median of every coordinate; for an even number of clients, the mean of the two middle values.
 
-    Fewer than half of the clients cannot move a number beyond what honest clients sent. Every client counts the same,
-    as the number of records that a client says it has is its own word. No privacy.
+    Fewer than half of the clients cannot move a coordinate beyond the range of honest clients' values. Every client
+    counts the same, because the server cannot verify a client's number of records. No privacy.
     """
 
     kind: Literal["median"] = "median"
     title: ClassVar[str] = "coordinate median"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if (size := cohort_size(experiment)) > 2:
             return []
         return [off("aggregator median", f"rounds have {size:g} clients, of which the median is the mean")]
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the medians of all payloads, or None where no client has records; see ``Aggregator``."""
+        """Return the coordinate-wise median of all payloads, or None if no client has records; see ``Aggregator``."""
         del weighting
         return combined(cohort, lambda rows, _: _median(rows))
 

@@ -1,20 +1,20 @@
-"""Noise that is correlated over rounds: later rounds take off again what earlier ones added, in part.
+"""Noise that is correlated over rounds: later rounds subtract a part of the noise that earlier rounds added.
 
-Banded matrix factorisation: with x_t the sum of the clipped updates of round t, what is released is a_t, where
+Banded matrix factorisation: with x_t the sum of the clipped updates of round t, the release of round t is a_t, where
 
     C a = C x + Z,      so that a_t = x_t + (C^-1 Z)_t,
 
 with fresh Gaussian noise Z and a lower-triangular Toeplitz matrix C of b bands. Its coefficients are those of the
 square root of the matrix of prefix sums, c_0 = 1, c_k = c_{k-1} (2k - 1) / 2k, cut off after b of them (Kalinin and
 Lampert 2024, "Banded square root matrix factorization for differentially private model training"), and divided by
-their norm. The model is a prefix sum of the a_t: its noise is less than by as much noise that is independent from
-round to round.
+their norm. The model is a prefix sum of the a_t. Its noise is smaller than with independent noise of the same size in
+every round.
 
-Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): what the noise hides is C x, and a
-client moves it, for each round that it takes part in, by a column of C times its update. Columns have norm 1, and two
-of them that lie b or more rounds apart have no round in common. So a client that takes part at most once in any b
-rounds in a row pays one Gaussian mechanism for each of its rounds, as under independent noise, although more is hidden
-of it; and where it takes part by a secret coin of probability p, one Gaussian mechanism sampled at p.
+Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. For each round
+in which a client takes part, it changes C x by a column of C times its update. Columns have norm 1, and two columns
+that lie b or more rounds apart have no round in common. So a client that takes part at most once in any b consecutive
+rounds pays for one Gaussian mechanism for each of its rounds, as under independent noise. If a secret random draw of
+probability p decides in each of these rounds on its participation, it pays for one Gaussian mechanism sampled at p.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from fl_sim.privacy.mechanisms import add_noise
 
 
 def coefficients(bands: int) -> NDArray[np.float64]:
-    """Return c_0 .. c_{bands-1}, of norm 1."""
+    """Return the coefficients c_0 .. c_{bands-1} of C, shape (bands,), scaled to norm 1."""
     k = np.arange(1, bands)
     raw = np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])
     unit: NDArray[np.float64] = raw / np.linalg.norm(raw)
@@ -36,11 +36,11 @@ def coefficients(bands: int) -> NDArray[np.float64]:
 
 @dataclass
 class CorrelatedNoise:
-    """The noise of earlier rounds that the next rounds subtract. With one band: none.
+    """The state from which the next rounds subtract noise of earlier rounds. With one band there is no state.
 
-    SENSITIVE: ``sums`` are the clipped sums without noise, of the last ``bands`` - 1 rounds, newest first; beside what
-    was ``released`` of them they tell the noise. They are kept in memory alone: a run that goes on after a stop begins
-    here anew, which costs accuracy and no privacy (two such mechanisms, one after the other).
+    SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
+    the ``released`` sums they reveal the noise. They are kept only in memory: a resumed run begins with an empty state,
+    which costs accuracy but no privacy (two such mechanisms, one after the other).
     """
 
     bands: int
@@ -51,9 +51,10 @@ class CorrelatedNoise:
         self.sums, self.released = deque(maxlen=self.bands - 1), deque(maxlen=self.bands - 1)
 
     def release(self, total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``total``, a round's clipped sum, with noise of which ``std`` is the fresh part, in grid ``steps``.
+        """Return ``total``, the clipped sum of a round, with correlated noise.
 
-        The Gaussian mechanism is on (C x)_t, on the grid; what follows from its result is post-processing.
+        ``std``: standard deviation of the fresh noise; ``steps``: the fresh noise in steps of the grid. The Gaussian
+        mechanism releases (C x)_t on the grid; all later computations are post-processing.
         """
         if self.bands == 1:
             return add_noise(total, std, steps)

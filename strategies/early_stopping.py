@@ -11,24 +11,28 @@ from strategies.layer import Layer
 
 
 class EarlyStopping(Layer):
-    """Ends a run by validation accuracy. ``target``: 0 for none; ``patience``: in rounds, 0 for any number."""
+    """Ends a run by validation accuracy.
+
+    ``target``: the accuracy at which the run ends, 0 for none. ``patience``: the number of rounds without a higher
+    accuracy after which the run ends, 0 for no limit.
+    """
 
     def __init__(self, target: float, patience: int) -> None:
         self._target, self._patience = target, patience
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if one of both is set."""
+        """Return True if a target accuracy or a patience is set."""
         return bool(experiment.evaluate.target_accuracy or experiment.evaluate.patience)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Return the layer of a run: all it knows is in the log of rounds."""
+        """Return the layer of a run. It needs no checkpoint: it reads the records of the rounds."""
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Return the reason for which a run with these rounds ends early; empty where it continues."""
+        """Return the reason for ending the run early after these ``rounds``, or an empty string to continue."""
         validated = [(one.round, one.validation_accuracy) for one in rounds if one.validation_accuracy is not None]
         if not validated:
             return self.inner.ended(rounds)

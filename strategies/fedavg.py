@@ -16,17 +16,17 @@ class FedAvg(Averaging):
 
 
 class Centralized(Averaging):
-    """The upper bound: one holder of all training records runs plain SGD with the same model and optimiser.
+    """The upper bound without federation: one client holds all training records and runs plain SGD.
 
-    The experiment gives its only client the whole training set; momentum lives on from round to round, so that this is
-    exactly SGD over ``rounds * local epochs`` epochs. It has no virtual clock, whatever the devices of clients are.
+    Model and optimiser are the same as in federated training. The client keeps its momentum from round to round, so
+    that this is exactly SGD over ``rounds * local epochs`` epochs. It has no virtual clock, whatever ``devices`` is.
     """
 
     kind: Literal["centralized"] = "centralized"
     is_central: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for what only clients can do: take part at times, hide in a crowd, make records."""
+        """Raise ValueError for settings that need several clients: sampling, Global DP and preprocessing."""
         if not isinstance(experiment.sampler, Everyone):
             raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
         if hides_clients(experiment.aggregator):
@@ -35,15 +35,15 @@ class Centralized(Averaging):
             raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
 
     def mean_only(self) -> str:
-        """Return the reason: there is one client."""
+        """Return the reason: there is only one client."""
         return "it has a single client, which there is nobody to compare with"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Go on with the momentum of the round before."""
+        """Return the local plan that starts with the momentum of the last round."""
         return LocalPlan(momentum_buffers=task.state.get("momentum"))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y - x and keep the momentum."""
+        """Return the update y - x, with the momentum as client state."""
         update = super().finish(task, trained)
         state = {"momentum": trained.momentum_buffers} if trained.momentum_buffers else {}
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state)

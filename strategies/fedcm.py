@@ -1,4 +1,4 @@
-"""FedCM: client-level momentum, the server's last step in every local one (Xu et al. 2021, algorithm 2)."""
+"""FedCM: client-level momentum. Local steps contain a share of the last mean update (Xu et al. 2021, algorithm 2)."""
 
 from typing import ClassVar, Literal
 
@@ -12,7 +12,7 @@ from strategies.algorithm import Averaging, Weighting, accumulated_momentum, che
 
 
 class ClientMomentum(Averaging):
-    """Clients step with alpha g + (1 - alpha) D, where D points along the last round's mean update.
+    """Clients step with alpha g + (1 - alpha) D, where D has the direction of the last round's mean update.
 
     ``alpha``: the share of the client's own gradient g in a step.
     """
@@ -24,7 +24,7 @@ class ClientMomentum(Averaging):
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if self.alpha == 1:
             return [off("algorithm.alpha=1", "nothing of the last round is carried on")]
         if experiment.rounds == 1:
@@ -32,32 +32,32 @@ class ClientMomentum(Averaging):
         return []
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where clients do not step by SGD."""
+        """Raise ValueError if the local optimizer is not SGD."""
         check_sgd(self, experiment, "its momentum is a last step in units of SGD's, eta K, mixed into gradients")
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` at rest."""
+        """Return the server state before the first round: the model ``params`` and a last mean update of 0."""
         return ServerState(params, broadcast={"last": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Mix the last mean update into every gradient."""
+        """Return the local plan that mixes the last mean update into every gradient."""
         settings = task.settings
         reach = accumulated_momentum(settings.num_steps(task.num_examples), settings.momentum) * settings.learning_rate
         carried = scale(task.broadcast["last"], (self.alpha - 1) / reach if reach else 0.0)
         return LocalPlan(gradient_scale=self.alpha, gradient_offset=carried)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Add the mean update, and send it along in the next round."""
+        """Return the next server state: model plus mean update. Clients receive the mean update in the next round."""
         delta = aggregate.payloads["delta"]
         return ServerState(add(server.params, delta), broadcast={"last": delta})
 
 
 class FedCM(ClientMomentum):
-    """Clients step with alpha g + (1 - alpha) D, D = -(last round's mean of y_i - x) / (eta K); all count the same.
+    """Clients step with alpha g + (1 - alpha) D, D = -(last round's mean of y_i - x) / (eta K); equal weights.
 
-    A client's K steps carry (1 - alpha) of the last mean update on. ``alpha`` 1 is FedAvg with equal weights. Where
-    clients differ in size, the rate in rounds, or steps have momentum, eta K is what this client's steps of this round
-    add up to; the released code takes the first client's K and the last round's rate.
+    The K steps of a client together contain (1 - alpha) of the last mean update. ``alpha`` 1 is FedAvg with equal
+    weights. If clients differ in size, the learning rate changes between rounds, or steps have momentum, eta K is the
+    sum over this client's steps in this round; the released code takes the first client's K and the last round's rate.
     """
 
     kind: Literal["fedcm"] = "fedcm"

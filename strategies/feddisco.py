@@ -1,4 +1,4 @@
-"""FedDisco: clients whose labels are further from uniform weigh less (Ye et al. 2023, eq. 6)."""
+"""FedDisco: clients whose label distribution is further from uniform have less weight (Ye et al. 2023, eq. 6)."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedDisco(Averaging):
     """FedAvg with weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
 
-    d_i: the divergence KL(label shares || uniform) that a client declares, divided by the cohort's sum. ``a`` 0.5 and
-    ``b`` 0.1 are the released scripts'. Where all weights would be 0 they are the p_i.
+    d_i: the divergence KL(label shares || uniform) that a client sends, divided by the cohort's sum. ``a`` 0.5 and
+    ``b`` 0.1 are the values of the released scripts. If all weights would be 0, the weights are the p_i.
     """
 
     kind: Literal["feddisco"] = "feddisco"
@@ -25,18 +25,18 @@ class FedDisco(Averaging):
     title: ClassVar[str] = "FedDisco"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         if self.a:
             return []
         return [off("algorithm.a=0", "labels do not count" if self.b else FEDAVG)]
 
     def note(self) -> str:
-        """Name what clients reveal."""
+        """Return the note for tables: the numbers that clients reveal besides their update."""
         return "FedDisco: every client sends how far its labels are from uniform, one number."
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x, and d_i before it is divided."""
+        """Return the update: y_i - x, and the divergence d_i before its division by the cohort's sum."""
         update, total = super().finish(task, trained), max(sum(task.class_counts), 1)
         shares = [count / total for count in task.class_counts if count]
         divergence = sum(share * math.log(share * len(task.class_counts)) for share in shares)
@@ -44,7 +44,7 @@ class FedDisco(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return the weights of the clients that have records."""
+        """Return the weights in the mean, one for each of the ``replies``, all of clients with records."""
         total = sum(reply.num_examples for reply in replies)
         shares = [reply.num_examples / total for reply in replies]
         found = [float(reply.payloads["labels"]["divergence"]) for reply in replies]

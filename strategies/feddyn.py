@@ -12,10 +12,10 @@ from strategies.algorithm import Averaging, Weighting, check_sgd
 
 
 class Dynamic(Averaging):
-    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2; every client counts the same.
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2; every client has the same weight.
 
-    g_i stays with client i and becomes the gradient of F_i at its own model; h, on the server, follows the mean of all
-    clients' g_i.
+    g_i is the client state of client i and approaches the gradient of F_i at the client's model. h, in the server
+    state, follows the mean of all clients' g_i.
     """
 
     alpha: float = Field(0.01, gt=0)
@@ -25,7 +25,7 @@ class Dynamic(Averaging):
     )
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where clients do not step by SGD."""
+        """Raise ValueError if the local optimizer is not SGD."""
         check_sgd(
             self,
             experiment,
@@ -33,28 +33,28 @@ class Dynamic(Averaging):
         )
 
     def mean_only(self) -> str:
-        """Return the reason: h is a mean."""
+        """Return the reason: h is the mean of client states."""
         return (
             "its corrections cancel where the loss of all is least only while h is the mean of what clients keep, and "
             "of other aggregates the gap adds up"
         )
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with h = 0."""
+        """Return the server state before the first round: the model ``params`` and h = 0."""
         return ServerState(params, memory={"h": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Add -g_i + alpha (w - x) to every gradient."""
+        """Return the local plan that adds -g_i + alpha (w - x) to every gradient."""
         return LocalPlan(gradient_offset=scale(_g_i(task), -1.0), proximal_mu=self.alpha)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x; keep g_i - alpha (y_i - x)."""
+        """Return the update y_i - x, with the new g_i = g_i - alpha (y_i - x) as client state."""
         delta = subtract(trained.params, task.params)
         g_i = add(_g_i(task), delta, -self.alpha)
         return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state={"g_i": g_i})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Set h to h - alpha |S|/K mean(y_i - x), and x to mean(y_i) - h / alpha."""
+        """Return the next server state: h <- h - alpha |S|/K mean(y_i - x), then x <- mean(y_i) - h / alpha."""
         delta = aggregate.payloads["delta"]
         h = add(server.memory["h"], delta, -self.alpha * aggregate.participation)
         return ServerState(add(add(server.params, delta), h, -1 / self.alpha), memory={"h": h})

@@ -15,10 +15,10 @@ class FedExP(Averaging):
     """x <- x + eta_g mean(D_i) with eta_g = max(1, mean ||D_i||^2 / (2 (||mean D_i||^2 + epsilon))); equal weights.
 
     ``epsilon``: 0.001 on CIFAR-10 and CIFAR-100, 0.1 on EMNIST in the released code, which weighs clients by records,
-    multiplies epsilon by their number, and lets it decay with the square of the rate. ``average_two``: what is
-    evaluated after a round, and saved after the last one, is the mean of the last two models, as in the released code
-    and, recalled, in the paper; after the first round it is that round's. Clients go on from the last one all the same,
-    and a run that breaks off leaves that.
+    multiplies epsilon by the number of clients, and lets it decay with the square of the learning rate.
+    ``average_two``: the model that is evaluated after a round and saved after the last round is the mean of the last
+    two models, as in the released code and, from memory, in the paper; after the first round it is that round's model.
+    Clients always continue from the last model, and an interrupted run leaves the last model.
     """
 
     kind: Literal["fedexp"] = "fedexp"
@@ -28,7 +28,7 @@ class FedExP(Averaging):
     knobs: ClassVar[str] = "the server's step is bounded by algorithm.epsilon alone: set a larger one"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where the noise on squared norms would be the step."""
+        """Raise ValueError if noise or compression would make the ratio of squared norms useless."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm fedexp cannot run under aggregator global-dp: clients send the squared norm of their update "
@@ -49,30 +49,30 @@ class FedExP(Averaging):
         )
 
     def note(self) -> str:
-        """Name the evaluated model."""
+        """Return the note for tables: the model that is evaluated."""
         return f"FedExP: {self.reports()} is evaluated."
 
     def reports(self) -> str:
-        """Name the evaluated model."""
+        """Return a description of the evaluated model in words."""
         return "the mean of the last two models" if self.average_two else "the last model"
 
     def reported(self, server: ServerState) -> Params:
-        """Return the mean of the last two models, or the last."""
+        """Return the evaluated model: the mean of the last two models if ``average_two``, else the last model."""
         return server.memory["mean of two"] if self.average_two else server.params
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params``, before which there was no other model."""
+        """Return the server state before the first round: the model ``params`` and a count of 0 rounds."""
         return ServerState(params, memory={"mean of two": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send D_i = y_i - x and ||D_i||^2."""
+        """Return the update: D_i = y_i - x and ||D_i||^2."""
         update = super().finish(task, trained)
         square = flattened(update.payloads["delta"]).flat.double().pow(2).sum().float()
         payloads = {**update.payloads, "square": {"norm": square.reshape(1)}}
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Go further than the mean where the updates are longer than it."""
+        """Return the next server state: x <- x + eta_g mean(D_i), where eta_g > 1 if clients' updates disagree."""
         delta = aggregate.payloads["delta"]
         of_mean = float(flattened(delta).flat.double().pow(2).sum()) + self.epsilon
         mean = float(torch.as_tensor(aggregate.payloads["square"]["norm"]))

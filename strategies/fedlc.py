@@ -1,4 +1,4 @@
-"""FedLC: logits calibrated by a client's own label counts (Zhang et al. 2022, eq. 8)."""
+"""FedLC: calibration of logits by a client's own label counts (Zhang et al. 2022, eq. 8)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 _LEAST = -1e30
-"""In place of minus infinity, whose logarithm of a sum has no gradient where nothing else is added up."""
+"""Replaces minus infinity: the log-sum-exp of only minus infinities has no finite gradient."""
 
 
 class FedLC(Averaging):
-    """Each client lowers the logit of class c by tau n_c^(-1/4) in training; classes it lacks leave the softmax.
+    """Each client lowers the logit of class c by tau n_c^(-1/4) in training, and leaves absent classes out.
 
-    ``tau``: the paper tries 0.01, 0.1, 0.5 and 1; 0 changes nothing but for the absent classes. Where a client holds
-    one class its loss is 0, so that 1-Label clients learn nothing. ``exclude_true``: leave a record's own class out of
-    the sum below the fraction, as the paper's equation does (recalled, not read again); all released code that was
-    read keeps it. Without it the loss, log(sum over the other classes of exp f_c) - f_y, has no lower bound. PyTorch
-    trains it: the compiled trainer does not know it.
+    ``tau``: the paper tries 0.01, 0.1, 0.5 and 1; with 0, absent classes still leave the softmax. The loss of a client
+    with one class is 0, so that 1-Label clients learn nothing. ``exclude_true``: leave a record's own class out of the
+    softmax's denominator, as the paper's equation does (from memory, not read again); all released code that was read
+    keeps the class. Without the class the loss, log(sum over the other classes of exp f_c) - f_y, has no lower bound.
+    PyTorch trains this loss: the compiled trainer does not support it.
     """
 
     kind: Literal["fedlc"] = "fedlc"
@@ -33,12 +33,12 @@ class FedLC(Averaging):
     knobs: ClassVar[str] = "with algorithm.exclude_true its loss has no lower bound: leave that out"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.tau else [off("algorithm.tau=0", "no logit is shifted, absent classes alone are left out")]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where labels are spread over the classes that a client lacks."""
+        """Raise ValueError for label smoothing, which gives classes that a client lacks a share of the label."""
         if experiment.local.label_smoothing:
             raise ValueError(
                 f"algorithm fedlc cannot run with local.label_smoothing={experiment.local.label_smoothing:g}: it takes "
@@ -47,7 +47,7 @@ class FedLC(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Shift the logits; minus infinity takes a class out."""
+        """Return the local plan that shifts the logits; a shift of minus infinity removes a class from the softmax."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shift = torch.where(counts > 0, -self.tau * counts.clamp(min=1) ** -0.25, -torch.inf)
         several = ((counts > 0).sum() > 1).float()
@@ -56,7 +56,10 @@ class FedLC(Averaging):
 
 
 def without_true(batch: Batch) -> torch.Tensor:
-    """Return the term that removes a record's own class from the sum of its cross-entropy, (n,); 0 for one class."""
+    """Return a loss term per record, shape (n,), that removes the record's class from its cross-entropy's sum.
+
+    The term is 0 for a client with one class.
+    """
     logits = batch.logits + batch.data["shift"]
     of_class = batch.labels.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
     others = logits.masked_fill(of_class, -torch.inf).clamp(min=_LEAST)

@@ -17,7 +17,11 @@ from strategies.algorithm import Averaging
 
 
 class _Mixing(Averaging):
-    """Settings and shares of both methods: ``mixing_weight`` is the paper's lambda, ``records_per_average`` its M_k."""
+    """Base class of both methods.
+
+    ``mixing_weight``: weight of the averages in the mixture, the paper's lambda. ``records_per_average``: number of
+    records in each average, the paper's M_k.
+    """
 
     computes_with_records: ClassVar[bool] = True
 
@@ -34,7 +38,7 @@ class _Mixing(Averaging):
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Share averages of ``records_per_average`` records."""
+        """Return the averages that a client shares before the first round, each of ``records_per_average`` records."""
         return averages(inputs, labels, num_classes, self.records_per_average, generator)
 
 
@@ -42,13 +46,13 @@ class FedMix(_Mixing):
     """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>, dl/dx at (1-lam)x and y.
 
     It expands NaiveMix's loss at (1-lam)x. Derived, and tested: the error is of second order in lam. The expansion
-    itself has lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>, which differs by lam^2, too, so that lam
-    and lam (1-lam) are equally good. Recalled, as the paper's text was not at hand: its equation has lam, as here; its
-    algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has the latter, and divides by the
-    batch size, which is a mistake. Every client draws from the averages of all clients, its own among them; whether the
-    paper leaves those out was not found out.
+    itself has lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>, which also differs by lam^2, so that lam
+    and lam (1-lam) are equally good. From memory, as the paper's text was not available: its equation has lam, as here;
+    its algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has lam (1-lam), and divides by
+    the batch size, which is a mistake. Every client draws from the averages of all clients, including its own; it is
+    not known if the paper excludes a client's own averages.
 
-    The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: where clients hold one class each, long
+    The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.
     """
 
@@ -59,13 +63,13 @@ class FedMix(_Mixing):
     )
 
     def advice(self, momentum: float) -> str:
-        """Warn of momentum, which the paper does not have."""
+        """Return a warning about local momentum, which the paper does not have; an empty string without momentum."""
         if not momentum:
             return ""
         return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Mix batches with the pool through the first-order expansion."""
+        """Return the local plan that mixes batches with the shared averages by the first-order expansion."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=True))
 
 
@@ -75,7 +79,7 @@ class NaiveMix(_Mixing):
     kind: Literal["naivemix"] = "naivemix"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Mix batches with the pool by plain interpolation."""
+        """Return the local plan that mixes batches with the shared averages by interpolation."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=False))
 
 
@@ -88,8 +92,9 @@ def averages(
 ) -> dict[str, torch.Tensor]:
     """Return means of disjoint random groups of ``records_per_average`` records.
 
-    ``inputs``: (groups, *input shape); ``labels``: (groups, classes), proportions that add up to 1. Records left over
-    join no group: a mean of fewer would reveal more. A client with fewer records than one group shares nothing.
+    In the result, "inputs" has shape (groups, *input shape), and "labels" has shape (groups, classes), with proportions
+    that add up to 1. Remaining records are in no group, because a mean of fewer records would reveal more. A client
+    with fewer records than one group shares no averages.
     """
     groups = len(labels) // records_per_average
     chosen = torch.from_numpy(generator.permutation(len(labels))[: groups * records_per_average])

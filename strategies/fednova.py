@@ -1,4 +1,7 @@
-"""FedNova: normalised averaging, so that many local steps do not pull harder (Wang et al. 2020, eq. 6-8)."""
+"""FedNova: normalised averaging, so that clients with more local steps have no more influence.
+
+Wang et al. 2020, eq. 6-8.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,16 @@ from strategies.algorithm import Averaging, accumulated_momentum, check_sgd
 class FedNova(Averaging):
     """x <- x - tau_eff sum_i p_i (x - y_i) / a_i, with p_i = n_i / n.
 
-    ``tau_eff``: None takes sum_i p_i a_i of the round, as the paper does by default; a number is fixed and public, and
-    then clients send no a_i (the paper lets the server choose it, section 4.2).
+    a_i is the length of client i's local steps with a constant unit gradient. ``tau_eff``: None takes sum_i p_i a_i of
+    the round, as the paper does by default; a number is fixed and public, and then clients do not send a_i (the paper
+    lets the server choose tau_eff, section 4.2).
     """
 
     kind: Literal["fednova"] = "fednova"
     tau_eff: float | None = Field(None, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where noise would drown what clients send, or clients do not step by SGD."""
+        """Raise ValueError if the local optimizer is not SGD, or under Global DP without a public ``tau_eff``."""
         check_sgd(self, experiment, "it divides updates by how far steps of SGD move a model")
         if hides_clients(experiment.aggregator) and self.tau_eff is None:
             raise ValueError(
@@ -33,7 +37,7 @@ class FedNova(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason: a_i would dominate the update's vector; a public ``tau_eff`` removes it."""
+        """Return the reason: a_i would dominate a client's payloads. With a public ``tau_eff`` there is no reason."""
         if self.tau_eff is not None:
             return ""
         return (
@@ -42,7 +46,7 @@ class FedNova(Averaging):
         )
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send the normalised update (y_i - x) / a_i, and a_i itself for tau_eff."""
+        """Return the normalised update (y_i - x) / a_i and, without a public ``tau_eff``, also a_i."""
         a_i = accumulated_momentum(trained.num_steps, task.settings.momentum)
         direction = scale(subtract(trained.params, task.params), 1 / a_i if a_i else 0.0)
         payloads = {"direction": direction}
@@ -51,7 +55,7 @@ class FedNova(Averaging):
         return ClientUpdate(payloads, task.num_examples, trained.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Take tau_eff steps in the mean direction."""
+        """Return the next server state: the model plus ``tau_eff`` times the mean normalised update."""
         tau_eff = self.tau_eff
         if tau_eff is None:
             tau_eff = float(aggregate.payloads["normaliser"]["a"])

@@ -11,9 +11,10 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedNTD(Averaging):
-    """Each client adds ``beta`` T^2 KL(received model || own model), both softmaxes without a record's own class.
+    """Each client adds ``beta`` T^2 KL(received model || own model) to its loss, without a record's own class.
 
-    ``beta`` 0 is FedAvg. ``temperature`` is the paper's tau, T here. The released code has T^2, too.
+    Both softmaxes leave that class out. ``beta`` 0 is FedAvg. ``temperature``: T, the paper's tau. The factor T^2 is
+    also in the released code.
     """
 
     kind: Literal["fedntd"] = "fedntd"
@@ -23,11 +24,11 @@ class FedNTD(Averaging):
     knobs: ClassVar[str] = "distillation weighs algorithm.beta * algorithm.temperature^2: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.beta else [off("algorithm.beta=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Add the distillation."""
+        """Return the local plan that adds the distillation term to the loss."""
         del task
         return LocalPlan(distillation=Distillation(self.beta, self.temperature, exclude_true=True))

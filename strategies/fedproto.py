@@ -1,4 +1,7 @@
-"""FedProto: clients pull features to prototypes, the mean features of a class (Tan et al. 2022, algorithm 1)."""
+"""FedProto: local training pulls features towards prototypes, the mean features of a class.
+
+Tan et al. 2022, algorithm 1.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -14,14 +17,14 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedProto(Averaging):
-    """Adds ``strength`` times the squared distance of z and the prototype of y to a record's loss (eq. 6).
+    """Adds ``strength`` times the squared distance between z and the prototype of class y to a record's loss (eq. 6).
 
-    z, of d features, is what enters the last layer. ``distance`` "mean" is ||z - prototype||^2 / d, the released
-    code's; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the paper's lambda, in the released code 1 on
-    MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg. Prototypes are means over all records of a class, of what the
-    clients' trained models make of them; a class that nobody had keeps its old one. In the released code every client
-    that has a class counts the same, and features are those of its last epoch. The paper sends prototypes alone and
-    evaluates every client's own model; here models are averaged as well, so that there is one to evaluate.
+    z, the input of the last layer, has d features. ``distance`` "mean" is ||z - prototype||^2 / d, as in the released
+    code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the paper's lambda, in the released code 1 on
+    MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg. A prototype is the mean of z over all records of a class, computed
+    by the clients' trained models; a class without records in a round keeps its old prototype. In the released code
+    every client that has a class counts the same, and features are those of its last epoch. In the paper clients send
+    only prototypes, and every client's own model is evaluated; here models are also averaged and evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"
@@ -31,7 +34,7 @@ class FedProto(Averaging):
     knobs: ClassVar[str] = "features are pulled with algorithm.strength, squared and unbounded: set a smaller one"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where sums of features would share the clipping norm with the update."""
+        """Raise ValueError under Global DP, where sums of features would share the clipping norm with the update."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm fedproto cannot run under aggregator global-dp: sums of features are far longer than the "
@@ -46,29 +49,32 @@ class FedProto(Averaging):
         )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if not self.strength:
             return [off("algorithm.strength=0", FEDAVG)]
         first = "rounds=1, and there are no prototypes in the first round"
         return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Name what clients reveal."""
+        """Return the note for tables: the statistics that clients reveal besides their update."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` without prototypes."""
+        """Return the server state before the first round: the model ``params`` without prototypes."""
         classes, features = head_shape(params)
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Pull to the prototypes there are, and ask for the sums that make the next ones."""
+        """Return the local plan: pull features to the known prototypes, and sum features by class after training."""
         known = task.broadcast["prototypes"]
         weight = self.strength / (known["z"].shape[1] if self.distance == "mean" else 1)
         return LocalPlan(pull=Pull(known["z"], known["known"] > 0, weight), class_features=True)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x, and sums of features and numbers of records per record, as means are weighted by records."""
+        """Return the update: y_i - x, and each class's feature sum and record count, divided by the number of records.
+
+        The server's mean is weighted by records, which cancels this division.
+        """
         update, like = super().finish(task, trained), task.broadcast["prototypes"]
         sums = like["z"] * 0 if trained.feature_sums is None else trained.feature_sums
         counts = torch.tensor(task.class_counts or [0] * len(sums), dtype=torch.float32)
@@ -77,7 +83,7 @@ class FedProto(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Add the mean update, and divide sums by counts."""
+        """Return the next server state: the model plus the mean update, and new prototypes = sums / counts."""
         old, (sums, counts) = server.broadcast["prototypes"], aggregate.payloads["features"].values()
         there = counts > 0
         z = torch.where(there[:, None], sums / counts.clamp(min=torch.finfo(counts.dtype).tiny)[:, None], old["z"])

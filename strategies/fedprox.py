@@ -1,4 +1,4 @@
-"""FedProx: FedAvg with a proximal term that holds clients near the global model (Li et al. 2020, algorithm 2)."""
+"""FedProx: FedAvg with a proximal term that keeps local models near the global model (Li et al. 2020, algorithm 2)."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedProx(Averaging):
-    """Each client minimises F_i(w) + mu/2 ||w - x||^2, so its gradient gains mu (w - x).
+    """Each client minimises F_i(w) + mu/2 ||w - x||^2, which adds mu (w - x) to its gradient.
 
     ``mu``: the paper tries 0.001, 0.01, 0.1 and 1; 0 is FedAvg.
     """
@@ -20,11 +20,11 @@ class FedProx(Averaging):
     mu: float = Field(0.01, ge=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.mu else [off("algorithm.mu=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Add the gradient of the proximal term."""
+        """Return the local plan that adds the gradient of the proximal term."""
         del task
         return LocalPlan(proximal_mu=self.mu)

@@ -1,4 +1,4 @@
-"""FedRS: a restricted softmax, so that a client moves the classes it lacks less (Li and Zhan 2021)."""
+"""FedRS: a restricted softmax, so that a client's training changes absent classes less (Li and Zhan 2021)."""
 
 from typing import ClassVar, Literal
 
@@ -24,11 +24,11 @@ class FedRS(Averaging):
     title: ClassVar[str] = "FedRS"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.alpha < 1 else [off("algorithm.alpha=1", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Scale the logits of absent classes."""
+        """Return the local plan that multiplies the logits of absent classes by ``alpha``."""
         counts = torch.tensor(task.class_counts)
         return LocalPlan(logit_scale=torch.where(counts > 0, 1.0, self.alpha))

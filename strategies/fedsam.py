@@ -11,12 +11,12 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedSAM(Averaging):
-    """Clients step with the gradient at w + rho g / ||g||; where ``adaptive`` (FedASAM) at w + rho w^2 g / || |w| g ||.
+    """Clients step with the gradient at w + rho g / ||g||; if ``adaptive`` (FedASAM), at w + rho w^2 g / || |w| g ||.
 
     ``rho``: 0 is FedAvg; Caldarola et al. take 0.1 (FedSAM) and 0.7 (FedASAM) on CIFAR-10. The norm is over the whole
-    model, and weight decay joins at w. The released FedASAM has |w| + eta in place of |w|, eta 0.2 on CIFAR-10, and
-    scales weights alone: a bias moves by rho g over the norm. Here eta is 0 and biases are scaled as weights are, so
-    its 0.7 is another radius here, and models end elsewhere.
+    model, and weight decay is computed at w. The released FedASAM has |w| + eta in place of |w|, with eta 0.2 on
+    CIFAR-10, and scales only weights: a bias moves by rho g / norm. Here eta is 0 and biases are scaled like weights,
+    so the same value 0.7 is a different radius here and gives different models.
     """
 
     kind: Literal["fedsam"] = "fedsam"
@@ -26,11 +26,11 @@ class FedSAM(Averaging):
     knobs: ClassVar[str] = "gradients are taken algorithm.rho uphill: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.rho else [off("algorithm.rho=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Take gradients uphill."""
+        """Return the local plan that computes gradients at a point ``rho`` uphill of w."""
         del task
         return LocalPlan(ascent=Ascent(self.rho, adaptive=self.adaptive))

@@ -1,4 +1,4 @@
-"""FedSpeed: FedDyn's correction for clients that look uphill (Sun et al. 2023, algorithm 1)."""
+"""FedSpeed: FedDyn with gradients that are partly computed uphill (Sun et al. 2023, algorithm 1)."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -12,11 +12,12 @@ from strategies.feddyn import Dynamic
 
 
 class FedSpeed(Dynamic):
-    """Steps with (1 - s) g(w) + s g(w + rho g / ||g||) - g_i + alpha (w - x); then as FedDyn.
+    """Clients step with (1 - s) g(w) + s g(w + rho g / ||g||) - g_i + alpha (w - x); the server step is FedDyn's.
 
-    ``alpha`` is the paper's 1 / lambda; ``uphill_share``, s here, its alpha. The paper's algorithm 1 averages the
-    corrections of those who take part alone, which at the optimum moves the model away again; the released code, as
-    here, those of all. ``rho``: how far uphill the second gradient is taken; 0 takes it at w.
+    ``alpha`` is the paper's 1 / lambda; ``uphill_share``, s here, is the paper's alpha. The paper's algorithm 1
+    averages the corrections of the cohort only, which at the optimum moves the model away again; the released code and
+    this class average the corrections of all clients. ``rho``: the distance from w, uphill, of the point where the
+    second gradient is computed; 0 computes it at w.
     """
 
     kind: Literal["fedspeed"] = "fedspeed"
@@ -26,11 +27,11 @@ class FedSpeed(Dynamic):
     knobs: ClassVar[str] = Dynamic.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         parts = {"rho": self.rho, "uphill_share": self.uphill_share}
         return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Take FedDyn's gradients partly uphill."""
+        """Return FedDyn's local plan with a share of each gradient computed uphill."""
         return replace(super().plan(task), ascent=Ascent(self.rho, share=self.uphill_share))

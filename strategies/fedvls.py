@@ -14,13 +14,13 @@ from strategies.algorithm import Averaging
 
 
 class FedVLS(Averaging):
-    """With pi_c the share of class c in a client's records, its loss is the sum of three parts.
+    """A client's loss is the sum of three parts, with pi_c the share of class c in the client's records.
 
-    Cross-entropy of f + log pi (classes it lacks leave the softmax); ``distillation_weight``, the paper's lambda, times
-    KL(received model || own model) over the classes it lacks; ``logit_weight`` times sum over c of pi_c log(mean over
-    the batch of exp [y != c] (f_c - log pi_c - log C)). The last part and its weight are the released code's: in the
-    paper it is log(mean of [y != c] exp f_c), with weight 1, which has no lower bound, and training diverges. The paper
-    has lambda 0.1, and 0.5 on CIFAR-100. In the released code an absent class is log 1e-9 in the cross-entropy.
+    Cross-entropy of f + log pi (absent classes leave the softmax); ``distillation_weight``, the paper's lambda, times
+    KL(received model || own model) over the absent classes; ``logit_weight`` times sum over c of pi_c log(mean over
+    the batch of exp [y != c] (f_c - log pi_c - log C)). The last part and its weight are as in the released code: in
+    the paper it is log(mean of [y != c] exp f_c), with weight 1, which has no lower bound, and training diverges. The
+    paper has lambda 0.1, and 0.5 on CIFAR-100. In the released code an absent class has log 1e-9 in place of log pi.
     """
 
     kind: Literal["fedvls"] = "fedvls"
@@ -33,7 +33,7 @@ class FedVLS(Averaging):
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         parts = {
             "distillation_weight": (self.distillation_weight, "nothing is distilled"),
@@ -42,7 +42,7 @@ class FedVLS(Averaging):
         return [off(f"algorithm.{name}=0", instead) for name, (weight, instead) in parts.items() if not weight]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Shift, distil and suppress by the client's own label counts."""
+        """Return the local plan with the three parts of the loss, computed from the client's label counts."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shares = counts / counts.sum().clamp(min=1)
         return LocalPlan(

@@ -1,4 +1,4 @@
-"""The Flower Strategy that runs any algorithm of ours, and the round loop."""
+"""The Flower Strategy that runs every algorithm of this project, and the execution of one round."""
 
 import sys
 import time
@@ -39,14 +39,14 @@ from strategies.samplers import Coins, Sampler
 
 @dataclass
 class FederatedStrategy(Strategy):
-    """One algorithm, one aggregator, one sampler, and the layers around them, as Flower sees them.
+    """A Flower Strategy made of one algorithm, one aggregator, one sampler, and the layers around them.
 
-    ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
-    ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
-    many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
-    ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: those whose updates count in the last
-    round. ``layer``: the outermost one of ``layers``. ``holders``: which clients hold records to train on, (clients,),
-    as far as is known; None: all.
+    ``server``: the server state after the last round; Flower's own ``arrays`` argument is the same model and is not
+    read. ``order``: the task settings in every message; round and learning rate are filled in per round.
+    ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``: the seed of the
+    cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the clients whose
+    updates count in the last round. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client
+    that is known to hold training records, shape (clients,); None: all clients hold records.
     """
 
     algorithm: Algorithm
@@ -68,11 +68,11 @@ class FederatedStrategy(Strategy):
     layers: list[Layer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin with the innermost layer."""
+        """Create the innermost layer."""
         self.layer = _Innermost(self)
 
     def wrap(self, layer: Layer) -> None:
-        """Put ``layer`` around those that there are."""
+        """Add ``layer`` as the new outermost layer."""
         layer.inner, self.layer = self.layer, layer
         self.layers.append(layer)
         if is_own_kind(layer):
@@ -81,7 +81,10 @@ class FederatedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample the round's clients and address one shared message to each. ``config`` holds the learning rate."""
+        """Sample the cohort and return one message for each of its clients; all messages share the same content.
+
+        ``config``: contains the learning rate.
+        """
         del arrays
         if not self.population.nodes:
             self.population = find_population(grid, self.num_clients, timeout=60.0)
@@ -95,10 +98,10 @@ class FederatedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check every reply, sort by client, and let the algorithm merge the aggregate.
+        """Check every reply, sort the updates by client, and let the algorithm merge the aggregate.
 
-        Raises RunError, naming client and round, where a client failed, did not answer or sent what cannot be used;
-        under privacy such a client counts as the zero vector, until nobody answers well any more.
+        Raises RunError, which names client and round, if a client failed, did not answer or sent an invalid update.
+        Under privacy such a client counts as the zero vector, until no client sends a valid update any more.
         """
         if self._sent is not None:  # in this process clients hold the same tensors
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
@@ -124,28 +127,28 @@ class FederatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask nothing of clients: the model is evaluated on the server, on the public test set."""
+        """Return no messages: the model is evaluated at the server, on the public test set."""
         del server_round, arrays, config, grid
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Have nothing to add up."""
+        """Return None: clients do not evaluate, so there are no metrics."""
         del server_round, replies
         return None
 
     def summary(self) -> None:
-        """Say nothing: progress belongs to whoever runs the strategy."""
+        """Print nothing: the caller of the strategy reports progress."""
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes to and from one client in a round: the same for all, however many records they hold.
+        """Return the bytes to and from one client in a round. They are the same for all clients.
 
         An update of another size is refused.
         """
         return self.traffic_with(self.content(self.order, self.server))
 
     def traffic_with(self, content: RecordDict) -> Traffic:
-        """Return the same in a round whose message is ``content``."""
+        """Return the bytes to and from one client in a round whose message to clients is ``content``."""
         return Traffic(arrays.num_bytes(content), self._bytes_up)
 
     @cached_property
@@ -155,21 +158,24 @@ class FederatedStrategy(Strategy):
         return arrays.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
 
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
-        """Return the content of a round's message to a client, for that server state."""
+        """Return the content of a round's message to clients: task settings, global model and broadcast tensors."""
         groups = {**server.broadcast}
         for half in self.on_clients:
             groups = _both(groups, half.broadcast(server))
         return wire.task_content(order, server.params, groups)
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
-        """Return the update that is in a client's replies, of which there must be one. Raises Malformed otherwise."""
+        """Return the update in a client's only reply. Raises Malformed if it is invalid or there is not one reply."""
         reply = wire.read_update(client, content_of(replies), self._template, self.most_examples, self._packed)
         for half in reversed(self.on_clients):
             reply = half.unpacked(reply, self._template, server_round)
         return reply
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
-        """Return the number of clients that can ever take part, those of ``answers`` among them; None: all."""
+        """Return the number of clients that hold records, or None for all clients.
+
+        ``answers``: updates from which further clients with records become known.
+        """
         if self.holders is None:
             return None
         for reply in answers:  # a node of Flower's runtime may hold records of its own
@@ -185,12 +191,12 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _packed(self) -> dict[str, Size]:
-        """Return the sizes of the groups that travel packed."""
+        """Return {name: size} of the payloads that are sent in packed form."""
         sizes = (half.packs(self._template, self.server.params) for half in self.on_clients)
         return {name: size for one in sizes for name, size in one.items()}
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
-        """Return the updates of the round's clients; under privacy without those that are missing or malformed."""
+        """Return the valid updates of the cohort. Under privacy, missing or malformed updates are left out."""
         answers = by_client(replies, self.population.client_of, strict=not self.layer.hides_clients)
         updates: list[Reply] = []
         failed: dict[int, Malformed] = {}
@@ -205,7 +211,7 @@ class FederatedStrategy(Strategy):
 
 @dataclass
 class _Innermost(Layer):
-    """Draws the cohort by the run's seed, and takes the mean."""
+    """The innermost layer: samples the cohort, aggregates with the aggregator and lets the algorithm merge."""
 
     strategy: FederatedStrategy
 
@@ -216,7 +222,7 @@ class _Innermost(Layer):
         """Do nothing."""
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Draw who is asked."""
+        """Return the cohort from the sampler. ``coins``: the source of random numbers, or None for the run's seed."""
         strategy = self.strategy
         if coins is None:
             seed = strategy.seed if strategy.sampling_seed is None else strategy.sampling_seed
@@ -225,18 +231,18 @@ class _Innermost(Layer):
             return Drawn(strategy.sampler.sample(strategy.num_clients, coins, server_round))
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return all of them."""
+        """Return all updates."""
         return replies
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Raise RunError that names the first of them."""
+        """Raise RunError, which names the first failed client."""
         del answered
         for client, error in failed.items():
             who = f"client {client} in round {server_round}"
             raise refusal(who, error, quoted=not self.strategy.order.synthetic)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregator's mean, which writes to nothing that it is handed."""
+        """Return the result of the aggregator. Raises an error if the aggregator changes its arguments."""
         aggregator: Any = self.strategy.aggregator
         weighting = weighting_of(algorithm)
         assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # others are refused
@@ -248,7 +254,7 @@ class _Innermost(Layer):
         return aggregate
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the algorithm's next server state; the algorithm may write to nothing that it is given."""
+        """Return the algorithm's next server state. Raises an error if the algorithm changes its arguments."""
         write_guard = WriteGuard.of(groups_of(server))
         with error_context(f"merge of {type(algorithm).__name__}"):
             merged = algorithm.merge(server, aggregate)
@@ -258,41 +264,41 @@ class _Innermost(Layer):
         return replace(merged, layers={})
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return nothing."""
+        """Return no fields."""
         return {}
 
     def remarks(self) -> Sequence[str]:
-        """Return nothing."""
+        """Return no remarks."""
         return ()
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Let it go on."""
+        """Return an empty string: the run continues."""
         del rounds
         return ""
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return nothing."""
+        """Return no warnings."""
         del rounds
         return []
 
     def affords(self, server_round: int) -> bool:
-        """Say that rounds are free."""
+        """Return True: rounds have no privacy cost."""
         del server_round
         return True
 
     @property
     def hides_clients(self) -> bool:
-        """Say that nobody is promised anything."""
+        """Return False: participation is not secret."""
         return False
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return nothing."""
+        """Return no privacy statements."""
         del rounds
         return []
 
 
 def _both(groups: Payloads, more: Payloads) -> Payloads:
-    """Return ``groups`` and those that a layer brings. Raises RunError for a name that is there already."""
+    """Return ``groups`` together with ``more``, a layer's payloads. Raises RunError if a name occurs in both."""
     if twice := sorted(groups.keys() & more.keys()):
         raise RunError(
             f"a layer brings a group {twice[0]!r}, which the algorithm or another layer has, too: give it another name"
@@ -301,13 +307,13 @@ def _both(groups: Payloads, more: Payloads) -> Payloads:
 
 
 def check_finite(groups: Payloads, server_round: int) -> None:
-    """Raise Diverged where the global model that a round has made is not finite."""
+    """Raise Diverged if the global model after round ``server_round`` contains numbers that are not finite."""
     if not is_finite(groups):
         raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
 
 
 def mean_loss(replies: Iterable[Reply]) -> float | None:
-    """Return the mean training loss over clients' records, None where no client has any."""
+    """Return the mean training loss over the records of all clients, or None if no client has a loss."""
     summed, count = 0.0, 0
     for reply in replies:
         if reply.loss is not None:
@@ -319,10 +325,10 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 class Round:
     """The outcome of a round, without evaluation.
 
-    ``traffic``: of all its clients; None where who they are is secret. ``epsilon``: what all rounds so far cost a
-    client, where that is counted.
-    By the virtual clock, where there is one: how many ``virtual_seconds`` it lasted, how many clients were ``late``, so
-    that their updates are lost, and how many steps of the server old the models were, on average, that clients trained.
+    ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: a client's privacy
+    cost of all rounds so far, if it is accounted.
+    With a virtual clock: ``virtual_seconds`` is the round's duration, ``late`` the number of clients whose updates came
+    too late and are lost, and ``staleness`` the mean staleness of the updates in server steps.
     """
 
     server_round: int
@@ -339,10 +345,10 @@ class Round:
 def run_round(
     strategy: FederatedStrategy, grid: Grid, server_round: int, learning_rate: float, timeout: float
 ) -> Round:
-    """Run one round: pay where privacy costs, sample, send, check, aggregate, merge.
+    """Run one round and return its outcome: charge the privacy cost, sample, send, check, aggregate, merge.
 
-    ``timeout`` in seconds is for the whole exchange. Raises Stop, with nothing done, where a layer
-    ends the run before the round.
+    ``timeout``: seconds for the whole exchange. Raises Stop, before anything is done, if a layer ends the run before
+    the round.
     """
     start = time.perf_counter()
     if not strategy.population.nodes:  # before anything is paid: on Flower's runtime nodes may be missing

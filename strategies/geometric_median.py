@@ -16,8 +16,8 @@ from strategies.algorithm import Weighting
 class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
 
-    ``smoothing``: the paper's nu, the least distance that is divided by. Every client counts the same, as the number of
-    records that a client says it has is its own word (the paper weights by it). No privacy.
+    ``smoothing``: the paper's nu, the lower bound of distances before the division by them. Every client counts the
+    same, because the server cannot verify a client's number of records (the paper weights by it). No privacy.
     """
 
     kind: Literal["geometric-median"] = "geometric-median"
@@ -26,7 +26,7 @@ class GeometricMedian(Robust):
     title: ClassVar[str] = "geometric median"
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the geometric median of all payloads, or None where no client has records; see ``Aggregator``."""
+        """Return the geometric median of all payloads, or None if no client has records; see ``Aggregator``."""
         del weighting
         return combined(cohort, lambda rows, _: self._median(rows.double()), self._idle)
 

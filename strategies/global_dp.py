@@ -1,8 +1,8 @@
-"""Global DP: clip what a client sends, sum, add noise, divide by a fixed number (Geyer et al. 2017, algorithm 1).
+"""Global DP: clip every client's update, sum, add noise, divide by a fixed number (Geyer et al. 2017, algorithm 1).
 
-w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with accountants that match how clients are
-sampled, and adaptive clipping (Andrew et al. 2021, algorithm 1) in place of the paper's median of norms, which leaks.
-Where clients take part in turns, the noise may be correlated over rounds (``strategies.correlated_noise``).
+w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)). The accountants match the sampling of clients.
+Adaptive clipping (Andrew et al. 2021, algorithm 1) replaces the paper's median of norms, which leaks. With cyclic
+sampling of clients, the noise may be correlated over rounds (``strategies.correlated_noise``).
 """
 
 from __future__ import annotations
@@ -49,18 +49,21 @@ DOES_NOT_COVER: Final = (
 
 
 FROM_EPSILON: Final = "from-epsilon"
-"""In place of a noise multiplier: whatever the budget asks for."""
+"""Value of ``noise_multiplier`` that asks for the smallest noise multiplier within the budget ``epsilon``."""
 
 MOST_COUNT_NOISE: Final = 2.0**20
-"""From here on noise is rounded to whole numbers, and counts, of which one client moves a half, would move by one."""
+"""Upper bound of the count noise: from here on noise is rounded to whole numbers.
+
+One client changes the centred count by one half, which would be rounded to one.
+"""
 
 
 class AdaptiveClipping(Settings):
     """Moves the clipping norm towards a quantile of the update norms, by noised counts (Andrew et al. 2021).
 
-    ``target_quantile``: the share of updates to leave unclipped. ``learning_rate``: of the geometric update.
-    ``count_noise``: sigma_b, the noise on the count, below 2^20; None takes a twentieth of the expected cohort as the
-    paper does, or the noise multiplier where that is larger.
+    ``target_quantile``: the share of updates that is not clipped. ``learning_rate``: learning rate of the geometric
+    update of the clipping norm. ``count_noise``: sigma_b, the noise on the count, below 2^20; None takes a twentieth of
+    the expected cohort size as the paper does, or the noise multiplier if that is larger.
     """
 
     target_quantile: float = Field(0.5, gt=0, lt=1)
@@ -70,24 +73,24 @@ class AdaptiveClipping(Settings):
 
 @runtime_checkable
 class Amplifying(Protocol):
-    """A sampler, as far as a round's privacy cost depends on it."""
+    """A sampler whose effect on the privacy cost of a round is known."""
 
     def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
-        """Return the event of ``event`` on such a cohort."""
+        """Return the privacy event of mechanism ``event`` on a cohort of this sampler."""
         ...
 
 
 @runtime_checkable
 class Releasing(Protocol):
-    """A kind whose clients answer under Global DP before the first round."""
+    """A preprocessing stage with releases under Global DP before the first round."""
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanism of each release, in their order; ``aggregator``: of the rounds."""
+        """Return the mechanisms of all releases, in order. ``aggregator``: the mechanism of the rounds."""
         ...
 
 
 def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-    """Return the releases under Global DP before the first round."""
+    """Return the mechanisms of the releases under Global DP before the first round, in the order of the releases."""
     return preprocess.releases(aggregator) if isinstance(preprocess, Releasing) else ()
 
 
@@ -103,16 +106,19 @@ def _no_raw_median(value: Any) -> Any:
 class GlobalDP(Settings):
     """Client-level differential privacy for any algorithm whose clients send tensors.
 
-    ``noise_multiplier``: z, noise on the sum in units of the clipping norm; 0 clips only and guarantees nothing.
-    "from-epsilon" finds the least with which all rounds together cost no more than ``epsilon``.
-    ``clipping_norm``: S, on one flat vector of everything a client sends (the first round's where clipping adapts).
+    ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm; 0 clips only and
+    guarantees nothing. "from-epsilon" finds the least z with which all rounds together cost no more than ``epsilon``.
+    ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
+    the bound in the first round).
     ``epsilon``: the budget at ``delta``, a ceiling: training stops before the round that would exceed it, and rounds
     that cost less spend less; None sets no limit.
-    ``accountant``: whose epsilon is held against the budget. ``noise`` "secret": a fresh key from the operating system,
-    so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
-    ``noise_bands``: over how many rounds the noise is correlated, which leaves less of it in the model; 1 for none.
-    Only with ``sampler=cyclic`` of at least as many groups. A run that goes on after a stop begins it anew.
-    ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out: it is fixed.
+    ``accountant``: the method that computes the epsilon spent. ``noise`` "secret": a fresh key from the operating
+    system, so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
+    ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in the model; 1
+    for independent noise. Only with ``sampler=cyclic`` of at least as many groups. A resumed run begins the correlation
+    anew.
+    ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out: the norm is
+    fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -153,7 +159,10 @@ class GlobalDP(Settings):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Put the noise that the budget asks for in the place of ``noise_multiplier="from-epsilon"``."""
+        """Return the settings ``given``, in which a number replaces ``noise_multiplier="from-epsilon"``.
+
+        ``made``: a function that makes an experiment from such settings.
+        """
         if given.get("noise_multiplier") != FROM_EPSILON:
             return given
         without = {name: value for name, value in given.items() if name != "noise_multiplier"}
@@ -162,7 +171,7 @@ class GlobalDP(Settings):
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a class of the user's own that inherits from this one: nothing is proven of it."""
+        """Raise UserError for a user's class that inherits from this class: its privacy is not proven."""
         if type(self) is not GlobalDP:
             raise UserError(
                 f"aggregator {kind_of(self)} changes global-dp, so what it protects is not known here and "
@@ -170,7 +179,7 @@ class GlobalDP(Settings):
             )
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for what would make the guarantee another one than the ledger's."""
+        """Raise ValueError for settings with which the guarantee would differ from the ledger's."""
         self.check_unchanged()
         sampler, stack = experiment.sampler, getattr(experiment.engine, "stack", 0)
         if is_own_kind(sampler) or not isinstance(sampler, Amplifying):
@@ -198,7 +207,7 @@ class GlobalDP(Settings):
         self._check_turns(sampler)
 
     def _check_turns(self, sampler: object) -> None:
-        """Raise UserError where a client may take part twice within ``noise_bands`` rounds."""
+        """Raise UserError if a client may take part twice within ``noise_bands`` consecutive rounds."""
         if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
             raise UserError(
                 f"aggregator.noise_bands={self.noise_bands} is private where a client takes part at most once in any "
@@ -206,7 +215,7 @@ class GlobalDP(Settings):
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError where ``epsilon`` does not afford one round."""
+        """Raise UserError if one round costs more than the budget ``epsilon``."""
         del records, num_classes
         if self.epsilon is None:
             return
@@ -220,22 +229,22 @@ class GlobalDP(Settings):
             )
 
     def cost(self, counts: Mapping[dp_event.DpEvent, int]) -> float:
-        """Return the epsilon of these events, to be compared with ``epsilon``."""
+        """Return the epsilon of ``counts``, {privacy event: number of times}, for comparison with the budget."""
         from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (as below)
 
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 
     def event(self) -> dp_event.DpEvent:
-        """Return the event of one round before any sampling, with z relative to ONE client's clipping norm.
+        """Return the privacy event of one round before any sampling, with z relative to ONE client's clipping norm.
 
-        With correlated noise: what a client pays for each round in which it takes part.
-        Adaptive clipping is inside: update noise and count noise together are worth z. To replace a client moves the
-        sum by 2 S; ``amplify_fixed_size`` accounts for that, so z is stated the same way under either adjacency.
+        With correlated noise, the event is the cost of each round in which a client takes part. Adaptive clipping is
+        included: update noise and count noise together have the cost of z. Replacing a client changes the sum by 2 S;
+        ``amplify_fixed_size`` accounts for that, so z is stated the same way under either adjacency.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (slow to import; clients of this module need it rarely)
 
@@ -244,7 +253,7 @@ class GlobalDP(Settings):
         return dp_event.GaussianDpEvent(self.noise_multiplier)
 
     def mean(self, cohort: Cohort, *, noise: Noise, template: Payloads) -> Aggregate:
-        """Return the noised mean of a round with a fixed clipping norm and noise of its own; see ``release``."""
+        """Return the noised mean of a round, with a fixed clipping norm and independent noise; see ``release``."""
         assert self.adaptive_clipping is None, "the clipping norm adapts: carry it from round to round with release()"
         assert self.noise_bands == 1, "noise is correlated: carry it from round to round with release()"
         return self.release(cohort, noise=noise, template=template, clipping_norm=self.clipping_norm)[0]
@@ -260,12 +269,12 @@ class GlobalDP(Settings):
     ) -> tuple[Aggregate, float]:
         """Return the noised mean of a round and the next round's clipping norm. Charge the ledger BEFORE calling this.
 
-        ``template`` has the names and shapes of what a client sends; its values are not read. All clients weigh the
-        same whatever num_examples says. A client that is missing, answered twice, or sent what is not finite or has
-        other names or shapes than the template, counts as zeros; noise and denominator (``cohort.expected_size``,
-        public) stay, for an empty cohort too. Noise is drawn from the streams of ``cohort.server_round``: never release
-        two different cohorts under one key and round. ``correlated``: what earlier rounds left, carried from round to
-        round; None with one band.
+        ``template``: the payload template; its values are not read. All clients have the same weight, whatever their
+        num_examples is. A client counts as zeros if it is missing, answered twice, or sent payloads that are not finite
+        or differ from the template in names or shapes. Noise and denominator (``cohort.expected_size``, public) stay
+        the same, also for an empty cohort. Noise is drawn from the streams of ``cohort.server_round``: never release
+        two different cohorts under one key and round. ``correlated``: the state of the correlated noise, carried from
+        round to round; None with one band.
         """
         correlated = CorrelatedNoise(1) if correlated is None else correlated
         assert correlated.bands == self.noise_bands
@@ -293,10 +302,10 @@ class GlobalDP(Settings):
     def sums(
         self, cohort: Cohort, template: Payloads, clipping_norm: float
     ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
-        """Return the sums that noise is added to: of the clipped updates, and the centred count of those within.
+        """Return the sums before noise: the sum of clipped updates, and the centred count of updates within the norm.
 
-        SENSITIVE. Between two worlds of which one lacks a client's records, they differ by at most ``clipping_norm``
-        and 1/2; where a client is exchanged for another, by twice that.
+        SENSITIVE. If one client's records are added or removed, the sums change by at most ``clipping_norm`` and 1/2;
+        if a client is replaced by another, by at most twice as much.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
         # A client's update is in the sums of as many rounds as there are bands, and each of them is rounded.
@@ -305,7 +314,10 @@ class GlobalDP(Settings):
         return _clipped_sum(_counting(cohort.replies, template), template, size, clipping_norm, limit)
 
     def check_silence(self, algorithm: object, sent: Payloads) -> None:
-        """Raise UserError where ``sent``, by a client without records, is not zeros: the guarantee counts on these."""
+        """Raise UserError if ``sent``, the payloads of a client without records, are not zeros.
+
+        The guarantee relies on these zeros.
+        """
         loud = [f"{group}.{name}" for group, params in sent.items() for name, one in params.items() if one.any()]
         if loud and self.noise_multiplier:
             raise UserError(
@@ -315,7 +327,7 @@ class GlobalDP(Settings):
             )
 
     def _std(self, cohort: Cohort, clipping_norm: float) -> float:
-        """Return the noise on each number of the sum of the updates."""
+        """Return the standard deviation of the noise on each number of the sum of the updates."""
         noise_multiplier = self.noise_multiplier
         if self.adaptive_clipping is not None:
             count_noise = self._count_noise(cohort.expected_size)
@@ -338,10 +350,11 @@ def _counting(replies: Sequence[Reply], template: Payloads) -> list[Reply]:
 def _clipped_sum(
     replies: Sequence[Reply], template: Payloads, size: int, clipping_norm: float, limit: float
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
-    """Return the float64 sum of the updates clipped to ``limit``, and how many more than half were within the norm.
+    """Return the float64 sum of the updates clipped to ``limit``, and the centred count of updates within the norm.
 
-    An update of zeros, which is what a client without records sends, is in neither: with it or without it both are
-    the same. Any other update moves the sum by at most ``limit``, and the count by exactly 1/2.
+    The centred count is the number of updates within ``clipping_norm`` minus half the number of all updates that are
+    not zero. An update of zeros, which a client without records sends, changes neither result. Any other update changes
+    the sum by at most ``limit``, and the count by exactly 1/2.
     """
     total = torch.zeros(size, dtype=torch.float64)
     centred = 0.0
@@ -357,7 +370,7 @@ def _clipped_sum(
 
 
 def _row(payloads: Payloads, template: Payloads) -> torch.Tensor:
-    """Return all that a client sends as one vector, in the template's order."""
+    """Return all payloads of a client as one vector, in the template's order."""
     rows = [vector_in(payloads[group], layout_of(params)) for group, params in template.items()]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 

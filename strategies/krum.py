@@ -1,4 +1,4 @@
-"""Krum and Multi-Krum: the updates that lie closest to their neighbours (Blanchard et al. 2017, section 4)."""
+"""Krum and Multi-Krum: they select the updates that are closest to their neighbours (Blanchard et al. 2017, sec. 4)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from strategies.algorithm import Weighting
 class Krum(Robust):
     """The one update with the least sum of squared distances to its n - ``hostile`` - 2 nearest neighbours.
 
-    ``hostile``: the paper's f, how many clients of a round may be. It needs n >= 2 ``hostile`` + 3 clients with records
-    in every round. Clients with unlike data are far from each other, too: under label skew it may follow one of them.
-    No privacy.
+    ``hostile``: the paper's f, the number of hostile clients in a round that Krum tolerates. Every round needs
+    n >= 2 ``hostile`` + 3 clients with records. Clients with different data are also far from each other: under label
+    skew the result may follow a single client. No privacy.
     """
 
     kind: Literal["krum"] = "krum"
@@ -27,18 +27,21 @@ class Krum(Robust):
     title: ClassVar[str] = "Krum"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for rounds of too few clients."""
+        """Raise ValueError if rounds have too few clients."""
         super().check(experiment)
         _check_cohorts(experiment, _needed(self.hostile, 1))
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the update with the least score, or None where no client has records; see ``Aggregator``."""
+        """Return the update with the lowest score, or None if no client has records; see ``Aggregator``."""
         del weighting
         return _closest(cohort, self.hostile, selected=1)
 
 
 class MultiKrum(Robust):
-    """The mean of the ``selected`` updates with the least scores (0: n - ``hostile``, as in the paper's section 4)."""
+    """The mean of the ``selected`` updates with the lowest Krum scores (0: n - ``hostile`` of the n updates).
+
+    The default 0 is the choice in section 4 of the paper.
+    """
 
     kind: Literal["multi-krum"] = "multi-krum"
     hostile: int = Field(2, ge=0)
@@ -46,12 +49,12 @@ class MultiKrum(Robust):
     title: ClassVar[str] = "Multi-Krum"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for rounds of too few clients."""
+        """Raise ValueError if rounds have too few clients."""
         super().check(experiment)
         _check_cohorts(experiment, _needed(self.hostile, self.selected))
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         size = cohort_size(experiment)
         if (self.selected or size - self.hostile) < size:
             return []
@@ -59,7 +62,7 @@ class MultiKrum(Robust):
         return [off(setting, f"all {size:g} clients of a round are selected, and every client counts the same")]
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the mean of the selected updates, or None where no client has records; see ``Aggregator``."""
+        """Return the mean of the selected updates, or None if no client has records; see ``Aggregator``."""
         del weighting
         return _closest(cohort, self.hostile, self.selected)
 
@@ -92,7 +95,10 @@ def _closest(cohort: Cohort, hostile: int, selected: int) -> Aggregate | None:
 
 
 def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:
-    """Return, for each row, the sum of its squared distances to the n - ``hostile`` - 2 nearest others, (n,)."""
+    """Return the score of each row, shape (n,): the sum of squared distances to its nearest other rows.
+
+    The sum is over the n - ``hostile`` - 2 nearest rows.
+    """
     centred = (rows - rows.mean(dim=0)).double()  # distances are those of the differences, without losing their digits
     products = centred @ centred.T
     squares = products.diagonal()

@@ -1,10 +1,11 @@
-"""Layers: what wraps every round, such as Global DP, hostile clients and the virtual clock. One object for each.
+"""Layers: objects that wrap every round. Examples are Global DP, hostile clients and the virtual clock.
 
-A layer is around the next inner one, and each of its methods hands on to that by default; the innermost one draws the
-cohort, takes the mean and merges it. From the inside out: ``ORDER``. So noise is added to what hostile clients sent,
-and a client that is late has sent nothing. What a layer does on clients is its client half, in the same order: the
-outermost is the first to see a task and the last to see an update. A settings class names its layer as
-``layer = "module:Class"``; a user's own class may do the same.
+Each layer wraps the next inner layer, and by default each of its methods calls the same method of the inner layer. The
+innermost layer samples the cohort, takes the mean and merges it. ``ORDER`` lists the settings with layers from the
+inside out. So noise is added after hostile clients have sent their updates, and a client that is late has sent no
+update. Code of a layer that runs on clients is its client half. Client halves are nested in the same order: the
+outermost half sees a task first and an update last. A settings class names its layer as ``layer = "module:Class"``; a
+class of the user may do the same.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound="Layer")
 
 Relabel: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""Labels -> as many other ones."""
+"""A function from an array of labels to an array of changed labels with the same shape."""
 
 ORDER: Final = ("compress", "local", "algorithm", "aggregator", "attack", "devices", "evaluate")
-"""The settings whose layers wrap the rounds, from the inside out."""
+"""The fields of an experiment whose layers wrap the rounds, from the inside out."""
 
 
 _USUAL: Final = {
@@ -52,14 +53,17 @@ _USUAL: Final = {
 
 
 class Layered(Protocol):
-    """A kind that names a layer, which does the work in its place."""
+    """A settings class that names a layer. The layer implements these settings."""
 
     layer: ClassVar[str]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The cohort of a round: ``clients``, ascending; ``most_steps``: {client: number of steps it has time for}."""
+    """The cohort of a round.
+
+    ``clients``: the client numbers, ascending. ``most_steps``: {client: the number of local steps it has time for}.
+    """
 
     clients: NDArray[np.int64]
     most_steps: Mapping[int, int] = field(default_factory=dict)
@@ -67,9 +71,9 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The start of a run, as layers check it.
+    """The initial state of a run, on which layers check that they fit the run.
 
-    ``plan``: what clients' plans look like. ``sent``: what a client without records sends. ``kept``: names and shapes
+    ``plan``: an example of a local plan. ``sent``: the payloads of a client without records. ``kept``: names and shapes
     of the algorithm's client state. ``whole``: names of stages that train the whole model at the server.
     """
 
@@ -84,8 +88,8 @@ class Beginning:
 class Workload:
     """The work of every client in a round.
 
-    ``sizes``: how many records it trains on, (clients,). ``settings``: how it trains. ``traffic``: what goes to it and
-    what comes back.
+    ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
+    ``traffic``: size of a client's download and upload.
     """
 
     sizes: NDArray[np.int64]
@@ -94,30 +98,30 @@ class Workload:
 
 
 class Stop(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
-    """The run ends before the next round, of which nothing has happened. Says why."""
+    """Ends the run before the next round, which has not begun. The message is the reason."""
 
 
 class Layer:
-    """Wraps every round. ``inner``: the next layer inwards, set where the layer is put around it.
+    """Base class of layers, which wrap every round. ``inner``: the next inner layer, set when the layers are nested.
 
-    A layer that does all of its work on clients, by ``on_clients``, is one that hands everything on here.
+    A layer whose work is all on clients overrides ``on_clients`` and leaves the other methods as they are.
     """
 
     inner: Layer
     reserved: ClassVar[str] = ""
-    """The name of its group among those that travel or are client state; one that ends in / begins several names."""
+    """Name of the layer's own tensors in payloads and client state. A name that ends in / is a prefix of names."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the rounds of ``experiment`` have this layer."""
+        """Return True if this layer wraps the rounds of ``experiment``."""
         del experiment
         return True
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
-        """Return the layer of a run of ``experiment`` in ``out``, None where that has no need of one.
+        """Return the layer for a run of ``experiment`` in run directory ``out``, or None if the run does not need it.
 
-        ``progress``: what the layer's ``state`` was in the checkpoint that the run goes on from; nothing at first.
+        ``progress``: the layer's ``state`` from the checkpoint of a resumed run; empty in a new run.
         """
         del experiment, out, progress
         if cls.__init__ is object.__init__:
@@ -126,19 +130,19 @@ class Layer:
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the client half; None where the layer has none. ``model``: makes a fresh one of the run's."""
+        """Return the layer's client half, or None. ``model``: a function that creates the run's model anew."""
         del experiment, algorithm, model
         return None
 
     @classmethod
     def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
-        """Return {client: what it makes of its labels}, of those who train on other labels than they hold."""
+        """Return {client: function that changes its labels} for all clients that train on changed labels."""
         del experiment, num_classes
         return {}
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return the initial server state: ``server``, made by the algorithm, with the layer's part of it."""
+        """Return the initial server state: the algorithm's state ``server`` with the layer's own tensors added."""
         del experiment, model
         return server
 
@@ -150,57 +154,61 @@ class Layer:
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences on the rounds' privacy for the time before the run, beside their cost."""
+        """Return sentences on the privacy of the rounds. Users read them before the run, next to the privacy cost."""
         del experiment
         return ()
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings for the user before the next round.
+        """Return warnings for the user before the first round of this process.
 
-        ``rounds_done``: by an earlier process. ``idle``: clients without records; none where that is private.
+        ``rounds_done``: number of rounds that an earlier process completed. ``idle``: clients without records; empty if
+        that is private.
         """
         del experiment, rounds_done, idle
         return ()
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError where what the run starts from does not go with the layer."""
+        """Raise UserError if the layer does not fit the run's algorithm, model or initial state."""
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:
-        """Raise RunError where ``out`` lacks what the rounds that it holds have left there."""
+        """Raise RunError if run directory ``out`` lacks files that the layer wrote in the rounds recorded there."""
 
     def ready(self, work: Workload) -> None:
-        """Hear, before the first round and after all stages before it, what clients will do."""
+        """Receive the clients' ``work``. Called once, before the first round and after the stages before it."""
         self.inner.ready(work)
 
     def begin(self, server_round: int) -> None:
-        """Do what comes before anything of a round. Raises Stop to end the run before it."""
+        """Prepare a round. Called before everything else in the round. Raises Stop to end the run before the round."""
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the round's cohort; ``coins``: its source of randomness, None for the run's seed."""
+        """Return the round's cohort. ``coins``: the source of random numbers, or None for the run's seed."""
         return self.inner.cohort(server_round, coins)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates that count, sorted by client."""
+        """Return the updates that enter the aggregate, sorted by client."""
         return self.inner.received(replies)
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Hear which clients failed in a round, and whether any answered well. Raises RunError to end the run."""
+        """Handle the clients that ``failed`` in a round. Raises RunError to end the run.
+
+        ``answered``: True if at least one client sent a valid update.
+        """
         self.inner.lost(server_round, failed, answered=answered)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return one of many updates, None where there is none."""
+        """Return the aggregate of the cohort's updates, or None if no client of the cohort has records."""
         return self.inner.aggregate(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the server's next state."""
+        """Return the server state after the round."""
         return self.inner.merge(algorithm, server, aggregate)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the layer's fields of the round's line in ``rounds.jsonl`` (``RoundRecord``)."""
+        """Return the fields that the layer adds to the round's line in ``rounds.jsonl`` (``RoundRecord``)."""
         return self.inner.metrics()
 
     def remarks(self) -> Sequence[str]:
@@ -208,45 +216,45 @@ class Layer:
         return self.inner.remarks()
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Return the reason for which a run with these rounds ends early; empty where it continues."""
+        """Return the reason for ending the run early after these ``rounds``, or an empty string to continue."""
         return self.inner.ended(rounds)
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings after the last of these rounds."""
+        """Return warnings for the user at the end of the run. ``rounds``: the records of all its rounds."""
         return self.inner.conclusions(rounds)
 
     def affords(self, server_round: int) -> bool:
-        """Return True if a round can be paid for."""
+        """Return True if the privacy budget covers the cost of round ``server_round``."""
         return self.inner.affords(server_round)
 
     @property
     def hides_clients(self) -> bool:
-        """Return True if participation is secret: the cohort's size and its losses are then written nowhere."""
+        """Return True if participation is secret: then the cohort's size and losses are not written to any file."""
         return self.inner.hides_clients
 
     def state(self) -> Mapping[str, Any]:
-        """Return the layer's own part of the checkpoint, JSON values by name; ``of`` gets it when a run goes on."""
+        """Return the layer's part of the checkpoint: JSON values by name. A resumed run passes them to ``of``."""
         return {}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return privacy statements of a run that was to have ``rounds`` rounds."""
+        """Return the privacy statements of a run with ``rounds`` planned rounds."""
         return self.inner.statements(rounds)
 
 
 def found_in(layer: Layer, kind: type[Kind]) -> Kind:
-    """Return the layer of that ``kind`` among ``layer`` and those within it. There is one."""
+    """Return the layer of class ``kind``: either ``layer`` or one of its inner layers. There is exactly one."""
     while not isinstance(layer, kind):
         layer = layer.inner
     return layer
 
 
 def name_of(kind: type[Layer]) -> str:
-    """Return the name of a layer's state in the checkpoint."""
+    """Return the key of a layer's state in the checkpoint: "module:Class"."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def layer_kinds(experiment: Any) -> list[type[Layer]]:
-    """Return the layers of an experiment's rounds, from the inside out. Raises UserError where one class is twice."""
+    """Return the layer classes of an experiment, from the inside out. Raises UserError if a class occurs twice."""
     kinds = [kind for kind in _all_kinds(experiment) if kind.applies(experiment)]
     if twice := [kind.__name__ for kind in kinds if kinds.count(kind) > 1]:
         raise UserError(
@@ -257,7 +265,7 @@ def layer_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def check_names(experiment: Any, names: Iterable[str]) -> None:
-    """Raise UserError where an algorithm's groups are called ``names``, and a layer's own group is, too."""
+    """Raise UserError if one of the algorithm's payload ``names`` is a name that a layer reserves for its tensors."""
     reserved = [kind.reserved for kind in _all_kinds(experiment) if kind.reserved]
     begin = tuple(name for name in reserved if name.endswith("/"))
     if taken := [name for name in names if name in reserved or name.startswith(begin)]:
@@ -274,6 +282,9 @@ def _all_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def client_layers(experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> tuple[ClientLayer, ...]:
-    """Return the client halves of an experiment's layers, from the inside out. ``model``: makes a fresh one."""
+    """Return the client halves of an experiment's layers, from the inside out.
+
+    ``model``: a function that creates the run's model anew.
+    """
     halves = (kind.on_clients(experiment, algorithm, model) for kind in layer_kinds(experiment))
     return tuple(OwnClientLayer(half) if is_own_kind(half) else half for half in halves if half is not None)

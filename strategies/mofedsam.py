@@ -1,4 +1,4 @@
-"""MoFedSAM: sharpness-aware clients with the server's momentum (Qu et al. 2022, algorithm 2)."""
+"""MoFedSAM: sharpness-aware local training with FedCM's client-level momentum (Qu et al. 2022, algorithm 2)."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ from strategies.fedcm import ClientMomentum
 
 
 class MoFedSAM(ClientMomentum):
-    """FedCM whose gradient g is taken at w + rho g / ||g||; ``rho`` 0 is FedCM."""
+    """FedCM with the gradient computed at w + rho g / ||g||; ``rho`` 0 is FedCM."""
 
     kind: Literal["mofedsam"] = "mofedsam"
     rho: float = Field(0.1, ge=0)
@@ -20,9 +20,9 @@ class MoFedSAM(ClientMomentum):
     knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         return [*super().remarks(experiment), *([] if self.rho else [off("algorithm.rho=0", "this is fedcm")])]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Take FedCM's gradients uphill."""
+        """Return FedCM's local plan with gradients computed uphill."""
         return replace(super().plan(task), ascent=Ascent(self.rho))

@@ -11,12 +11,13 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class MOON(Averaging):
-    """Clients draw features to those of the received model and away from those of their own last model.
+    """Clients pull features towards those of the received model and push them away from those of their own last model.
 
-    Adds mu times -log(exp(cos(z, z_x) / tau) / (exp(cos(z, z_x) / tau) + exp(cos(z, z_prev) / tau))), where z_prev is
-    of the client's model after its last participation; in its first round the term has no gradient. ``mu``: the paper
-    takes 5 on CIFAR-10 and 1 on CIFAR-100; 0 is FedAvg. The paper puts a projection of two layers below the head; here,
-    as in other code, z is what enters the model's own last layer. ``tau``: the temperature of the contrast.
+    Adds mu times -log(exp(cos(z, z_x) / tau) / (exp(cos(z, z_x) / tau) + exp(cos(z, z_prev) / tau))) to the loss. The
+    features z, z_x and z_prev are those of the trained model, the received model, and the client's model after its last
+    participation; in its first round the term has no gradient. ``mu``: the paper takes 5 on CIFAR-10 and 1 on
+    CIFAR-100; 0 is FedAvg. The paper puts a projection of two layers below the head; here, as in other code, z is the
+    input of the model's own last layer. ``tau``: the temperature of the contrast.
     """
 
     kind: Literal["moon"] = "moon"
@@ -25,17 +26,17 @@ class MOON(Averaging):
     knobs: ClassVar[str] = "the contrast weighs algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if not self.mu:
             return [off("algorithm.mu=0", FEDAVG)]
         first = "rounds=1, and a client's first round has no earlier model to move away from"
         return [off(f"algorithm.mu={self.mu:g}", first)] if experiment.rounds == 1 else []
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Add the contrast to the client's own last model."""
+        """Return the local plan that adds the contrastive term, with the client's own last model as the negative."""
         return LocalPlan(contrast=Contrast(self.mu, self.tau, task.state.get("model") or task.params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x and keep y_i."""
+        """Return the update y_i - x, with the trained model y_i as client state."""
         update = super().finish(task, trained)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state={"model": trained.params})

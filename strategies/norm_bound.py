@@ -1,4 +1,4 @@
-"""The mean of updates whose length is bounded (Sun et al. 2019, section 4: norm thresholding)."""
+"""The mean of updates with a bounded norm (Sun et al. 2019, section 4: norm thresholding)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from strategies.algorithm import Weighting
 
 
 class NormBound(Robust):
-    """Each client's payloads, taken as one vector, are scaled down to at most ``norm_bound``; then their mean.
+    """The mean of the clients' payloads, each taken as one vector and scaled down to a norm of at most ``norm_bound``.
 
     ``weights`` "uniform": every client counts the same, so that one hostile client of the n of a round moves the mean
-    by ``norm_bound`` / n at most. "examples" weighs by records where the algorithm does, as Sun et al. do: how many a
-    client has is its own word, and one that declares most of them moves the mean by nearly ``norm_bound``. Nothing is
-    noised: no privacy.
+    by ``norm_bound`` / n at most. "examples" weighs by records where the algorithm does, as Sun et al. do. But the
+    server cannot verify the number of records: a client that claims most of them moves the mean by nearly
+    ``norm_bound``. No noise is added: no privacy.
     """
 
     kind: Literal["norm-bound"] = "norm-bound"
@@ -30,7 +30,7 @@ class NormBound(Robust):
     title: ClassVar[str] = "norm bound"
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the mean of bounded updates, or None where no client has records; see ``Aggregator``."""
+        """Return the mean of the bounded updates, or None if no client has records; see ``Aggregator``."""
 
         def bounded(rows: torch.Tensor, replies: Sequence[Reply]) -> torch.Tensor:
             by = weighting if self.weights == "examples" else "uniform"

@@ -1,4 +1,4 @@
-"""The kinds of stages that are not there: nothing before the first round, and nothing after the last."""
+"""Settings for experiments without stages: no preprocessing before the first round, no calibration after the last."""
 
 from typing import Literal
 
@@ -6,12 +6,12 @@ from fl_sim.settings import Settings
 
 
 class NoPreprocess(Settings):
-    """Clients start with their own records and nothing else."""
+    """No preprocessing: clients train on their own records only."""
 
     kind: Literal["none"] = "none"
 
 
 class NoCalibration(Settings):
-    """The model stays as the last round left it."""
+    """No calibration: the result is the model after the last round."""
 
     kind: Literal["none"] = "none"

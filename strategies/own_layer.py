@@ -1,4 +1,4 @@
-"""A layer of the user's own: its answers are checked, and its errors name it."""
+"""A wrapper around a layer class written by the user. It checks results, and its error messages name the layer."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from strategies.layer import Drawn, Layer, Workload, name_of
 from strategies.samplers import Coins
 
 _NUMBERS: Final = {"epsilon", "virtual_seconds", "late", "staleness"}
-"""What a layer may say in a round's line; the rest of it is the loop's."""
+"""Fields of a line in ``rounds.jsonl`` that a layer may set. The round loop sets the other fields."""
 
 
 class OwnLayer(Layer):
-    """Stands around ``inner``, a layer of the user's own, and checks what it does."""
+    """Wraps ``inner``, a layer class written by the user, and checks the results of its methods."""
 
     def __init__(self, inner: Layer, num_clients: int) -> None:
         self.inner, self._name, self._num_clients = inner, type(inner).__name__, num_clients
 
     def ready(self, work: Workload) -> None:
-        """Tell the layer."""
+        """Pass the clients' work to the user's layer."""
         with self._told("ready"):
             self.inner.ready(work)
 
     def begin(self, server_round: int) -> None:
-        """Begin a round."""
+        """Let the user's layer prepare the round."""
         with self._told("begin"):
             self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the clients that it draws, which must be some of the run's, ascending."""
+        """Return the cohort from the user's layer. Raises RunError unless it is ascending client numbers of the run."""
         with self._told("cohort"):
             drawn = self.inner.cohort(server_round, coins)
         chosen = np.asarray(drawn.clients) if isinstance(drawn, Drawn) else np.array([0.5])
@@ -49,7 +49,7 @@ class OwnLayer(Layer):
         return drawn
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates that it lets through, each with the names and shapes of what was received."""
+        """Return the updates that the user's layer keeps. Raises RunError if their names, shapes or order changed."""
         with self._told("received"):
             answered = tuple(self.inner.received(replies))
         before = {one.client: _layouts(one.payloads) for one in replies}
@@ -62,12 +62,12 @@ class OwnLayer(Layer):
         return answered
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Hear who failed."""
+        """Pass the failed clients to the user's layer."""
         with self._told("lost"):
             self.inner.lost(server_round, failed, answered=answered)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return one of many, with the names and shapes of what each client sent."""
+        """Return the aggregate from the user's layer. Raises RunError unless it has a client's names and shapes."""
         with self._told("aggregate"):
             made = self.inner.aggregate(cohort, algorithm, server)
         wanted = _layouts(cohort.replies[0].payloads) if cohort.replies else None
@@ -77,7 +77,7 @@ class OwnLayer(Layer):
         return made
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next state, whose model has the names and shapes of the last one's."""
+        """Return the next server state. Raises RunError if names or shapes of the model changed."""
         with self._told("merge"):
             merged = self.inner.merge(algorithm, server, aggregate)
         if not isinstance(merged, ServerState) or layout_of(merged.params) != layout_of(server.params):
@@ -86,7 +86,7 @@ class OwnLayer(Layer):
         return merged
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the layer's fields of the round's line."""
+        """Return the layer's fields for the round's line in ``rounds.jsonl``. Raises RunError for unknown fields."""
         with self._told("metrics"):
             said = {**self.inner.metrics()}
         if unknown := set(said) - _NUMBERS:
@@ -101,28 +101,28 @@ class OwnLayer(Layer):
             return [str(one) for one in self.inner.remarks()]
 
     def affords(self, server_round: int) -> bool:
-        """Return True if a round can be paid for."""
+        """Return True if the privacy budget covers the cost of round ``server_round``."""
         with self._told("affords"):
             return bool(self.inner.affords(server_round))
 
     @property
     def hides_clients(self) -> bool:
-        """Return True if participation is secret."""
+        """Return True if participation is secret: then the cohort's size and losses are not written to any file."""
         with self._told("hides_clients"):
             return bool(self.inner.hides_clients)
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return the privacy statements."""
+        """Return the privacy statements of a run with ``rounds`` planned rounds."""
         with self._told("statements"):
             return self.inner.statements(rounds)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Return the reason for the end of the run."""
+        """Return the reason for ending the run early, or an empty string to continue."""
         with self._told("ended"):
             return str(self.inner.ended(rounds) or "")
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings after the last round."""
+        """Return warnings for the user at the end of the run."""
         with self._told("conclusions"):
             return [str(one) for one in self.inner.conclusions(rounds)]
 
@@ -134,7 +134,7 @@ class OwnLayer(Layer):
 
 
 def states_of(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
-    """Return the layers' parts of the checkpoint, by their names. Raises RunError for what is no JSON."""
+    """Return {layer name: its part of the checkpoint}. Raises RunError if a part is not made of JSON values."""
     states = {name_of(type(layer)): layer.state() for layer in layers}
     for name, state in states.items():
         try:

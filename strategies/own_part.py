@@ -1,4 +1,4 @@
-"""A part of the model that stays with each client: what an algorithm's ``sends`` leaves out."""
+"""Personal parameters: the part of the model that stays with each client. An algorithm's ``sends`` leaves it out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, ServerState,
 from strategies.layer import Beginning, Layer
 
 OWN: Final = "own"
-"""The group of parameters that do not travel, in client state."""
+"""Name of the personal parameters in client state."""
 
 
 OWN_PART: Final = (
@@ -28,23 +28,23 @@ OWN_PART: Final = (
 
 
 class OwnPart(Layer):
-    """The server's half of personal parameters: statements for users alone."""
+    """The server half of personal parameters. It only checks settings and warns users; rounds are unchanged."""
 
     reserved: ClassVar[str] = OWN
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the algorithm leaves a part of the model with clients."""
+        """Return True if the algorithm keeps a part of the model with each client."""
         return isinstance(experiment.algorithm, Sending)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
-        """Return nothing: the server's rounds are those of any other run."""
+        """Return None: no layer is needed in the server's rounds."""
         del experiment, out, progress
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half, which keeps the parameters that do not travel."""
+        """Return the client half, which keeps the personal parameters in client state."""
         del experiment
         params = detached(trainable(model()).items())
         travel = sent_by(algorithm, params)
@@ -53,13 +53,13 @@ class OwnPart(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Say whose accuracy is measured."""
+        """Return a warning that the measured accuracy is that of a model which no client has."""
         del experiment, rounds_done, idle
         return [OWN_PART]
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError where the whole model is needed at the server, or BatchNorm layers stay with clients, too."""
+        """Raise UserError if a stage trains the whole model at the server, or if BatchNorm layers are personal, too."""
         kind = kind_of(experiment.algorithm)
         if beginning.whole:
             raise UserError(
@@ -75,24 +75,27 @@ class OwnPart(Layer):
 
 @dataclass(frozen=True)
 class ClientOwnPart(ClientLayer):
-    """Keeps parameters with their client. ``own``: as each client first has them; ``names``: of the whole model."""
+    """Keeps the personal parameters with their client.
+
+    ``own``: the initial personal parameters of every client. ``names``: all parameter names of the model, in order.
+    """
 
     own: Params = field(repr=False)
     names: tuple[str, ...]
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Put the client's own part into the model."""
+        """Return the task with the client's personal parameters added to the received model."""
         state = {name: group for name, group in task.state.items() if name != OWN}
         return replace(task, params=self.model(task.params, task.state), state=state)
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Leave the own part out: nothing of it travels."""
+        """Return task and result without the personal parameters, so that the update does not contain them."""
         del came
         params, after = self._without(task.params), self._without(trained.params)
         return replace(task, params=params), replace(trained, params=after)
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Keep the own part for the client's next round."""
+        """Return the update with the trained personal parameters added to the client state for the next round."""
         del came, task
         if not (update.state or trained.num_steps):
             return update
@@ -100,14 +103,14 @@ class ClientOwnPart(ClientLayer):
         return replace(update, state={**update.state, OWN: own})
 
     def model(self, params: Params, state: Payloads) -> Params:
-        """Return the whole model, in its own order."""
+        """Return the client's whole model in its usual order: ``params`` and the personal parameters in ``state``."""
         if not self.own:
             return params
         both = {**params, **state.get(OWN, self.own)}
         return {name: both[name] for name in self.names if name in both}
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Add the own part."""
+        """Return the client state template with the personal parameters added."""
         del template, server
         return {**state, OWN: self.own} if self.own else state
 

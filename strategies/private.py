@@ -1,4 +1,4 @@
-"""Rounds under Global DP: pay first, draw a secret cohort, then release; nothing else about its clients leaves it."""
+"""Rounds under Global DP: charge the ledger, draw a secret cohort, then release the noised mean and nothing else."""
 
 import itertools
 import math
@@ -37,11 +37,11 @@ BEFOREHAND = (
 
 @dataclass
 class PrivateRounds(Layer):
-    """Global DP over the rounds of a run: the layer that pays, draws secret cohorts, and releases in place of the mean.
+    """The layer for Global DP: charges the ledger, draws secret cohorts, and releases a noised mean in every round.
 
-    ``clipping_norm``: of the next round, since it moves where clipping adapts.
-    ``beforehand``: what is released before the first round, each to a cohort of its own as a round's.
-    ``failed``: which clients failed since one last answered well, and why. PRIVATE.
+    ``clipping_norm``: the clipping norm of the next round; adaptive clipping changes it from round to round.
+    ``beforehand``: the mechanisms of the releases before the first round, each with a cohort of its own as in a round.
+    ``failed``: {client: reason} of the clients that failed since the last valid update. PRIVATE.
     """
 
     aggregator: GlobalDP
@@ -59,7 +59,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "PrivateRounds":
-        """Start, or go on with, the rounds of the run in ``out``."""
+        """Return the layer of a new or resumed run in run directory ``out``."""
         aggregator = experiment.aggregator
         return open_private_rounds(
             aggregator, experiment.sampler, experiment.num_clients, experiment.seed, out,
@@ -69,19 +69,19 @@ class PrivateRounds(Layer):
 
     @classmethod
     def payments(cls, experiment: Any) -> Sequence[Payment]:
-        """Return the cost of all rounds, and of what is released before them. Takes seconds by PLD."""
+        """Return the privacy cost of all rounds and of the releases before them. Takes seconds with PLD."""
         aggregator, sampler = experiment.aggregator, experiment.sampler
         terms, charges = terms_of(aggregator, sampler), _charges_of(experiment, aggregator)
         return (payment_of(terms, charges, "", is_simulated=aggregator.noise == "seeded"),)
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Describe participation, the share of the budget that all rounds spend, and noise without a budget."""
+        """Return sentences on participation, on the budget that all rounds spend, and on noise without a budget."""
         return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Say the same, and where noise begins anew, or delta is large."""
+        """Return warnings on participation, the budget, a new start of the noise's correlation, and a large delta."""
         del idle
         aggregator, said = experiment.aggregator, list[str]()
         if aggregator.noise_bands > 1 and rounds_done:
@@ -94,19 +94,19 @@ class PrivateRounds(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError where a client without records sends something else than zeros."""
+        """Raise UserError if a client without records sends other numbers than zeros."""
         experiment.aggregator.check_silence(experiment.algorithm, beginning.sent)
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:
-        """Raise RunError where rounds were released, but are not in the ledger any more."""
+        """Raise RunError if rounds were released whose charges are missing in the ledger."""
         beforehand = len(releases_beforehand(experiment.preprocess, experiment.aggregator))
         check_paid(out, experiment.sampler.rounds_apart, beforehand)
 
     def begin(self, server_round: int) -> None:
-        """Charge a round before anything of it happens. Raises Stop where the budget does not afford it.
+        """Charge the ledger for a round before the round begins. Raises Stop if the cost exceeds the budget.
 
-        Raises RunError where that is the first round.
+        Raises RunError if this is the first round.
         """
         try:
             self.pay(server_round)
@@ -120,64 +120,67 @@ class PrivateRounds(Layer):
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Draw a cohort that the seed does not give: nobody hides in one that is published."""
+        """Return a cohort drawn with the noise's key, not with the run's seed: a public cohort hides no client."""
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Let those who failed count as zeros, until nobody answers well any more."""
+        """Let the failed clients count as zeros. Raises RunError if no client sends a valid update any more."""
         del server_round
         self.note(failed, answered=answered)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the noised mean."""
+        """Return the noised mean of the cohort's updates, which replaces the aggregator's plain mean."""
         return self.release(cohort, algorithm, server)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the epsilon of all rounds so far."""
+        """Return the round's fields, with the epsilon of all rounds so far."""
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     @property
     def hides_clients(self) -> bool:
-        """Say yes: how many came leaves the rounds in the noised mean alone."""
+        """Return True: participation is secret, and only the noised mean depends on it."""
         return True
 
     def state(self) -> Mapping[str, Any]:
-        """Return the next round's clipping norm, and what was paid."""
+        """Return the next round's clipping norm, and the receipt of all charges so far."""
         return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Add what the rounds cost a client."""
+        """Return the privacy statements, with the statement of the rounds' cost for a client."""
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
-        """Charge a round before anything of it happens, and return the epsilon spent after it (None: no guarantee).
+        """Charge the ledger for a round before the round begins, and return the epsilon spent (None: no guarantee).
 
-        Where clients take turns, all of a turn's rounds are one charge: nobody takes part in two of them. Raises
-        BudgetExhausted where it would exceed the budget.
+        With cyclic sampling, one charge is for as many rounds as there are groups, as no client takes part in two of
+        these rounds. Raises BudgetExhausted if the charge would exceed the budget.
         """
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Charge release ``number``, from 1, of those before the first round, as ``pay`` charges a round."""
+        """Charge the ledger for release ``number`` (from 1) before the first round, in the way of ``pay``."""
         event = self.sampler.amplify(self.beforehand[number - 1].event(), self.num_clients)
         name = f"before round 1: {number} of {len(self.beforehand)}"
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
-        """Return the randomness of the round's cohort: as secret as the noise, and replayable only where that is."""
+        """Return the source of random numbers for the round's cohort, with the noise's key.
+
+        The random numbers are as secret as the noise, and repeatable only if the noise is seeded.
+        """
         draws = itertools.count()
         return lambda count: self.noise.uniform(count, purpose=f"cohort {next(draws)}", server_round=server_round)
 
     def affords(self, server_round: int) -> bool:
-        """Return True if the budget allows the round, or if it is charged already."""
+        """Return True if the budget covers the round's cost, or if the ledger already contains its charge."""
         release, noise = self._release(server_round), self.noise.identity
         return self.ledger.has_charged(release, noise) or self.ledger.affords(self._event)
 
     def note(self, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Take note of who failed in a round, and whether anybody answered well.
+        """Record the failed clients of a round. ``answered``: True if at least one client sent a valid update.
 
-        Raises RunError where nobody has answered well since two clients failed: then the set-up is at fault. Never for
-        one client alone: that a run stops, and why, would tell about its records.
+        Raises RunError if two clients have failed since the last valid update: then the set-up is at fault. A single
+        failed client never ends the run, because the end and its reason would reveal something about its records.
         """
         self.failed = {} if answered else {**self.failed, **failed}
         if len(self.failed) >= min(2, self.num_clients):
@@ -188,7 +191,7 @@ class PrivateRounds(Layer):
             )
 
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
-        """Return the noised mean of a round that was paid for."""
+        """Return the noised mean of a round whose cost is already charged."""
         template = payload_template(algorithm, server)
         aggregate, self.clipping_norm = self.aggregator.release(
             cohort,
@@ -200,7 +203,7 @@ class PrivateRounds(Layer):
         return aggregate
 
     def statement(self, rounds: int) -> dict[str, object]:
-        """Return the clients' privacy statement in ``result.json``, of a run planned for ``rounds`` rounds."""
+        """Return the clients' privacy statement for ``result.json``, for a run with ``rounds`` planned rounds."""
         return self.ledger.statement(
             covers=f"{COVERS}{_turns_in_words(self.sampler)}{BEFOREHAND if self.beforehand else ''}",
             does_not_cover=DOES_NOT_COVER,
@@ -219,10 +222,11 @@ class PrivateRounds(Layer):
 
 
 def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
-    """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
+    """Raise RunError if rounds of a private run were released whose charges are missing in its ledger.
 
-    ``beforehand``: the number of charges before the first round. The receipt in the checkpoint says more, but not of a
-    round that was seen in the log and has no checkpoint.
+    ``rounds_of_a_charge``: the number of rounds that one charge covers. ``beforehand``: the number of charges before
+    the first round. The receipt in the checkpoint is a stricter check, but not for a round that was written to
+    ``rounds.jsonl`` without a checkpoint.
     """
     released, path = len(read_rounds(out)), out / LEDGER
     charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
@@ -236,7 +240,7 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
 def planned_charges(
     aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int, beforehand: Sequence[GlobalDP] = ()
 ) -> Mapping[DpEvent, int]:
-    """Return the cost of ``rounds`` rounds and of the releases ``beforehand`` for a client: {event: count}."""
+    """Return a client's privacy cost of ``rounds`` rounds and the releases ``beforehand``: {privacy event: count}."""
     events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
     events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
     return events
@@ -260,7 +264,7 @@ def fitted(experiment: Any) -> float:
 
 
 def told_beforehand(experiment: Any) -> list[str]:
-    """Return in words who takes part where nobody may have asked for that, and what all rounds spend of a budget."""
+    """Return sentences for the user on default Poisson sampling and on the budget that all rounds spend."""
     aggregator, sampler, told = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
         told.append(
@@ -283,7 +287,10 @@ def told_beforehand(experiment: Any) -> list[str]:
 
 
 def cost_of_noise(experiment: Any) -> list[str]:
-    """Return in words what a noise multiplier costs that was set without a budget: global-dp:8 is not epsilon 8."""
+    """Return a sentence on the epsilon of a noise multiplier that was set without a budget, or an empty list.
+
+    Users may think that global-dp:8 means epsilon 8.
+    """
     aggregator = experiment.aggregator
     noise, default = aggregator.noise_multiplier, type(aggregator).model_fields["noise_multiplier"].default
     if aggregator.epsilon is not None or noise in {0, default}:
@@ -310,7 +317,7 @@ def _turns_in_words(sampler: AnySampler) -> str:
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:
-    """Return under which terms the ledger of such rounds is held. Raises UserError for a class of the user's own."""
+    """Return the ledger's terms: unit, adjacency, delta, budget and accountant. Raises UserError for a user's class."""
     aggregator.check_unchanged()
     adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
     return Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)
@@ -326,11 +333,11 @@ def open_private_rounds(
     receipt: Mapping[str, Any] | None = None,
     beforehand: tuple[GlobalDP, ...] = (),
 ) -> PrivateRounds:
-    """Start, or go on with, the rounds of the run in ``out``; its charges are in ``ledger.jsonl`` there.
+    """Return the layer of a new or resumed run in run directory ``out``, with the ledger ``ledger.jsonl`` there.
 
-    ``receipt``: what the rounds so far were paid with, as plain JSON. Raises RunError unless the ledger holds that.
-    A run that goes on with secret noise has a new key: a round that was charged but not finished is charged again, and
-    has another cohort.
+    ``clipping_norm``: that of the next round, None in a new run. ``receipt``: the receipt of the charges so far, as
+    plain JSON. Raises RunError if the ledger does not contain these charges. A resumed run with secret noise has a new
+    key: a round that was charged but not finished is charged again, and has another cohort.
     """
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm

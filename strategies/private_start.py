@@ -1,12 +1,12 @@
-"""A private start under Global DP: the first model learns from images drawn from what clients have in common.
+"""A private start under Global DP: the first model learns from synthetic images drawn from noisy statistics.
 
-Before the first round clients send three times a few sums over the lowest frequencies of their images (see
-``clients.frequency_sums``): mean and variance of all records, then how many records each class has and their mean, then
-their covariance. Each is one release of Global DP's own mechanism: a client's answer is clipped as a whole, noise is
-added once to the sum over clients, and the run's ledger pays. All else is post-processing: covariances are shrunk as
-far as they may be noise, images are drawn from a normal distribution a class, and the server trains on them. After
-Harder et al. 2021 (DP-MERF), where one holder of all records releases; rounds that follow then move a good model
-little, so their noise harms less.
+Before the first round clients send sums over the lowest frequencies of their images (see ``clients.frequency_sums``)
+in three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
+covariances. Each step is one release of Global DP's own mechanism: a client's answer is clipped as a whole, noise is
+added once to the sum over clients, and the run's ledger is charged. All else is post-processing: covariances are shrunk
+as far as they may be noise, images are drawn from one normal distribution per class, and the server trains on them.
+The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records makes the release. The following
+rounds change a good model only little, so their noise harms less.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fl_sim.types import Params
 
 Sums: TypeAlias = "Params"
-"""A noisy answer: the mean over clients of what they sent."""
+"""The noisy result of one step: the mean of the clients' answers, by name."""
 
 _SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # of 1 / noise_multiplier squared
 _LEAST_SHARE: Final = 0.3  # of a class, beside all classes being alike
@@ -51,14 +51,17 @@ ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class PrivateStart(Settings):
-    """The first model learns from images drawn from noisy sums over all clients' records, paid for as rounds are.
+    """The first model learns from images drawn from noisy sums over all clients' records.
 
-    ``noise_multiplier``: z of its three releases together, on top of the rounds': they cost as much as one release of
-    that noise. ``clipping_norms``: of a client's answer in each of the three, in public units in which an answer is
-    about 1, .6 and .3 long. ``frequencies``: how many of an image's lowest are looked at. ``images``: how many are
-    drawn. ``warp``: they are turned, stretched and moved at random, 1 for up to 10 degrees, a tenth and a twentieth of
-    a side, which helps with digits. ``server_epochs``: how long the server trains on them, with the settings of
-    ``local``.
+    The ledger of the rounds is charged for these sums.
+
+    ``noise_multiplier``: z of the three releases together, in addition to the rounds' cost: the three cost as much as
+    one release with this noise multiplier. ``clipping_norms``: the clipping norm of a client's answer in each of the
+    three releases, in public units in which an answer has a norm of about 1, .6 and .3. ``frequencies``: the number of
+    lowest frequencies of an image that are used. ``images``: the number of synthetic images. ``warp``: the strength of
+    random rotation, stretching and shifting of the synthetic images; 1 means up to 10 degrees, a tenth and a twentieth
+    of a side, which helps with digits. ``server_epochs``: the number of epochs that the server trains on the synthetic
+    images, with the settings of ``local``.
     """
 
     kind: Literal["private-start"] = "private-start"
@@ -73,7 +76,7 @@ class PrivateStart(Settings):
     server_epochs: int = Field(5, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where nothing would pay for it, or not everybody's part in it would be as in rounds."""
+        """Raise ValueError without Global DP, with cyclic sampling, or with an attack."""
         if not isinstance(experiment.aggregator, GlobalDP):
             raise ValueError(
                 f"preprocess private-start is paid for by aggregator global-dp, and this one is "
@@ -91,7 +94,7 @@ class PrivateStart(Settings):
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError where the aggregator's budget does not afford the three releases and one round after them."""
+        """Raise UserError if the three releases and one round after them cost more than the aggregator's budget."""
         del records, num_classes
         aggregator, sampler = experiment.aggregator, experiment.sampler
         assert isinstance(aggregator, GlobalDP)
@@ -108,7 +111,7 @@ class PrivateStart(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for records that are no images, and for answers that would be too long a message."""
+        """Raise UserError if the records are not images, or if a client's answer is too large for one message."""
         shape, num_classes = dataset.input_shape, dataset.num_classes
         if len(shape) != 3 or features != "none":
             raise UserError(
@@ -124,15 +127,15 @@ class PrivateStart(Settings):
         check_unit_range(dataset, "private-start")
 
     def num_frequencies(self, shape: tuple[int, ...]) -> int:
-        """Return the number of frequencies for images of ``shape``, at most all they have."""
+        """Return the number of frequencies that are used for images of ``shape``, at most all of their frequencies."""
         return min(self.frequencies, math.prod(shape))
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanisms of the three releases, in their order."""
+        """Return the mechanisms of the three releases, in the order of the steps."""
         return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
-        """Return the mechanism of one of the three releases: the rounds' ``aggregator`` with other noise and norm."""
+        """Return the mechanism of one step's release: the rounds' mechanism with another noise and clipping norm."""
         noise_multiplier = self.noise_multiplier / math.sqrt(_SHARES[step])
         return GlobalDP(
             noise_multiplier=noise_multiplier,
@@ -144,17 +147,20 @@ class PrivateStart(Settings):
 
 @dataclass(frozen=True)
 class Classes:
-    """Private statistics of the classes in a ``Frame``: the ``shares`` of records (C,) and the ``means`` (C, d)."""
+    """Differentially private class statistics in the coordinates of a ``Frame``.
+
+    ``shares``: the share of records of each class, shape (C,). ``means``: the mean of each class, shape (C, d).
+    """
 
     shares: Array
     means: Array
 
 
 def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
-    """Return, from answer 1, the frame in which frequencies have mean 0, and a variance of 1 together.
+    """Return the frame in which frequencies have mean 0 and a total variance of 1, from the noisy sums of step 1.
 
-    Each has about the same one, as their public spectrum is as good a guess as noise allows.
-    ``std``: of the noise on each number of ``sums``.
+    All frequencies have about the same variance in the frame, by their public spectrum, as the noise allows no better
+    estimate. ``std``: standard deviation of the noise on each number of ``sums``.
     """
     order, spectrum = lowest_frequencies(shape, num_frequencies)
     black = black_frame(shape, order)
@@ -166,7 +172,10 @@ def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: in
 
 
 def classes_of(sums: Sums, std: float) -> Classes:
-    """Return the shares and means of classes from answer 2; means are shrunk as far as they may be noise."""
+    """Return the shares and means of classes, from the noisy sums of step 2.
+
+    Means are shrunk as far as they may be noise. ``std``: standard deviation of the noise on each number of ``sums``.
+    """
     counts, totals = _array(sums["counts"]), _array(sums["means"])
     shares = np.maximum(counts / COUNT, _LEAST_SHARE / len(counts))
     means = np.stack([shrunk(row, std, row.size) for row in totals]) / shares[:, None]
@@ -174,9 +183,10 @@ def classes_of(sums: Sums, std: float) -> Classes:
 
 
 def covariances_of(sums: Sums, std: float, classes: Classes) -> Array:
-    """Return the covariance of each class, (C, d, d) in the frame, positive definite, from answer 3.
+    """Return the positive definite covariance of each class, shape (C, d, d), in the frame, from the sums of step 3.
 
-    What all classes have in common is shrunk towards independent frequencies, and then each class towards that.
+    The common covariance of all classes is shrunk towards independent frequencies, and then the covariance of each
+    class towards the common covariance. ``std``: standard deviation of the noise on each number of ``sums``.
     """
     num_classes, size = classes.means.shape
     dimension = math.comb(size + 1, 2)
@@ -200,9 +210,10 @@ def drawn_images(
     covariances: Array,
     generator: np.random.Generator,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return images (n, *shape) in [-1, 1] and their labels (n,): as many of each class as its share says, at least 1.
+    """Return synthetic images (n, *shape) in [-1, 1] and their labels (n,).
 
-    Once they are clamped to [-1, 1] they have the mean and covariance of their class.
+    The number of images of a class is in proportion to its share of records, at least 1. After clamping to [-1, 1] the
+    images have the mean and covariance of their class.
     """
     order, _ = lowest_frequencies(shape, len(frame.centre))
     basis = images_of(np.eye(len(order)), order, shape).reshape(len(order), -1).astype(np.float64)
@@ -216,7 +227,7 @@ def drawn_images(
 
 
 def _positive(covariance: Array, within: Array) -> Array:
-    """Return ``covariance`` with at least a little of the variances ``within`` (d,) in every direction."""
+    """Return ``covariance`` with a lower bound on the variance in every direction, relative to ``within`` (d,)."""
     scale = np.sqrt(np.outer(within, within))
     values, vectors = np.linalg.eigh(covariance / scale)
     found: Array = (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale

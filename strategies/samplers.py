@@ -1,7 +1,8 @@
-"""Samplers: the cohort of a round is everyone, a fixed number, each client by its own coin flip, or groups in turn.
+"""Samplers: the cohort of a round is everyone, a fixed number of clients, a Poisson sample, or one of several groups.
 
-The coins come from outside: from the experiment's seed where cohorts are public, from the noise's secret key under
-privacy, where amplification by sampling holds only against somebody who cannot draw the cohorts again.
+The caller supplies the random numbers ("coins"). They come from the experiment's seed if cohorts are public. Under
+privacy they come from the secret key of the noise, because amplification by sampling holds only against somebody who
+cannot draw the cohorts again.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
 
 Coins: TypeAlias = Callable[[int], NDArray[np.float64]]
-"""(count) -> that many independent multiples of 2^-53 in [0, 1), others at every call."""
+"""A function (count) -> ``count`` independent uniform multiples of 2^-53 in [0, 1), with new numbers in every call."""
 
 
 def _somebody_takes_part(sampling_rate: float) -> float:
@@ -33,12 +34,12 @@ SamplingRate: TypeAlias = Annotated[float, Field(gt=0, le=1), AfterValidator(_so
 
 
 def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
-    """Return all clients, those with the smallest coins first."""
+    """Return all client numbers in a random order, shape (num_clients,)."""
     return np.argsort(_distinct(num_clients, coins))
 
 
 def _distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
-    """Return a coin for each client, no two the same: equal coins have no order, and any rule would favour somebody."""
+    """Return one random number per client, all different: with equal numbers, sorting would favour some clients."""
     drawn = coins(num_clients)
     while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
         drawn = coins(num_clients)
@@ -47,10 +48,10 @@ def _distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A way to draw cohorts: frozen settings of ours or of the user's own."""
+    """A rule that samples cohorts: a frozen settings class, built in or written by the user."""
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the clients of a round (1, 2, ...), ascending: distinct numbers in 0..num_clients-1, possibly none."""
+        """Return the cohort of a round (1, 2, ...): distinct numbers in 0..num_clients-1, ascending, possibly none."""
         ...
 
     def expected_size(self, num_clients: int) -> float:
@@ -65,12 +66,12 @@ class Everyone(Settings):
     rounds_apart: ClassVar[int] = 1
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the round's clients, ascending."""
+        """Return the round's cohort, ascending: all clients."""
         del coins, server_round
         return np.arange(num_clients)
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the event of ``event`` under this sampling: unchanged, as everybody takes part."""
+        """Return the privacy event of mechanism ``event`` under this sampling: the same, as all clients take part."""
         del num_clients
         return event
 
@@ -87,13 +88,13 @@ class FixedSize(Settings):
     rounds_apart: ClassVar[int] = 1
 
     def check(self, experiment: Choices) -> None:
-        """Raise UserError where there are fewer clients than ``cohort_size``."""
+        """Raise UserError if the experiment has fewer than ``cohort_size`` clients."""
         self._check(experiment.clients)
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the round's clients, ascending: those with the smallest coins.
+        """Return the round's cohort, ascending: the ``cohort_size`` clients with the smallest random numbers.
 
-        Raises UserError where there are fewer than ``cohort_size``.
+        Raises UserError if there are fewer than ``cohort_size`` clients.
         """
         del server_round
         self._check(num_clients)
@@ -101,7 +102,7 @@ class FixedSize(Settings):
         return np.flatnonzero(drawn <= np.sort(drawn)[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the event of ``event`` under this sampling and replacement of one client."""
+        """Return the privacy event of mechanism ``event`` under this sampling. Adjacency: replace one client."""
         from fl_sim.privacy.events import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
 
         return amplify_fixed_size(event, self.cohort_size, num_clients)
@@ -112,7 +113,7 @@ class FixedSize(Settings):
         return float(self.cohort_size)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if self.cohort_size < experiment.clients:
             return []
         return [off(f"sampler.cohort_size={self.cohort_size}", f"all {experiment.clients} clients are in every round")]
@@ -132,32 +133,32 @@ class Poisson(Settings):
     rounds_apart: ClassVar[int] = 1
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the round's clients, ascending, possibly none."""
+        """Return the round's cohort, ascending, possibly empty."""
         del server_round
         return np.flatnonzero(takes_part(coins(num_clients), self.sampling_rate))
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the event of ``event`` under this sampling and adding or removing one client."""
+        """Return the privacy event of mechanism ``event`` under this sampling. Adjacency: add or remove one client."""
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.sampling_rate < 1 else [off("sampler.sampling_rate=1", "all clients are in every round")]
 
     def expected_size(self, num_clients: int) -> float:
-        """Return sampling_rate * num_clients."""
+        """Return the expected cohort size, sampling_rate * num_clients."""
         return self.sampling_rate * num_clients
 
 
 class Cyclic(Settings):
-    """``groups`` groups of clients take turns; in its turn a client takes part with probability ``sampling_rate``.
+    """Each round samples one group of clients; a client of that group takes part with probability ``sampling_rate``.
 
-    Client i is in group i mod ``groups``, and round t is the turn of group (t - 1) mod ``groups``, which is public: a
-    client takes part at most once in any ``groups`` rounds in a row. At rate 1 no coin is drawn.
+    Client i is in group i mod ``groups``. Round t samples group (t - 1) mod ``groups``, which is public. So a client
+    takes part at most once in any ``groups`` consecutive rounds. At rate 1 no random number is drawn.
     """
 
     kind: Literal["cyclic"] = "cyclic"
@@ -165,7 +166,7 @@ class Cyclic(Settings):
     sampling_rate: SamplingRate = 1.0
 
     def check(self, experiment: Choices) -> None:
-        """Raise UserError where a group would have no client."""
+        """Raise UserError if a group would have no client."""
         if self.groups > experiment.clients:
             raise UserError(
                 f"sampler cyclic of {self.groups} groups needs as many clients, and there are {experiment.clients}: "
@@ -174,32 +175,38 @@ class Cyclic(Settings):
 
     @property
     def rounds_apart(self) -> int:
-        """Return in how many rounds in a row a client takes part at most once: what ``amplify`` tells the cost of."""
+        """Return ``groups``: in this many consecutive rounds a client takes part at most once.
+
+        ``amplify`` gives the privacy cost of these rounds together.
+        """
         return self.groups
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the round's clients, ascending, possibly none."""
+        """Return the round's cohort, ascending, possibly empty."""
         group = np.arange((server_round - 1) % self.groups, num_clients, self.groups)
         return group if self.sampling_rate == 1 else group[takes_part(coins(len(group)), self.sampling_rate)]
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the event of ``event`` for each of a client's turns, under adding or removing one client."""
+        """Return the privacy event of mechanism ``event`` in one round of a client's group.
+
+        Adjacency: add or remove one client.
+        """
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         if self.groups > 1 or self.sampling_rate < 1:
             return []
         return [off("sampler.groups=1", "all clients are in every round")]
 
     def expected_size(self, num_clients: int) -> float:
-        """Return sampling_rate * num_clients / groups, over all groups."""
+        """Return the expected cohort size, sampling_rate * num_clients / groups: the mean over all groups."""
         return self.sampling_rate * num_clients / self.groups
 
 
 AnySampler: TypeAlias = Everyone | FixedSize | Poisson | Cyclic
-"""The samplers of which the accountants know what they make of a round's cost."""
+"""The samplers whose effect on the privacy cost of a round is known to the accountants."""

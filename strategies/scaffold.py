@@ -17,14 +17,15 @@ from strategies.samplers import Everyone
 
 
 class Scaffold(Averaging):
-    """Local steps y <- y - eta (g(y) - c_i + c); every client counts the same. The paper has no local momentum.
+    """Local steps y <- y - eta (g(y) - c_i + c); every client has the same weight. The paper has no local momentum.
 
-    ``server_learning_rate`` is the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) of K steps.
-    "momentum" is our extension to local momentum: a constant gradient then moves the model by a_i eta of it, not K eta
-    (Wang et al. 2020, section 4.1), so c_i+ divides by that. "niid-bench" is the published benchmark's program (Li et
-    al. 2022): the correction joins the step after momentum, c_i+ divides by K eta, models count by their records. It is
-    that program where all clients take part in every round. Where they do not, the program differs: it starts c and all
-    c_i at one random model, not at 0, and that model stays in c as long as a client has not taken part.
+    ``server_learning_rate`` is the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K
+    steps. "momentum" is our extension to local momentum: a constant gradient g then moves the model by a_i eta g, not
+    K eta g (Wang et al. 2020, section 4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published
+    benchmark (Li et al. 2022): the correction is added to the step after momentum, c_i+ divides by K eta, and models
+    are weighted by records. The result equals that program if all clients take part in every round. Otherwise the
+    program differs: it starts c and all c_i at one random model, not at 0, and that model stays in c as long as a
+    client has not taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"
@@ -39,7 +40,7 @@ class Scaffold(Averaging):
     )
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where clients cannot count by their records, or do not step by SGD."""
+        """Raise ValueError if the local optimizer is not SGD, or for the variant "niid-bench" under Global DP."""
         check_sgd(self, experiment, "its control variates are what K steps of SGD moved the model by, over K eta")
         if self.variant == "niid-bench" and hides_clients(experiment.aggregator):
             raise ValueError(
@@ -48,7 +49,7 @@ class Scaffold(Averaging):
             )
 
     def advice(self, momentum: float) -> str:
-        """Advise on momentum, which the paper does not have."""
+        """Return one sentence of advice on local momentum, which the paper does not have."""
         if not momentum:
             return "SCAFFOLD trains without local momentum, as in its paper"
         if self.variant == "paper":
@@ -61,7 +62,7 @@ class Scaffold(Averaging):
         return f"SCAFFOLD here is {whose} local momentum {momentum:g}, which its paper does not have"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         said = []
         if experiment.rounds == 1:
             said.append("SCAFFOLD's corrections have no effect: rounds=1, and they are 0 in the first round")
@@ -73,22 +74,25 @@ class Scaffold(Averaging):
         return said
 
     def mean_only(self) -> str:
-        """Return the reason: c is a mean."""
+        """Return the reason: c is the mean of all c_i."""
         return "clients' corrections c - c_i cancel only while c is the mean of all c_i, which other aggregates lose"
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with c = 0."""
+        """Return the server state before the first round: the model ``params`` and c = 0."""
         return ServerState(params, broadcast={"control": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Correct every gradient by c - c_i; in the benchmark's program every step."""
+        """Return the local plan that adds c - c_i to every gradient; with "niid-bench", to every step."""
         correction = subtract(task.broadcast["control"], _own_control(task))
         if self.variant == "niid-bench":
             return LocalPlan(step_offset=correction)
         return LocalPlan(gradient_offset=correction)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x and c_i+ - c_i; keep c_i+ = c_i - c + (x - y_i) / (K eta), or a_i eta."""
+        """Return the update: y_i - x and c_i+ - c_i, with the new control variate c_i+ as client state.
+
+        c_i+ = c_i - c + (x - y_i) / (K eta); in the variant "momentum", a_i eta replaces K eta.
+        """
         delta = subtract(trained.params, task.params)
         if trained.num_steps == 0:
             return ClientUpdate(self._sent(delta, zeros_like(delta), task), task.num_examples)
@@ -99,7 +103,10 @@ class Scaffold(Averaging):
         return ClientUpdate(self._sent(delta, control_delta, task), task.num_examples, trained.loss, kept)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Move x by eta_g mean(y_i - x) and c by |S|/K mean(c_i+ - c_i)."""
+        """Return the next server state: x moves by eta_g mean(y_i - x), and c by |S|/K mean(c_i+ - c_i).
+
+        Here |S| is the number of clients in the cohort and K the number of all clients.
+        """
         step = self.server_learning_rate
         if self.variant == "niid-bench":
             step /= float(aggregate.payloads["records"]["mean"])
@@ -107,7 +114,10 @@ class Scaffold(Averaging):
         return ServerState(add(server.params, aggregate.payloads["delta"], step), {"control": control})
 
     def _sent(self, delta: Params, control_delta: Params, task: LocalTask) -> Payloads:
-        """Return a client's payload: for a mean by records n_i (y_i - x) and n_i, whose means the server has."""
+        """Return a client's payloads. For "niid-bench" they contain n_i (y_i - x) and n_i, the number of records.
+
+        So the server can compute a mean weighted by records from two uniform means.
+        """
         if self.variant != "niid-bench":
             return {"delta": delta, "control_delta": control_delta}
         records = {"mean": torch.tensor([float(task.num_examples)])}

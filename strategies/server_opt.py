@@ -1,4 +1,7 @@
-"""Server optimisers: the mean update as a pseudo-gradient (Hsu et al. 2019; Reddi et al. 2021, algorithm 2)."""
+"""Server optimisers: they use the mean update as a pseudo-gradient (Hsu et al. 2019; Reddi et al. 2021, algorithm 2).
+
+In the formulas, Delta is the mean update of a round and x is the global model.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from fl_sim.types import Aggregate, Params, ServerState
 from strategies.algorithm import FEDAVG, Averaging
 
 SecondMoment: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
-"""(v, Delta) -> v of the next round."""
+"""A function from the second moment v and the mean update Delta to the new second moment, for one tensor each."""
 
 
 class FedAvgM(Averaging):
     """v <- server_momentum v + Delta; x <- x + server_learning_rate v.
 
-    ``server_learning_rate``: of the server's step; 1 with ``server_momentum`` 0 is FedAvg. ``server_momentum``: the
-    share of the last step that the server's next step carries on.
+    ``server_learning_rate``: learning rate of the server step; 1 with ``server_momentum`` 0 is FedAvg.
+    ``server_momentum``: momentum of the server step, the factor of v from the last round.
     """
 
     kind: Literal["fedavgm"] = "fedavgm"
@@ -29,7 +32,7 @@ class FedAvgM(Averaging):
     server_momentum: float = Field(0.9, ge=0, lt=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if self.server_momentum and experiment.rounds > 1:
             return []
         why = FEDAVG if self.server_learning_rate == 1 else "algorithm.server_learning_rate alone acts"
@@ -37,11 +40,11 @@ class FedAvgM(Averaging):
         return [off(f"algorithm.server_momentum={self.server_momentum:g}", f"{first}{why}")]
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with v = 0."""
+        """Return the server state before the first round: the model ``params`` and v = 0."""
         return ServerState(params, memory={"momentum": zeros_like(params)})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Step along the running sum of mean updates."""
+        """Return the next server state: one server step with momentum along the mean update."""
         momentum = add(aggregate.payloads["delta"], server.memory["momentum"], self.server_momentum)
         return ServerState(add(server.params, momentum, self.server_learning_rate), memory={"momentum": momentum})
 
@@ -49,8 +52,9 @@ class FedAvgM(Averaging):
 class FedAdagrad(Averaging):
     """v <- v + Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau).
 
-    ``server_learning_rate``: of the server's step. ``beta_1``: how much of the last mean update m keeps. ``tau``: how
-    little adaptive the step is; v starts at tau^2.
+    m is a running mean of the mean updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate
+    of the server step. ``beta_1``: decay rate of m, the running mean of updates. ``tau``: with a larger value the step
+    is less adaptive; v starts at tau^2.
     """
 
     kind: Literal["fedadagrad"] = "fedadagrad"
@@ -59,11 +63,11 @@ class FedAdagrad(Averaging):
     tau: float = Field(1e-3, gt=0, le=1e6)
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with m = 0 and v = tau^2."""
+        """Return the server state before the first round: the model ``params``, m = 0 and v = tau^2."""
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Step, each coordinate scaled by all it has seen."""
+        """Return the next server state: a step that divides each coordinate by the root of its sum of squares v."""
         return _adaptive_step(
             server, aggregate, lambda v, delta: v + delta**2, self.beta_1, self.tau, self.server_learning_rate
         )
@@ -72,8 +76,9 @@ class FedAdagrad(Averaging):
 class FedAdam(Averaging):
     """v <- beta_2 v + (1 - beta_2) Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau).
 
-    ``server_learning_rate``: of the server's step. ``beta_1``: how much of the last mean update m keeps. ``beta_2``:
-    how much of its last value v keeps. ``tau``: how little adaptive the step is; v starts at tau^2.
+    m is a running mean of the mean updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate
+    of the server step. ``beta_1``: decay rate of m, the running mean of updates. ``beta_2``: decay rate of v, the
+    running mean of squares. ``tau``: with a larger value the step is less adaptive; v starts at tau^2.
     """
 
     kind: Literal["fedadam"] = "fedadam"
@@ -83,11 +88,11 @@ class FedAdam(Averaging):
     tau: float = Field(1e-3, gt=0, le=1e6)
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with m = 0 and v = tau^2."""
+        """Return the server state before the first round: the model ``params``, m = 0 and v = tau^2."""
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Step, each coordinate scaled by a running mean of squares."""
+        """Return the next server state: a step that divides each coordinate by the root of v, its mean square."""
         beta = self.beta_2
         return _adaptive_step(
             server,
@@ -102,8 +107,9 @@ class FedAdam(Averaging):
 class FedYogi(Averaging):
     """v <- v - (1 - beta_2) Delta^2 sign(v - Delta^2); x <- x + server_learning_rate m / (sqrt(v) + tau).
 
-    ``server_learning_rate``: of the server's step. ``beta_1``: how much of the last mean update m keeps. ``beta_2``:
-    each step of v is 1 - beta_2 of Delta^2 long. ``tau``: how little adaptive the step is; v starts at tau^2.
+    m is a running mean of the mean updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate
+    of the server step. ``beta_1``: decay rate of m, the running mean of updates. ``beta_2``: in every round v changes
+    by (1 - beta_2) Delta^2. ``tau``: with a larger value the step is less adaptive; v starts at tau^2.
     """
 
     kind: Literal["fedyogi"] = "fedyogi"
@@ -113,11 +119,14 @@ class FedYogi(Averaging):
     tau: float = Field(1e-3, gt=0, le=1e6)
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with m = 0 and v = tau^2."""
+        """Return the server state before the first round: the model ``params``, m = 0 and v = tau^2."""
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Step, each coordinate scaled by a mean of squares that moves by bounded amounts."""
+        """Return the next server state: a step that divides each coordinate by the root of v.
+
+        v follows Delta^2, and changes by (1 - beta_2) Delta^2 at most.
+        """
         share = 1 - self.beta_2
         return _adaptive_step(
             server,

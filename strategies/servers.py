@@ -1,4 +1,4 @@
-"""Servers: merging in rounds, or update by update (FedAsync, FedBuff)."""
+"""Servers: they merge updates in synchronous rounds, or asynchronously as updates arrive (FedAsync, FedBuff)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from strategies.algorithm import Algorithm, Averaging, Weighing, Weighting
 
 
 class Synchronous(Settings):
-    """The server waits in every round for the clients that it has asked, by the clock of ``devices``.
+    """The server waits in every round for the clients of the cohort, by the virtual clock of ``devices``.
 
-    ``deadline``: for so many virtual seconds at most (0: until the slowest is through). ``late``: what becomes of a
-    client that would need longer. "drop" loses its update, and what it would have kept for its next round; by "partial"
-    it takes as many of its local steps as it has time for, at least one, and is lost where it has none.
+    ``deadline``: the longest wait in virtual seconds (0: the server waits for the slowest client). ``late``: the
+    treatment of a client that needs longer. "drop" discards its update and its new client state. With "partial" the
+    client takes as many of its local steps as it has time for; if that is less than one step, it is dropped.
     """
 
     kind: Literal["synchronous"] = "synchronous"
@@ -29,7 +29,7 @@ class Synchronous(Settings):
     late: Literal["drop", "partial"] = "drop"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for a deadline without a clock, and for what it alone decides without it."""
+        """Raise ValueError for a deadline without a virtual clock, and for ``late`` without a deadline."""
         if self.deadline and is_none(experiment.devices):
             raise ValueError(_without_clock(f"server.deadline={self.deadline:g}"))
         if self.late != "drop" and not self.deadline:
@@ -41,9 +41,9 @@ class Synchronous(Settings):
 
 @dataclass(frozen=True)
 class Arrival:
-    """An update as it arrives.
+    """An update that arrives at an asynchronous server.
 
-    ``start``: the model that it was trained from. ``staleness``: how many steps the server has made since then.
+    ``start``: the global model at which its training started. ``staleness``: the number of server steps since then.
     """
 
     reply: Reply
@@ -52,7 +52,7 @@ class Arrival:
 
 
 class _Asynchronous(Settings):
-    """Compatibility of FedAsync and FedBuff with other settings."""
+    """Base class of FedAsync and FedBuff: checks that other settings are compatible with an asynchronous server."""
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
@@ -66,7 +66,7 @@ class _Asynchronous(Settings):
         return 1
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for what has no meaning, or another one, where clients work at their own pace."""
+        """Raise ValueError for settings that do not fit a server without rounds."""
         chosen = f"server={kind_of(self)}"
         if is_none(experiment.devices):
             raise ValueError(_without_clock(chosen))
@@ -122,7 +122,7 @@ class _Asynchronous(Settings):
             )
 
     def check_broadcast(self, algorithm: object, server: ServerState) -> None:
-        """Raise ValueError where clients are sent more than the model."""
+        """Raise ValueError if the algorithm sends clients more tensors than the model."""
         if server.broadcast:
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} cannot run with server={kind_of(self)}: with the model it sends "
@@ -131,7 +131,7 @@ class _Asynchronous(Settings):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         del experiment
         if not self.staleness_exponent:
             return [off("server.staleness_exponent=0", "updates count the same, however old they are")]
@@ -145,14 +145,14 @@ class _Asynchronous(Settings):
 
 
 class FedAsync(_Asynchronous):
-    """x <- (1 - a) x + a y for each model y that comes, a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
+    """x <- (1 - a) x + a y for each arriving model y, with a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
 
-    Xie et al. 2019, algorithm 1, with polynomial staleness: how many models the server has made since y's client was
-    sent the one that it trained, 0 for a client that was sent the latest. Where the paper's t - tau is read as counting
-    the model that y is about to make, too, it is 1 more. A round is the arrival of one update.
+    Xie et al. 2019, algorithm 1, with polynomial staleness. The staleness of y is the number of server steps since its
+    client received the global model; it is 0 for a client that received the latest model. If the paper's t - tau also
+    counts the model that y is about to produce, it is larger by 1. A round is the arrival of one update.
 
-    ``mixing``: the share of a fresh model in the new one. ``staleness_exponent``: how much less an older one counts.
-    ``concurrency``: how many clients train at a time.
+    ``mixing``: the share of an update without staleness in the new model. ``staleness_exponent``: larger values give
+    stale updates less weight. ``concurrency``: the number of clients that train at the same time.
     """
 
     kind: Literal["fedasync"] = "fedasync"
@@ -164,9 +164,9 @@ class FedAsync(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server's state after an update has come; a client without records changes nothing.
+        """Return the server state after the arrival of one update. A client without records changes nothing.
 
-        ``clients``: how many hold records.
+        ``clients``: the number of clients that hold records.
         """
         [arrival] = arrivals
         aggregate = WeightedMean().mean(Cohort(server_round, (arrival.reply,), clients, 1), algorithm.weighting)
@@ -186,16 +186,16 @@ class FedAsync(_Asynchronous):
 
 
 class FedBuff(_Asynchronous):
-    """The server makes a step whenever a buffer is full of updates (Nguyen et al. 2022, algorithm 1).
+    """The server makes a step whenever its buffer of updates is full (Nguyen et al. 2022, algorithm 1).
 
-    x <- x + eta / B * sum of (y_i - x_i) / (1 + staleness_i)^a: x_i is the model that client i was sent, and its
-    staleness how many steps the server has made since. An algorithm with a server step of its own takes that sum for
-    its mean update. A round is one such step.
+    x <- x + eta / B * sum of (y_i - x_i) / (1 + staleness_i)^a, where x_i is the model that client i received, and its
+    staleness is the number of server steps since then. An algorithm with its own server step uses this sum as its mean
+    update. A round is one server step.
 
-    ``buffer``: how many updates make a step (B). ``staleness_exponent``: how much less an older update counts (a).
-    ``concurrency``: how many clients train at a time. ``server_learning_rate``: how far a step goes (eta).
-    ``weighting``: "uniform" counts all clients the same, as the paper does; "examples" by their number of records, as
-    FedAvg does. A client without records does not count.
+    ``buffer``: the number of updates in a step (B). ``staleness_exponent``: larger values give stale updates less
+    weight (a). ``concurrency``: the number of clients that train at the same time. ``server_learning_rate``: the
+    factor of the server step (eta). ``weighting``: "uniform" gives all clients the same weight, as in the paper;
+    "examples" weights clients by their number of records, as FedAvg does. A client without records has no weight.
     """
 
     kind: Literal["fedbuff"] = "fedbuff"
@@ -214,9 +214,9 @@ class FedBuff(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server's state after a buffer full of updates; nothing changes where no client has records.
+        """Return the server state after a full buffer of updates. Nothing changes if none of its clients has records.
 
-        ``clients``: how many hold records.
+        ``clients``: the number of clients that hold records.
         """
         replies = tuple(self._weighed(arrival) for arrival in arrivals)
         aggregate = WeightedMean().mean(Cohort(server_round, replies, clients, self.buffer), self.weighting)

@@ -1,4 +1,4 @@
-"""Rounds by a virtual clock: who is there is asked, and who is through by the deadline counts."""
+"""Rounds by a virtual clock: only clients that are available and finish before the deadline take part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strategies.samplers import Coins
 
 
 class TimedRounds(Layer):
-    """Has the clock say who takes part in a round, and how many steps these have time for."""
+    """Limits the cohort, by the virtual clock, to clients in time, and limits the number of their local steps."""
 
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
@@ -23,28 +23,28 @@ class TimedRounds(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if rounds go by a clock."""
+        """Return True if the experiment has synchronous rounds with a virtual clock."""
         return bool(experiment.is_timed and experiment.is_synchronous)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
-        """Return the layer of a run; none where one holder has all records, which is no client."""
+        """Return the layer of a run, or None for centralized training, which has no client devices."""
         del out, progress
         return None if experiment.is_central else cls(experiment)
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError for devices that nobody can have."""
+        """Raise UserError for invalid settings of the devices."""
         del beginning
         fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
 
     def ready(self, work: Workload) -> None:
-        """Start the clock."""
+        """Create the virtual clock for the clients' ``work``."""
         self._clock = clock_of(self._experiment, work)
         self.inner.ready(work)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return those of the inner cohort who are there, and through by the deadline."""
+        """Return the clients of the inner layer's cohort that are available and finish before the deadline."""
         assert self._clock is not None, "rounds begin when the layer is ready"
         drawn, server = self.inner.cohort(server_round, coins).clients.tolist(), self._experiment.server
         is_partial = server.late == "partial"
@@ -52,12 +52,12 @@ class TimedRounds(Layer):
         return Drawn(self._last.in_time, self._last.most_steps)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the round's virtual seconds and its number of late updates."""
+        """Return the round's fields, with its duration in virtual seconds and its number of late clients."""
         timed = {} if self._last is None else {"virtual_seconds": self._last.seconds, "late": self._last.num_late}
         return {**self.inner.metrics(), **timed}
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Say in how many rounds nobody took part."""
+        """Return warnings, with the number of rounds in which no client took part."""
         told = self.inner.conclusions(rounds)
         if not (empty := [one.round for one in rounds if one.late is not None and not one.cohort]):
             return told
@@ -66,6 +66,6 @@ class TimedRounds(Layer):
 
 
 def clock_of(experiment: Any, work: Workload) -> Clock:
-    """Return the clock by which clients take their turns. Raises UserError for devices that do not fit the run."""
+    """Return the virtual clock of the clients' devices. Raises UserError for devices that do not fit the run."""
     fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
     return Clock(fleet, work.sizes, work.settings, work.traffic, experiment.seed)

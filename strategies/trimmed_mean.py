@@ -15,10 +15,11 @@ from strategies.algorithm import Weighting
 
 
 class TrimmedMean(Robust):
-    """Of every number the mean without the ``trim`` share of clients at each end, rounded up to whole clients.
+    """The mean of every coordinate without the smallest and the largest values.
 
-    ``trim``: the paper's beta, at least the share of clients that may be hostile. Where it leaves nobody, the median's
-    one or two in the middle stay. Every client counts the same. No privacy.
+    ``trim``: the paper's beta, the share of clients that is left out at each end, rounded up to whole clients. Choose
+    at least the share of clients that may be hostile. If no client would remain, the one or two middle values remain,
+    as in the median. Every client counts the same. No privacy.
     """
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
@@ -26,13 +27,13 @@ class TrimmedMean(Robust):
     title: ClassVar[str] = "trimmed mean"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Name settings without effect."""
+        """Return remarks on settings that have no effect."""
         if self.trim and cohort_size(experiment) > 2:
             return []
         return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the trimmed means of all payloads, or None where no client has records; see ``Aggregator``."""
+        """Return the trimmed mean of all payloads, or None if no client has records; see ``Aggregator``."""
         del weighting
         return combined(cohort, lambda rows, _: self._trimmed(rows))
 

@@ -1,7 +1,7 @@
-"""TSTR, "train on synthetic, test on real": classifiers that see nothing but what clients' generators made.
+"""TSTR, "train on synthetic, test on real": classifiers train only on records from the clients' generators.
 
-Esteban, Hyland and Raetsch 2017 (RCGAN), section 4.1, as DPImageBench (Gong et al. 2025) measures generators of images:
-several classifiers, of which the one counts that does best on held-out *synthetic* records.
+Esteban, Hyland and Raetsch 2017 (RCGAN), section 4.1, in the form in which DPImageBench (Gong et al. 2025) measures
+generators of images: several classifiers are trained, and the best one on held-out *synthetic* records is tested.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,10 @@ from fl_sim.settings import Settings, known_model
 from fl_sim.types import Dataset
 
 DISCRIMINANT, QUADRATIC, OWN = "discriminant", "quadratic-discriminant", "model"
-"""Linear and quadratic discriminant analysis, in closed form, and the experiment's own model; others name models."""
+"""Names of classifiers: linear and quadratic discriminant analysis in closed form, and the experiment's own model.
+
+All other names of classifiers are names of models.
+"""
 
 
 def _known_classifier(name: str) -> str:
@@ -32,8 +35,8 @@ class Tstr(Settings):
 
     ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" (linear) and
     "quadratic-discriminant" for closed forms. Each trains by the experiment's ``local`` settings on all synthetic
-    records but a share ``holdout``, on which the best is chosen. No test record has a part in that, and no client
-    trains: the one release is that of the records.
+    records but a share ``holdout``, on which the best is chosen. No test record is used for this choice, and no client
+    trains: the synthetic records are the only release.
     """
 
     kind: Literal["tstr"] = "tstr"
@@ -50,7 +53,7 @@ class Tstr(Settings):
     holdout: float = Field(0.1, gt=0, lt=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for what has no place where no client trains."""
+        """Raise ValueError for settings of rounds and clients, as there are no rounds in which clients train."""
         preprocess = experiment.preprocess
         if not replaces_records(preprocess) or getattr(preprocess, "server_epochs", False):
             raise ValueError(
@@ -69,16 +72,16 @@ class Tstr(Settings):
             )
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return 1: there is one result."""
+        """Return 1: the procedure has a single result and no rounds."""
         del rounds, dataset
         return 1
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Return the classifiers to try, each once; ``model`` is the experiment's own."""
+        """Return the names of the classifiers to train, each once. ``model``: name of the experiment's own model."""
         return tuple(dict.fromkeys(model if name == OWN else name for name in self.classifiers))
 
     def check_size(self, num_records: int) -> None:
-        """Raise UserError where ``num_records`` synthetic ones are too few for two parts."""
+        """Raise UserError if ``num_records`` synthetic records are too few for a training and a held-out part."""
         if not 1 <= round(self.holdout * num_records) < num_records:
             raise UserError(
                 f"{num_records} synthetic records cannot be split into training and held-out ones by "
@@ -86,11 +89,11 @@ class Tstr(Settings):
             )
 
     def reports(self) -> str:
-        """Return in words which model is the result."""
+        """Return a description of the evaluated model in words."""
         return "the classifier that does best on held-out synthetic records"
 
     def note(self) -> str:
-        """Return a sentence for the reader of a table."""
+        """Return the note for tables: one sentence on how the accuracy is measured."""
         return (
             "TSTR: classifiers train on the clients' synthetic records alone, at the server, and the one that does "
             f"best on the {100 * self.holdout:g} % of synthetic records held out is tested on the real test records; "
