@@ -1,1 +1,1 @@
-"""What runs on a simulated device."""
+"""The client side: the code that runs where a client's records are."""

@@ -1,8 +1,8 @@
-"""The Flower ClientApp: reads a message, runs its task on the client's own records, answers.
+"""The Flower ClientApp: it reads a message, runs the message's task on the client's records, and sends an answer.
 
-A node whose owner has records of its own (``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``) trains
-on all training records of that data set, which nobody else reads, instead of a shard of the server's. Its client state
-lies on its own disk. The server learns neither path.
+A node whose owner has a data set (``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``) trains on all
+training records of that data set, which no other node reads, instead of a shard of the server's data set. The node
+stores its client state on its own disk. The server learns neither of the two paths.
 """
 
 import logging
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     from clients.policy import Policy
 
 _RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
-"""The form of a run's name in a task: never a path out of the owner's folder."""
+"""The allowed form of a run's name in a task. The name then never forms a path out of the owner's folder."""
 
 _PLACE: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 
 
 def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
-    """Return the ClientApp of every engine: in this process, in Ray actors or on Flower's own runtime.
+    """Return the ClientApp that all engines use: in this process, in Ray actors and on Flower's own runtime.
 
-    ``signer``: of the run whose driver started this worker and charges the clients' ledgers itself.
+    ``signer``: verifies tickets, the proofs of payment from the driver that started this worker. That driver charges
+    the clients' ledgers. None: tickets are refused.
     """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
@@ -57,7 +58,10 @@ def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = 
 
 
 def task_of(client: Client) -> ClientTask:
-    """Return a client's task. Raises RunError if the experiment has no such task, or a policy forbids it."""
+    """Return the task that a client's message names, and set the number of PyTorch threads.
+
+    Raises RunError if the experiment has no such task, or if the client's policy forbids the task.
+    """
     name, tasks = client.config.task, {wire.TRAIN: Train(), **client.runtime.tasks}
     if name not in tasks:
         raise RunError(
@@ -74,12 +78,13 @@ def task_of(client: Client) -> ClientTask:
 
 
 def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> BatchHandler:
-    """Return a function that trains several clients in one call of the compiled trainer, or as one computation.
+    """Return a function that trains several clients in one call of the compiled trainer.
 
-    If it fails, each client is trained by itself, so that the failing client is known and the others are answered.
-    May be called from several threads. Compiled code runs in all of them at once, and Python in one at a time, by a
-    lock of its own: Python's lock would pass from thread to thread at every operation of PyTorch, each time with a
-    wait, a seventh of a round of 100 small clients in all.
+    ``stacked``: train the clients as one PyTorch computation instead. If the joint training fails, the function trains
+    each client separately, so that only the failing client gets an error. Several threads may call the function.
+    Compiled code runs in all threads at once; the Python code of this function runs in one thread at a time, under a
+    lock. Without that lock, threads would exchange Python's global lock at every PyTorch operation, and the waits would
+    take a seventh of a round of 100 small clients.
     """
     reader, in_python = _Reader(runtime_of), Lock()
 
@@ -106,7 +111,7 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Batc
 
 
 def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
-    """Return a function that answers a ``Grouped`` task of several clients in one computation."""
+    """Return a function that computes the answers of several clients to a ``Grouped`` task in one computation."""
     reader = _Reader(runtime_of)
 
     def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
@@ -128,15 +133,16 @@ def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
 
 @dataclass(frozen=True)
 class Owner:
-    """A node's own data set, as in ``data=NAME``, and its folder for client states."""
+    """The owner of a node: ``data`` names the node's data set, ``state`` is the node's folder for client states."""
 
     data: str
     state: Path
 
     def config(self, config: wire.TaskConfig) -> wire.TaskConfig:
-        """Return the configuration of a task with this node's folder, one for every run, in place of the server's.
+        """Return the configuration of a task with this node's state folder in place of the server's paths.
 
-        Raises RunError if the run has no plain name, which would lead out of the folder.
+        Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
+        letters, digits, _ and -, because such a name could form a path out of the folder.
         """
         if not _RUN.fullmatch(config.run):
             raise RunError(
@@ -147,12 +153,12 @@ class Owner:
 
 
 def client_of(context: Context) -> int:
-    """Return the client number of a node."""
+    """Return the client number of a node, from its configuration value ``partition-id``."""
     return int(str(context.node_config["partition-id"]))
 
 
 def owner_of(context: Context) -> Owner | None:
-    """Return the owner of a node whose configuration has ``data``, else None."""
+    """Return the owner of a node if the node's configuration has ``data``, else None."""
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
@@ -161,7 +167,10 @@ def owner_of(context: Context) -> Owner | None:
 
 
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Answer for a node with an owner so that no error contains its paths or its records; others as they are."""
+    """Answer a message; on a node with an owner, remove the owner's paths and records from error messages.
+
+    The node's log contains the full error. Messages of nodes without an owner pass unchanged.
+    """
     if owner_of(context) is None:
         return call_next(message, context)
     try:
@@ -172,7 +181,7 @@ def discreet(message: Message, context: Context, call_next: Callable[[Message, C
 
 
 class _Reader:
-    """Reads messages to clients. The broadcast, which all messages of a round share, is unpacked once."""
+    """Reads messages to clients. All messages of a round share one broadcast, which the reader unpacks once."""
 
     def __init__(self, runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> None:
         self._runtime_of = runtime_of
@@ -181,9 +190,10 @@ class _Reader:
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
-        """Let Flower's simulation send the app to its actors, without the lock and the last broadcast.
+        """Return the parts for pickling: Flower's simulation sends the app to its actors.
 
-        And without a signer: no driver of ours started these actors.
+        The lock and the last broadcast are left out. The signer is left out because no driver of fl-sim started these
+        actors.
         """
         return _Reader, (self._runtime_of,)
 
@@ -195,7 +205,10 @@ class _Reader:
         policy: "Policy | None" = None,
         check: Callable[[], None] = lambda: None,
     ) -> Client:
-        """Return the client of a message. Raises RunError for a ticket that is not accepted here."""
+        """Return the client of a message. Raises RunError if the message has a ticket that this worker cannot accept.
+
+        A ticket is the proof that a release is already charged to the client's ledger.
+        """
         config, ticket = wire.read_task_config(message.content), None
         own: tuple[str | int, ...] = ()
         if owner:
@@ -219,7 +232,7 @@ class _Reader:
 
 
 def _policy(context: Context) -> "Policy | None":
-    """Return the policy of the node's owner, if its configuration names one: policy="/path/of/policy.toml"."""
+    """Return the policy of the node's owner, or None if the node's configuration has no policy="/path/policy.toml"."""
     path = str(context.node_config.get("policy", ""))
     if not path:
         return None
@@ -229,7 +242,11 @@ def _policy(context: Context) -> "Policy | None":
 
 
 def _without_places(error: Exception, context: Context) -> str:
-    """Return the text of an error of ours, without paths and values of the node's configuration; else its type."""
+    """Return an error text that contains no paths and no values of the node's configuration.
+
+    For RunError and UserError the text is the error's message with these parts removed; for other errors the text names
+    only the type, because their messages may quote records.
+    """
     if not isinstance(error, RunError | UserError):
         return f"{type(error).__name__}, whose words may quote records; they are in the log of the node"
     said = str(error)

@@ -1,7 +1,8 @@
 """The client half of a layer: its changes to the tasks and updates of a client.
 
-Server and client each make the same objects from the experiment. The client passes a task through all of them, trains,
-and passes the update through all of them again; the server takes payload templates from them, and unpacks updates.
+Server and client each build the same layer objects from the experiment. The client passes a task through all layers,
+trains, and passes the update through all layers again. The server asks the layers for payload templates, and unpacks
+updates with them.
 """
 
 from __future__ import annotations
@@ -17,63 +18,69 @@ from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, Serve
 
 
 class ClientLayer:
-    """Stands between a client's messages and its algorithm. Each method by default changes nothing."""
+    """A layer between a client's messages and the algorithm. By default each method changes nothing."""
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task for the algorithm and the trainer."""
+        """Return the task that the algorithm and the trainer receive, given the task from the outer layers."""
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the plan to train by. ``came``: the task before this layer, here and below."""
+        """Return the local plan for the trainer. ``came`` (here and below): the task before this layer changed it."""
         del came
         return plan
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the task and the trained parameters for the algorithm's ``finish``."""
+        """Return the task and the trained parameters that the algorithm's ``finish`` receives."""
         del came
         return task, trained
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the payloads that leave the client, and its client state.
+        """Return the update with the payloads that the client sends and the client state that the client stores.
 
-        ``task``: the argument of ``finish``; ``trained``: the trainer's whole result.
+        ``task``: the argument of ``finish``; ``trained``: the trainer's complete result.
         """
         del came, task, trained
         return update
 
     def model(self, params: Params, state: Payloads) -> Params:
-        """Return the client's model: ``params``, as they travel, and the parameters that stay with the client."""
+        """Return the client's model: ``params`` from the message and the parameters that stay on the client."""
         del state
         return params
 
     def broadcast(self, server: ServerState) -> Payloads:
-        """Return the groups that clients receive beside the model and the algorithm's own groups."""
+        """Return the payloads of this layer that clients receive, beside the model and the algorithm's payloads."""
         del server
         return {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the payload template of the groups that clients send beside the algorithm's own groups."""
+        """Return the payload template of this layer's part of updates, beside the algorithm's payloads."""
         del server
         return {}
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the sizes of the packed groups of ``template``; ``model``: the model that clients receive."""
+        """Return the size of each payload of ``template`` that this layer packs, by name.
+
+        ``model``: the model that clients receive.
+        """
         del template, model
         return {}
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return an update with its groups unpacked. Raises Malformed if no client could have sent it."""
+        """Return an update with unpacked payloads. Raises Malformed if no correct client could have sent the update."""
         del template, server_round
         return reply
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the names and shapes of client state: ``state``, which is the algorithm's, and the layer's own."""
+        """Return the template of the client state: ``state``, the algorithm's template, and the state of this layer."""
         del template, server
         return state
 
 
 def _checked(name: str, wanted: Any) -> Any:
-    """Return a method that calls method ``name`` of ``half``; errors name it, with file and line."""
+    """Return a method that calls the method ``name`` of ``half`` and checks the type ``wanted`` of its result.
+
+    Errors name the method, with file and line.
+    """
 
     def method(self: OwnClientLayer, *given: Any) -> Any:
         said = f"{name} of {type(self.half).__name__}"
@@ -93,7 +100,7 @@ def _checked(name: str, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class OwnClientLayer(ClientLayer):
-    """Wraps a client half of the user's own and checks the types of its answers."""
+    """A wrapper of a client half that a user wrote. The wrapper checks the types of the results."""
 
     half: ClientLayer
 

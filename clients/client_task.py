@@ -1,4 +1,4 @@
-"""Client tasks: one type of message, one handler, and a ``ClientTask`` for each kind of request to a client."""
+"""Client tasks: one class for each kind of request to a client, such as training. All use the same message type."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -43,29 +43,32 @@ class OnClient:
     trainer: Trainer
 
     def scores(self, params: Params) -> Scores:
-        """Return the scores of a model on the client's training records, of which there must be some."""
+        """Return the scores of a model on the client's training records. The client must hold at least one record."""
         return self.trainer.evaluate(params, *self.records.tensors())
 
 
 @runtime_checkable
 class CustomStart(Protocol):
-    """An algorithm whose clients begin a round with another model than the server's, such as one of several."""
+    """An algorithm whose clients start a round from parameters other than the broadcast ones.
+
+    For example, a client may select one of several models.
+    """
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return ``task`` with the client's first parameters, whose names and shapes stay the same."""
+        """Return ``task`` with the client's initial parameters of the round. Their names and shapes must not change."""
         ...
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The tensors of a message: parameters, such as the global model, and the groups beside them."""
+    """The tensors of a message: ``params``, such as the global model, and ``groups``, named sets of further tensors."""
 
     params: Params
     groups: Payloads
 
     @cached_property
     def write_guard(self) -> WriteGuard:
-        """Return a guard that notices writes to these tensors."""
+        """Return a guard that detects writes to the tensors of the broadcast."""
         groups = {f"the server's {name!r}": one for name, one in self.groups.items()}
         return WriteGuard.of({"the global model": self.params, **groups})
 
@@ -74,9 +77,10 @@ class Broadcast:
 class Client:
     """The client on which a task runs.
 
-    ``content``: the message's records. ``policy``: of the node's owner, if any. ``ticket``: proof that a release was
-    paid for at home, if the client's files are elsewhere. ``check``: called now and then by tasks that take long; its
-    error ends them. ``read``: unpacks the tensors, which the clients of a round may share.
+    ``content``: the Flower records of the message. ``policy``: the policy of the node's owner, or None. ``ticket``:
+    proof that a release is already charged to the client's ledger, for a worker that cannot access the client's files.
+    ``check``: a function that long tasks call repeatedly; an exception from ``check`` aborts the task. ``read``: a
+    function that unpacks the tensors of a message; the clients of a round may share the unpacked tensors.
     """
 
     number: int
@@ -95,7 +99,7 @@ class Client:
 
     @cached_property
     def broadcast(self) -> "Broadcast":
-        """Return the tensors of the message."""
+        """Return the tensors of the message, unpacked by ``read``."""
         return self.read(self.content)
 
     @property
@@ -105,29 +109,30 @@ class Client:
 
     @cached_property
     def state(self) -> Payloads:
-        """Return the client state of the client's last round before this one."""
+        """Return the client state that the client stored in its most recent earlier round."""
         if self.config.state_dir:
             return load_state(self.config.state_dir, self.number, self.config.server_round)
         return wire.state_in(self.content)
 
     def model(self) -> Params:
-        """Return the client's own model: the parameters of the message, and those that do not travel."""
+        """Return the client's own model: the parameters of the message and the parameters that stay on the client."""
         params = self.params
         for layer in reversed(self.runtime.layers):
             params = layer.model(params, self.state)
         return params
 
     def folder(self, name: str = "") -> Path:
-        """Return the folder of this run for the client's files that must survive until its answer is out."""
+        """Return the folder of this run in which the client stores files until its answer has been sent."""
         return Path(self.config.state_dir) / name / f"client-{self.number}"
 
 
 class ClientTask(Protocol):
-    """The client half of a request to clients. Training is always one; a stage or an algorithm may bring others.
+    """The client half of a request to clients. Training is always available; a stage or an algorithm may add tasks.
 
-    ``reads_records``: True if the answer is made of a client's records without noise of its own, so that a policy must
-    allow it. ``reads_state``: True if it uses ``Client.state``, which is then sent to workers without access to the
-    disk. ``runs_in_threads``: True if several clients may run side by side in one process.
+    ``reads_records``: True if the task computes its answer from a client's records and adds no noise itself, so that a
+    policy must allow the task. ``reads_state``: True if the task uses ``Client.state``; the state is then sent to
+    workers without access to the disk. ``runs_in_threads``: True if several clients may run the task at the same time
+    in threads of one process.
     """
 
     reads_records: ClassVar[bool]
@@ -135,7 +140,7 @@ class ClientTask(Protocol):
     runs_in_threads: ClassVar[bool]
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's answer."""
+        """Return the client's answer to the server."""
         ...
 
 
@@ -144,13 +149,16 @@ class Grouped(Protocol):
     """A task that computes the answers of several clients together, which saves time."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return each client's answer or error. An error of a client's ``check`` ends all."""
+        """Return each client's answer or error. An exception from one client's ``check`` aborts all clients."""
         ...
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A release that is paid for at home and not made yet. ``paid``: the argument of ``finish`` beside the answer."""
+    """A release that is already charged to the client's ledger and not computed yet.
+
+    ``ticket``: the proof of the charge for the worker. ``paid``: data that ``finish`` needs beside the worker's answer.
+    """
 
     ticket: remote.Ticket
     paid: Any = field(repr=False)
@@ -158,28 +166,32 @@ class Begun:
 
 @runtime_checkable
 class PaidAtHome(Protocol):
-    """A task whose release is charged where the client's ledger lies, before a worker elsewhere makes it."""
+    """A task that charges its release on the machine with the client's ledger, before another machine computes it."""
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Pay, and return the ticket; the answer if it exists already; None if nothing is to be paid."""
+        """Charge the release, and return its ticket as ``Begun``.
+
+        Return the answer if the answer already exists, and None if the task needs no charge.
+        """
         ...
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the answer of the worker that had the ticket, and return the answer to the server."""
+        """Store the answer of the worker that used the ticket, and return the answer for the server."""
         ...
 
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """Everything that a worker needs to execute any client of an experiment, made once per process and experiment.
+    """Everything that a worker needs to execute any client of an experiment. Built once per process and experiment.
 
-    ``records(client, synthetic)``: the client's records to train on; ``synthetic`` is the path of the pool of synthetic
-    records, empty if there is none. ``own_records(client)``: its own records alone. ``class_counts(client,
-    synthetic)``: the number of these records in each class. ``trains_on_own(synthetic)``: True if ``records`` contains
-    the client's own. ``tasks``: the tasks beside training, by name. ``local_settings(learning_rate)``: the settings of
-    a round. ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``:
-    of PyTorch's training. ``graphs``: True if a GPU may run a step of a stack as one launch. ``read_tensors(path)``:
-    the tensors in a file that a task names. ``layers``: the client halves of the layers, from the inside out.
+    ``records(client, synthetic)``: the training records of a client; ``synthetic`` is the path of the pool of synthetic
+    records, or empty if there is no pool. ``own_records(client)``: the client's own records only.
+    ``class_counts(client, synthetic)``: the number of the client's training records in each class.
+    ``trains_on_own(synthetic)``: True if ``records`` contains the client's own records. ``tasks``: the tasks other than
+    training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
+    PyTorch threads; the number changes the rounding of sums. ``precision``: the number format of PyTorch's training.
+    ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
+    tensors in a file that a task names. ``layers``: the client halves of the layers, innermost first.
     """
 
     algorithm: LocalAlgorithm
@@ -199,13 +211,16 @@ class ClientRuntime:
     read_tensors: Callable[[str], Params] = read_by_content
 
     def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
-        """Seed the process's generators for a method of a user's algorithm. Our own algorithms do not use them."""
+        """Return a context that seeds the process's global random generators while code of a user's algorithm runs.
+
+        For a built-in algorithm the context does nothing: built-in algorithms do not use the global generators.
+        """
         if not is_own_kind(self.algorithm):
             return nullcontext()
         return seeded_alone(self.seed, purpose, client, server_round)
 
     def use_threads(self) -> None:
-        """Set the number of PyTorch's threads to that of this experiment."""
+        """Set PyTorch's number of threads to ``threads``."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
@@ -216,13 +231,18 @@ class ClientRuntime:
 
     @cached_property
     def own_trainers(self) -> tuple[LocalTrainer, ...]:
-        """Return the algorithm's own trainers, which come first."""
+        """Return the trainers that the algorithm itself defines. They take precedence over the general trainer."""
         if not isinstance(self.algorithm, Training):
             return ()
         return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))
 
     def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
-        """Return a function that trains clients: each by the first trainer that supports its job, the rest together."""
+        """Return a function that trains the clients of ``jobs`` and returns one result per job, in the same order.
+
+        The first of the algorithm's own trainers that supports a job trains that client. The general trainer trains
+        the remaining clients together. ``stacked``: train all clients as one computation, if the algorithm defines no
+        trainers.
+        """
         if not self.own_trainers:
             return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
         chosen = [next((one for one in self.own_trainers if one.supports(job)), None) for job in jobs]
@@ -239,7 +259,7 @@ class ClientRuntime:
         return train
 
     def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
-        """Train one client by a trainer of the algorithm's own, one client at a time."""
+        """Train one client with a trainer that the algorithm defines. A lock allows one client at a time."""
         task, name = job.task, f"train of {type(trainer).__name__}"
         with _ALONE, self.drawing("train", task.client, task.server_round), error_context(name):
             trained = trainer.train(job)
@@ -248,14 +268,15 @@ class ClientRuntime:
 
     @cached_property
     def stacked(self) -> "StackedTrainer":
-        """Return the trainer of many clients of this experiment as one computation."""
+        """Return the trainer that trains many clients of this experiment as one computation."""
         from fl_sim.training.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
 
         return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
 
 
 RuntimeFactory: TypeAlias = Callable[..., ClientRuntime]
-"""(experiment as JSON, data root) -> ClientRuntime, expected to cache its results.
+"""A function (experiment as JSON, data root) -> ClientRuntime. The function is expected to cache its results.
 
-For a node with records of its own there are three more arguments: their name, the client, the facts of its task.
+For a node with its own records the function takes three more arguments: the name of the node's data set, the client
+number, and the public facts about the server's records, as JSON.
 """

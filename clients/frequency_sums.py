@@ -1,7 +1,8 @@
-"""Sums for a private start: a client sends a few sums over its records' lowest frequencies, three times.
+"""Sums for a private start: in each of three steps a client sends sums over its records' lowest frequencies.
 
-Every answer is one vector. The server clips its length before it adds up clients and noise: so a client is protected
-as a whole, whatever its records. The next question depends on the noisy answers to the last one.
+Every answer of a client is one vector. The server clips the norm of each vector before it adds the clients' vectors and
+the noise: so the privacy unit is a client, whatever the client's records. The question of a step depends on the noisy
+sum of the answers to the previous step.
 """
 
 from __future__ import annotations
@@ -26,31 +27,35 @@ STEPS: Final[tuple[Step, ...]] = (1, 2, 3)
 SQUARES: Final = 0.5
 COUNT: Final = 0.5
 COMMON: Final = 0.3
-"""The weights of squares beside means, of a record beside its frequencies, of common products beside each class's."""
+"""Weights inside an answer: ``SQUARES`` multiplies the sum of squares, beside the sums of frequencies, in step 1;
+``COUNT`` the class counts, beside the class sums, in step 2; ``COMMON`` the sum of products over all classes, beside
+the products of each class, in step 3.
+"""
 
 LONGEST: Final = 1.5
-"""The clipping norm of a record, in a frame in which records are about 1 long."""
+"""The clipping norm of a record, in units in which the norm of a typical record is about 1."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The origin and the units of frequencies: ``centre`` and ``width``, both (d,)."""
+    """A scaling of frequencies: subtract ``centre``, divide by ``width``. Both have shape (d,)."""
 
     centre: Array
     width: Array
 
     def rows(self, points: Array) -> Array:
-        """Return frequencies (n, d) in this frame."""
+        """Return ``points`` (n, d), frequencies of records, scaled by this frame."""
         found: Array = (points - self.centre) / self.width
         return found
 
 
 @dataclass(frozen=True)
 class FrequencyQuestion:
-    """Step 1: mean and mean square of all records; 2: counts and means by class; 3: products by class.
+    """The question of one step. Step 1: mean and mean square of all records. 2: counts and means. 3: products.
 
-    ``records``: the mean number of records of a client, public; sums are divided by it. ``means``: of the classes,
-    (C, d) in ``frame``, about which step 3 takes products.
+    Steps 2 and 3 ask for values per class. ``records``: the public mean number of records of a client; the client
+    divides its sums by ``records``. ``means``: the class means (C, d), scaled by ``frame``, which step 3 subtracts from
+    the records before it forms products.
     """
 
     step: Step
@@ -62,14 +67,15 @@ class FrequencyQuestion:
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
     """Return the public frame of step 1 for images of ``shape`` and their frequencies at ``order``.
 
-    It measures from black, and its unit is an image all of whose pixels are a quarter of the way to white.
+    The origin of the frame is the black image. The unit is the norm of the difference between black and an image whose
+    pixels are all a quarter of the way from black to white.
     """
     black = frequencies_of(torch.full((1, *shape), -1.0), order)[0]
     return Frame(black, np.full(len(order), 0.5 * math.sqrt(math.prod(shape))))
 
 
 def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of an answer."""
+    """Return the names and shapes of the tensors in an answer to the question of ``step``."""
     num_products = math.comb(num_frequencies + 1, 2)
     match step:
         case 1:
@@ -81,9 +87,9 @@ def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, t
 
 
 def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np.int64], num_classes: int) -> Params:
-    """Return the answer of a client with these records (n, *shape), in [-1, 1]: float32, zeros without records.
+    """Return the client's answer to a question as float32 tensors, by name. Without records all values are zero.
 
-    Records that are not finite are left out.
+    ``inputs``: the client's records (n, *shape), in [-1, 1]; records that are not finite are ignored.
     """
     order, _ = lowest_frequencies(tuple(inputs.shape[1:]), len(question.frame.centre))
     points = frequencies_of(inputs, order)
@@ -108,7 +114,7 @@ def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np
 
 
 def question_tensors(question: FrequencyQuestion) -> Params:
-    """Return a question as tensors that travel in a message."""
+    """Return a question as tensors for a message to clients."""
     frame = question.frame
     means = np.zeros((0, len(frame.centre))) if question.means is None else question.means
     arrays = {
@@ -122,7 +128,7 @@ def question_tensors(question: FrequencyQuestion) -> Params:
 
 
 def read_question(tensors: Params) -> FrequencyQuestion:
-    """Return the question in the tensors of ``question_tensors``."""
+    """Return the question that ``question_tensors`` encoded as ``tensors``."""
     arrays = {name: value.numpy().astype(np.float64) for name, value in tensors.items()}
     [step] = (one for one in STEPS if one == arrays["step"][0])
     means = arrays["means"] if len(arrays["means"]) else None
@@ -130,6 +136,6 @@ def read_question(tensors: Params) -> FrequencyQuestion:
 
 
 def _shortened(rows: Array, longest: float = LONGEST) -> Array:
-    """Return rows that are longer than ``longest`` shortened to it."""
+    """Return ``rows`` (n, d), each clipped to the norm ``longest``."""
     found: Array = rows * np.minimum(1, longest / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
     return found

@@ -1,6 +1,6 @@
-"""Images as low frequencies in the cosine basis, normal distributions that outlast clamping, and random warps.
+"""Low frequencies of images in the cosine basis, normal distributions of clamped images, and random warps.
 
-All of it is public: no record has a say in the basis, in the spectrum of images at large, or in the warps.
+All of these are public: the basis, the average spectrum of images and the warps do not depend on any record.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _AT_A_TIME: Final = 1000  # images
 
 
 def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.intp], Array]:
-    """Return the flat positions of the ``number`` lowest frequencies (all, where there are fewer) of ``shape``.
+    """Return the positions and the public variances of the ``number`` lowest frequencies of records of ``shape``.
 
-    And the variances that they have in images at large, falling with the square of the frequency, which add up to 1.
-    The differences between an image's channels, its colours, count as coarse: few classes differ by grey alone.
+    If a record has fewer frequencies, return all of them. Positions index the flattened record. The variances are those
+    of typical images: they fall with the square of the frequency, and they add up to 1. Differences between the
+    channels of an image (its colours) count as low frequencies, because few classes differ in brightness alone.
     """
     indices = list(np.meshgrid(*(np.arange(size) for size in shape), indexing="ij"))
     sizes = shape
@@ -41,9 +42,9 @@ def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.
 
 
 def frequencies_of(inputs: torch.Tensor, order: NDArray[np.intp]) -> Array:
-    """Return the cosine coefficients at ``order`` of each record, (n, len(order)), in an orthonormal basis.
+    """Return the cosine coefficients of each record at the positions ``order``, shape (n, len(order)).
 
-    All NaN where the record is not finite.
+    The basis is orthonormal. For a record that is not finite, all coefficients are NaN.
     """
     from scipy.fft import dctn  # noqa: PLC0415 (most runs need no generator)
 
@@ -57,7 +58,10 @@ def frequencies_of(inputs: torch.Tensor, order: NDArray[np.intp]) -> Array:
 
 
 def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the images with these coefficients and no others, clamped to [-1, 1]."""
+    """Return the images with ``coefficients`` (n, d) at the positions ``order`` and zeros elsewhere.
+
+    The images have shape (n, *shape), and are clamped to [-1, 1].
+    """
     from scipy.fft import idctn  # noqa: PLC0415 (most runs need no generator)
 
     full = np.zeros((len(coefficients), math.prod(shape)))
@@ -68,24 +72,27 @@ def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ..
 
 
 def clamped(basis: Array, coefficients: Array) -> Array:
-    """Return the coefficients (n, d) in ``basis`` (d, pixels) of the images with these ones, clamped to [-1, 1].
+    """Return the coefficients (n, d) of the clamped images: transform to images, clamp to [-1, 1], transform back.
 
-    As ``frequencies_of`` of ``images_of``, which transform whole images: of few frequencies products are much faster.
+    ``basis``: the images of the d unit coefficients, (d, pixels). The result equals ``frequencies_of`` of
+    ``images_of``. For few frequencies, these matrix products are much faster than transforms of whole images.
     """
     found: Array = np.clip(coefficients @ basis, -1, 1) @ basis.T
     return found
 
 
 def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Return mean (d,) and root (d, d) of N(mean, root root^T) whose draws have the given moments once clamped.
+    """Return mean (d,) and root (d, d) of a normal distribution N(mean, root root^T) for images that will be clamped.
 
-    Images that are drawn from a normal distribution and then clamped have other moments than it has: backgrounds are
-    too light, and strokes too pale. The distribution to draw from is found by trial: what clamping takes from the mean
-    is added to it, and what it takes from the covariance is put back by the linear map that moves the one to the other
-    with the least effort (Olkin and Pukelsheim 1982), half of both in every iteration.
+    After clamping, draws from this distribution have the moments given by the arguments ``mean`` and ``root``.
+    Clamping changes the moments of images that are drawn from a normal distribution: backgrounds become too light, and
+    strokes too pale. This function finds the distribution by iteration on fixed draws. Every iteration adds half of the
+    mean's error to the mean. It corrects half of the covariance's error by the optimal transport map between two normal
+    distributions (Olkin and Pukelsheim 1982).
 
-    ``clamp``: draws (n, d) -> the same draws clamped. If no normal distribution has such moments, one that comes near.
-    More than 400 numbers a draw, which would take minutes, and draws that are all alike stay as they are.
+    ``clamp``: a function from draws (n, d) to the clamped draws. If no normal distribution has the given moments, the
+    result is an approximation. ``mean`` and ``root`` are returned unchanged if d is more than 400, which would take
+    minutes, or if the variance is zero.
     """
     wanted, size = root @ root.T, len(mean)
     variance = float(np.trace(wanted)) / size
@@ -108,11 +115,11 @@ def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -
 
 
 def warped(images: NDArray[np.float32], strength: float, generator: np.random.Generator) -> NDArray[np.float32]:
-    """Return ``images`` (n, channels, height, width), each turned, stretched and moved at random: its class stays.
+    """Return ``images`` (n, channels, height, width), each randomly rotated, scaled and shifted as data augmentation.
 
-    A warp of ``strength`` 1 turns by up to 10 degrees, makes each side longer or shorter by up to about a tenth, and
-    moves by up to a twentieth of each side; of 2, by twice that. Pixels are mixed of their neighbours, and an edge
-    continues beyond itself. 0 returns the images as they are.
+    ``strength`` 1 rotates by up to 10 degrees, scales each side by up to about a tenth, and shifts by up to a twentieth
+    of each side; ``strength`` 2 doubles these limits; 0 returns the images unchanged. Pixels are interpolated, and
+    pixels outside the image repeat its border.
     """
     if not strength or not len(images):
         return images
@@ -135,7 +142,10 @@ def warped(images: NDArray[np.float32], strength: float, generator: np.random.Ge
 
 
 def _power(matrix: Array, exponent: float, most: float = np.inf) -> Array:
-    """Return a positive definite matrix to the power, with factors between 1 / ``most`` and ``most``."""
+    """Return ``matrix``, positive definite, raised to the power ``exponent``.
+
+    The eigenvalues of the result are clipped to the range from 1 / ``most`` to ``most``.
+    """
     values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
     factors = np.maximum(values, 1e-12 * values[-1]) ** exponent
     raised: Array = (vectors * np.clip(factors, 1 / most, most)) @ vectors.T

@@ -1,4 +1,4 @@
-"""Moments of features by class, and sums of outer products as vectors that noise may be added to."""
+"""Moments of features per class, with sums of outer products as vectors, to which noise can be added."""
 
 import math
 from typing import TypeAlias
@@ -12,7 +12,7 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 def triangle_of(matrix: Array) -> Array:
-    """Return the upper triangle of a symmetric matrix, off-diagonals times sqrt 2: as long as the matrix is.
+    """Return the upper triangle of a symmetric matrix, with off-diagonal numbers times sqrt 2: the norm is preserved.
 
     >>> triangle_of(np.array([[3.0, 4.0], [4.0, 0.0]])).round(3).tolist()
     [3.0, 5.657, 0.0]
@@ -23,14 +23,17 @@ def triangle_of(matrix: Array) -> Array:
 
 
 def products(rows: Array) -> Array:
-    """Return ``triangle_of`` each row's outer product with itself, whose length is that of the row squared."""
+    """Return the outer product of each row with itself, in the form of ``triangle_of``.
+
+    ``rows`` has shape (n, d), the result (n, d (d + 1) / 2). The norm of a result row is the squared norm of its row.
+    """
     upper, right = np.triu_indices(rows.shape[1])
     packed: Array = rows[:, upper] * rows[:, right] * np.where(upper == right, 1.0, math.sqrt(2))
     return packed
 
 
 def symmetric(triangle: Array, size: int) -> Array:
-    """Return the symmetric matrix (size, size) of a triangle: the inverse of ``triangle_of``."""
+    """Return the symmetric matrix, shape (size, size), of a triangle vector: the inverse of ``triangle_of``."""
     upper, right = np.triu_indices(size)
     matrix = np.zeros((size, size))
     matrix[upper, right] = triangle / np.where(upper == right, 1.0, math.sqrt(2))
@@ -39,7 +42,10 @@ def symmetric(triangle: Array, size: int) -> Array:
 
 
 def shrunk(noisy: Array, std: float, dimension: int) -> Array:
-    """Return ``noisy`` shrunk to zero as far as it may be noise of ``dimension`` numbers (James, Stein 1961)."""
+    """Return ``noisy`` times a factor in [0, 1], by the estimator of James and Stein (1961).
+
+    The factor is near 0 if ``noisy`` can be explained by noise of standard deviation ``std`` on ``dimension`` numbers.
+    """
     kept: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
     return kept
 
@@ -50,11 +56,12 @@ def num_moments(num_features: int) -> int:
 
 
 def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int, weights: Array | None = None) -> Array:
-    """Return each class's number of records, sum of ``features`` (n, d), and sum of their outer products as a triangle.
+    """Return for each class its number of records, the sum of ``features`` (n, d), and the sum of outer products.
 
-    Shape (num_classes, num_moments(d)), zeros for a class without records. n may be 0. Record i counts ``weights[i]``
-    times. In CCVR features are the inputs of the model's last layer, and means and covariances follow by a division
-    (Luo et al. 2021, section 4.2).
+    The outer products are in the form of ``triangle_of``. The result has shape (num_classes, num_moments(d)), with
+    zeros for a class without records; n may be 0. Record i counts ``weights[i]`` times. In CCVR the features are the
+    inputs of the model's last layer; a division turns the sums into means and covariances (Luo et al. 2021,
+    section 4.2).
     """
     if weights is None:
         weights = np.ones(len(labels))

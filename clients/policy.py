@@ -1,15 +1,16 @@
-"""A client's own policy and ledger. Without a policy a client accepts any epsilon that the server sends.
+"""The policy and the ledger of a client. Without a policy a client accepts any epsilon that the server sends.
 
-The policy is a TOML file of the client's, which no task of a server can change:
+The policy is a TOML file on the client's machine, which no task of a server can change:
 
     epsilon = 10.0               # the largest, per record, over ALL releases that this client ever makes
     delta = 1e-5
     allow_raw_updates = false    # may it train on its own records, and send what it learnt without noise?
     allow_votes = false          # may it vote as a teacher? Votes leave it without noise
 
-Beside it, in ``<file>.private``, lie the ledger of everything released under it and what the client keeps until a share
-is out. There is one ledger, whatever experiment, seed, split or data set a task names: so new tasks do not buy fresh
-epsilons. Only secret noise is made. No refusal contains anything about the records.
+The folder ``<file>.private`` beside the policy holds the ledger of all releases under the policy and the client's
+temporary files of a release. One ledger serves all tasks, whatever experiment, seed, split or data set a task names: a
+new task does not start with a new budget. Only secret noise is allowed. No error message of a refusal contains
+information about the records.
 """
 
 import hashlib
@@ -38,10 +39,10 @@ from fl_sim.store.files import folder_lock
 from fl_sim.store.tensors import write_private
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
-"""The terms of every client's ledger. It takes releases of any budget and delta, which are checked elsewhere."""
+"""The privacy terms of every client's ledger. The ledger accepts any budget and delta; other code checks the limits."""
 
 KEY: Final = "key"
-"""The file of the noise key, to be deleted when the release is out."""
+"""The name of the file with the noise key. The file is deleted when the release is stored."""
 
 _POOL: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
 
@@ -51,7 +52,7 @@ _KEY_BYTES: Final = 32
 
 
 class _PolicyFile(Settings):
-    """The contents of the TOML file."""
+    """The contents of the policy's TOML file."""
 
     epsilon: float = Field(gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
@@ -61,7 +62,7 @@ class _PolicyFile(Settings):
 
 @dataclass(frozen=True)
 class Policy:
-    """The limits that a client sets; ``path`` is its file. Read by ``read_policy``."""
+    """The limits that a client's owner sets. ``path``: the policy's file, which ``read_policy`` reads."""
 
     path: Path
     epsilon: float
@@ -71,16 +72,19 @@ class Policy:
 
     @property
     def home(self) -> Path:
-        """Return the folder, readable by its owner alone, of the ledger and of shares that are not out yet."""
+        """Return the folder of the ledger and of temporary files of releases. Only its owner can read the folder."""
         return self.path.with_name(f"{self.path.name}.private")
 
     @property
     def ledger(self) -> Path:
-        """Return the ledger of everything that was ever released under this policy."""
+        """Return the path of the ledger of all releases that were ever made under this policy."""
         return self.home / "ledger.jsonl"
 
     def check_noise(self, noise: str, setting: str) -> None:
-        """Raise RunError for seeded noise, which the sender of the task could remove. ``setting``: asks for it."""
+        """Raise RunError for seeded noise, which the sender of the task could subtract.
+
+        ``setting``: the name of the setting that ``noise`` comes from, for the message.
+        """
         if noise != "secret":
             raise RunError(
                 f'this client\'s policy allows secret noise only, and the server asks for noise = "{noise}": '
@@ -88,7 +92,10 @@ class Policy:
             )
 
     def check_code(self, kind: str, setting: str) -> None:
-        """Raise RunError for a mechanism of another project, which states its cost itself. ``setting``: asks for it."""
+        """Raise RunError for a mechanism of another project, whose cost the client cannot verify.
+
+        ``setting``: the name of the setting that ``kind`` comes from, for the message.
+        """
         if ":" in kind:
             raise RunError(
                 f"this client's policy takes no foreign code's word for what a release costs, and the server asks for "
@@ -96,9 +103,10 @@ class Policy:
             )
 
     def check_pool(self, path: str) -> None:
-        """Raise RunError for a pool whose file name is not of the form that this program gives pools.
+        """Raise RunError if the file name of a pool does not have the form that fl-sim gives to pools.
 
-        A server names the file, and the node reads it: it could be any, such as one with records of the owner's.
+        The server names the file, and the node reads it: without this check the server could name any file, such as one
+        with the owner's records.
         """
         if not _POOL.fullmatch(Path(path).name):
             raise RunError(
@@ -107,7 +115,10 @@ class Policy:
             )
 
     def check_training(self, *, own_records: bool) -> None:
-        """Raise RunError for updates made from raw records: the server's noise does not protect from the server."""
+        """Raise RunError for updates computed from the client's own records, unless the policy allows them.
+
+        Noise that the server adds does not protect a client from the server.
+        """
         if own_records and not self.allow_raw_updates:
             raise RunError(
                 "this client's policy allows no updates and no averages made from its own records, which would leave "
@@ -116,7 +127,7 @@ class Policy:
             )
 
     def check_vote(self) -> None:
-        """Raise RunError for votes: the noise on them is the server's."""
+        """Raise RunError for votes, unless the policy allows them: votes leave the client without noise."""
         if not self.allow_votes:
             raise RunError(
                 "this client's policy allows no votes, which would leave it without noise: ask its owner for "
@@ -124,11 +135,12 @@ class Policy:
             )
 
     def pay(self, releases: Mapping[str, dp_event.DpEvent], noise: str) -> Receipt:
-        """Charge all of ``releases`` (name -> event) before any is made, or none. Raises RunError beyond epsilon.
+        """Charge ``releases`` (name -> event) to the ledger before any is made, and return the ledger's receipt.
 
-        Whoever asks for a release has seen the ones before it, so they add up at one Renyi order, which the first ones
-        fixed (a Renyi filter). ``noise`` identifies the noise key: a release that was charged under it
-        already is the same release, and free.
+        Raises RunError, and charges nothing, if the total would exceed the policy's epsilon. The server may choose each
+        release after it has seen the earlier ones (adaptive composition), so costs are added at one Renyi order, which
+        the first charges fixed (a Renyi filter). ``noise`` identifies the noise key: a release that was charged under
+        the same name and key before is the same release, and is not charged again.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
         with folder_lock(self.home):
@@ -148,7 +160,10 @@ class Policy:
         return ledger.receipt
 
     def _spent(self, charges: Sequence[Charge]) -> float:
-        """Return the epsilon of ``charges`` at the Renyi order that the first of them fixed, which share a key."""
+        """Return the epsilon of ``charges`` at the fixed Renyi order.
+
+        The first charges, those that share the noise key of the very first one, determine the order.
+        """
         if not charges:
             return 0.0
         first = takewhile(lambda charge: charge.noise == charges[0].noise, charges)
@@ -156,7 +171,7 @@ class Policy:
         return epsilon_at(order, Counter(charge.event for charge in charges), self.delta)
 
     def open_ledger(self) -> Ledger:
-        """Return the ledger. Raises RunError if it is missing or cut after a payment."""
+        """Return the ledger. Raises RunError if the file was deleted or shortened after a charge."""
         earlier = Receipt.from_json(_json(self._receipt)) if self._receipt.exists() else None
         return open_ledger(self.ledger, earlier, f"what was released under {self.path}")
 
@@ -166,7 +181,7 @@ class Policy:
 
 
 def read_policy(path: Path) -> Policy:
-    """Return the policy in a file. Raises UserError if the file is missing, no TOML, or no policy."""
+    """Return the policy in a file. Raises UserError if the file is missing, is not TOML, or is not a valid policy."""
     text = _text(path)
     try:
         table = parse_table(text, str(path))
@@ -179,9 +194,10 @@ def read_policy(path: Path) -> Policy:
 
 
 def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") -> Ledger:
-    """Return a client's ledger, created if there is none, readable by its owner alone.
+    """Return a client's ledger. A missing ledger is created, readable by its owner only, unless there is a receipt.
 
-    ``receipt``, ``holder``: as for ``Ledger``.
+    ``receipt``, ``holder``: the arguments of the same names of ``Ledger``. Raises UserError if the ledger cannot be
+    created.
     """
     if receipt is None and not path.exists():
         try:
@@ -198,7 +214,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
 
 @dataclass(frozen=True)
 class PaidNoise:
-    """The noise of a release that is paid for and not made yet, and the receipt."""
+    """The noise of a release that is charged but not computed yet, and the receipt of the ledger."""
 
     noise: Noise
     receipt: Receipt
@@ -207,10 +223,11 @@ class PaidNoise:
 def pay(
     releases: Mapping[str, dp_event.DpEvent], folder: Path, ledger: Path, policy: Policy | None, *, seeded: str = ""
 ) -> PaidNoise:
-    """Charge all of ``releases`` (name -> event) before any is made, to the policy's ledger, or else to ``ledger``.
+    """Charge ``releases`` (name -> event) before any is made, and return the noise for them and the receipt.
 
-    The noise is secret and its key lies in ``folder``: the same again if a client was killed before its release was
-    out. ``seeded``: a text that names seed, release and client and determines the noise, in simulations only.
+    The policy's ledger is charged, or ``ledger`` if there is no policy. The noise is secret. Its key is stored in
+    ``folder``, so that a client that was killed before its release was stored gets the same noise again. ``seeded``: a
+    text that names seed, release and client and determines the noise, for simulations only.
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)

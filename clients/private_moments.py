@@ -1,8 +1,8 @@
-"""Moments of a client's features as one private release: one Gaussian mechanism over all classes.
+"""Class moments of a client's features as one private release: one Gaussian mechanism over all classes.
 
-Privacy unit: one record, which is in one class. Neighbours: two worlds in which one record is replaced by nothing,
-while the numbers of clients and of their records stay public (zero-out adjacency). The other records' features do not
-change by that: the caller computes the features of each record by itself, at the same place in its batch.
+Privacy unit: one record, which is in one class. Adjacency: one record is replaced by nothing, while the numbers of
+clients and of their records stay public (zero-out adjacency). This change leaves the features of all other records
+equal: the caller computes the features of each record separately, at the same place in its batch.
 """
 
 import json
@@ -28,14 +28,17 @@ from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_no
 from fl_sim.store.tensors import write_private
 
 LONGEST: Final = math.sqrt(3)
-"""The length of what a record adds to the moments where its feature is as long as the clipping norm."""
+"""The norm of a record's contribution to the moments, if the norm of the record's feature is the clipping norm."""
 
 _RELEASE: Final = "moments.safetensors"
 
 
 @dataclass(frozen=True)
 class Protection:
-    """The privacy of moments: ``epsilon`` and ``delta`` per record; features are clipped to ``clipping_norm``."""
+    """The privacy parameters of moments: ``epsilon`` and ``delta`` per record, the ``clipping_norm`` of features.
+
+    ``noise``: "secret", or "seeded" for simulations only.
+    """
 
     epsilon: float
     delta: float
@@ -44,7 +47,7 @@ class Protection:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return z, the noise's standard deviation divided by the sensitivity: the least for epsilon and delta."""
+        """Return the noise multiplier z (standard deviation / sensitivity), the least for epsilon and delta."""
         return _least_noise(self.epsilon, self.delta)
 
     @property
@@ -54,16 +57,17 @@ class Protection:
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """Return the cost of a client's release."""
+        """Return the privacy event of one client's release."""
         return dp_event.GaussianDpEvent(self.noise_multiplier)
 
 
 @dataclass(frozen=True)
 class MomentsRelease:
-    """One client's release. Two of one ``name`` differ in their noise key alone.
+    """The identity and the files of one client's release. Two releases of one ``name`` differ only in the noise key.
 
-    ``folder`` keeps the key until the release is out, and the release. ``ledger`` pays, or else that of the client's
-    ``policy``. ``seed``: of seeded noise.
+    ``folder`` stores the release, and the noise key until the release is stored. ``ledger``: the ledger that is
+    charged, unless the client has a ``policy``; then the policy's ledger is charged. ``seed``: the seed of seeded
+    noise.
     """
 
     name: str
@@ -74,23 +78,23 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise gives epsilon and delta, or it is too coarse for ``size`` moments."""
+    """Raise UserError if no noise gives epsilon and delta, or if the noise is too coarse for ``size`` moments."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
 def charge_name(name: str) -> str:
-    """Return the name of a release in the ledger."""
+    """Return the name under which the ledger lists the release ``name``."""
     return f"class moments {name}"
 
 
 def released_moments(
     features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: MomentsRelease
 ) -> Array:
-    """Return the moments of ``private_moments``: paid before they are made, and made once.
+    """Charge the release to the ledger, then compute the moments with ``private_moments``, store and return them.
 
-    A second call with the same folder returns the first moments, at no cost. A client without records, whose number is
-    public, sends zeros and pays nothing. Raises RunError if its policy does not allow the release, UserError or
-    RunError if the ledger cannot be charged.
+    A second call with the same folder returns the stored moments, at no cost. A client without records (the number of
+    records is public) gets zeros and no charge. Raises RunError if the client's policy forbids the release, UserError
+    or RunError if the ledger cannot be charged.
     """
     shape = (num_classes, num_moments(features.shape[1]))
     begun = begin_release(len(labels), shape, protection, release)
@@ -102,9 +106,10 @@ def released_moments(
 def begin_release(
     num_records: int, shape: tuple[int, int], protection: Protection, release: MomentsRelease
 ) -> Array | PaidNoise:
-    """Pay for a release of moments of that ``shape``; or return it, if it exists already or costs nothing.
+    """Charge a release of moments of shape ``shape``, and return its noise and receipt.
 
-    Reads no record. Raises as ``released_moments`` does.
+    If the release exists already or the client has no records, return the moments instead, without a charge. Reads no
+    record. Raises the errors of ``released_moments``.
     """
     if release.policy:
         release.policy.check_noise(protection.noise, "calibrate.noise")
@@ -119,7 +124,7 @@ def begin_release(
 
 
 def finish_release(release: MomentsRelease, paid: PaidNoise, moments: Array) -> Array:
-    """Store the moments, which are the release, and delete the noise key."""
+    """Store the noisy ``moments``, delete the noise key, and return ``moments``."""
     said = {"receipt": json.dumps(paid.receipt.to_json())}
     write_private(release.folder / _RELEASE, save({"moments": torch.from_numpy(moments)}, said))
     (release.folder / KEY).unlink(missing_ok=True)
@@ -129,13 +134,15 @@ def finish_release(release: MomentsRelease, paid: PaidNoise, moments: Array) -> 
 def private_moments(
     features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, noise: Noise
 ) -> Array:
-    """Return the moments of ``features`` (n, d), in units of the clipping norm, with noise of ``protection.std``.
+    """Return the class moments of ``features`` (n, d) with noise, in units of the clipping norm.
 
-    A record adds v = (1, u, uu') to its class and nothing to others, u being its feature in units of the clipping norm,
-    clipped to length 1. As triangles keep lengths (``clients.moments``), |v|^2 = 1 + |u|^2 + |u|^4 <= 3: without one
-    record the moments differ by at most sqrt 3, the sensitivity. v is clipped once more, as a whole, to the little less
-    that leaves room for rounding to the noise's grid (``clipping_norm_on_grid``; a product of three numbers that are
-    rounded once each is within what it allows). A feature that is not finite counts as no record.
+    The noise on each number has the standard deviation ``protection.std``. A record adds v = (1, u, uu') to the moments
+    of its class and nothing to other classes; u is the record's feature in units of the clipping norm, clipped to
+    norm 1. The triangle form of uu' preserves norms (``clients.moments``), so |v|^2 = 1 + |u|^2 + |u|^4 <= 3: without
+    one record the moments differ by at most sqrt 3, the sensitivity. The whole v is then clipped to slightly less than
+    sqrt 3, so that rounding to the grid of the noise cannot exceed the sensitivity (``clipping_norm_on_grid``; its
+    allowance covers the rounding of a product of three rounded numbers). A record whose feature is not finite is
+    ignored.
     """
     size = num_classes * num_moments(features.shape[1])
     limit = clipping_norm_on_grid(LONGEST, protection.std, size, summands=len(features))
@@ -157,7 +164,7 @@ def _least_noise(epsilon: float, delta: float) -> float:
 
 
 def _read(path: Path, shape: tuple[int, int], release: MomentsRelease) -> Array:
-    """Return the release that was made before. Raises RunError if it is damaged, or not in the ledger."""
+    """Return the stored release. Raises RunError if the file is damaged, or if the ledger lacks the release."""
     try:
         with safe_open(path, "pt") as file:
             receipt = Receipt.from_json(json.loads(file.metadata()["receipt"]))

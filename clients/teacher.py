@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 
 
 class NetworkTeacher(Settings):
-    """The experiment's ``model``, trained by its ``local`` settings from initial weights of the teacher's own."""
+    """The experiment's ``model``, trained with its ``local`` settings. Each teacher has its own initial weights."""
 
     kind: Literal["network"] = "network"
 
 
 class RandomForest(Settings):
-    """A random forest (Breiman 2001, scikit-learn's) for tables of numbers: a teacher of PATE, or its student.
+    """A random forest (Breiman 2001; scikit-learn's code) for tables of numbers: a teacher of PATE, or its student.
 
-    ``trees`` of any depth down to leaves of ``min_leaf`` records, each on a bootstrap sample. ``balanced``: every class
-    weighs the same, however few records it has. Where one is rare, a forest otherwise hardly ever decides for it, and
-    the noisy majority of many never does; it takes leaves of several records to have an effect.
+    ``trees``: the number of trees. Each is grown on a bootstrap sample, without a limit on depth. ``min_leaf``: the
+    least number of records in a leaf. ``balanced``: every class has the same total weight, however few records it has.
+    Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never does. The weights
+    have an effect only if leaves hold several records.
     """
 
     kind: Literal["random-forest"] = "random-forest"
@@ -51,7 +52,7 @@ class RandomForest(Settings):
     def fit(
         self, inputs: NDArray[np.float32], labels: NDArray[np.int64], generator: np.random.Generator
     ) -> RandomForestClassifier:
-        """Return a forest grown on ``inputs`` (n, features) and ``labels`` (n,), n at least 1."""
+        """Return a forest that is fitted to ``inputs`` (n, features) and ``labels`` (n,); n must be at least 1."""
         from sklearn.ensemble import RandomForestClassifier  # noqa: PLC0415 (a second to import)
 
         seed = int(generator.integers(2**31))
@@ -77,10 +78,11 @@ def network_votes(
     seed: int,
     model_seed: int,
 ) -> NDArray[np.int64]:
-    """Return the votes, shape (pool,), of a network that is trained on ``records`` and then discarded.
+    """Train a network on ``records``, return its votes on the records of ``pool``, shape (pool,), and discard it.
 
-    ``build(number)`` returns a network with the initial weights that ``number`` determines. May be called from several
-    threads. Raises RunError if the network's outputs are not finite.
+    A vote is the predicted class of a record. ``build(number)`` returns a network with the initial weights that
+    ``number`` determines. Several threads may call this function. Raises RunError if the network's outputs are not
+    finite.
     """
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
 
@@ -93,9 +95,9 @@ def network_votes(
 
 
 def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
-    """Return the class of the largest logit in each row. Raises RunError if one is not finite.
+    """Return the class of the largest logit in each row. Raises RunError if a logit is not finite.
 
-    The message holds none of them: a teacher's outputs are as private as its records.
+    The error message contains no logit: a teacher's outputs are as private as its records.
     """
     if not bool(torch.isfinite(logits).all()):
         raise RunError(
@@ -108,7 +110,10 @@ def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
 def forest_votes(
     settings: RandomForest, records: Records, pool: torch.Tensor, *, client: int, seed: int
 ) -> NDArray[np.int64]:
-    """Return the votes, shape (pool,), of a random forest that is grown on ``records`` and then discarded."""
+    """Fit a random forest to ``records``, return its votes on the records of ``pool``, and discard the forest.
+
+    The votes, one predicted class per record, have shape (pool,).
+    """
     inputs, labels = records.tensors()
     forest = settings.fit(as_table(inputs.numpy(force=True)), labels.numpy(force=True), rng(seed, "teacher", client))
     votes: NDArray[np.int64] = forest.predict(as_table(pool.numpy(force=True))).astype(np.int64)

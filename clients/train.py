@@ -1,4 +1,4 @@
-"""Local training, the task of every round: a client trains on its records and sends its algorithm's update."""
+"""Local training, the task of every round: a client trains on its records and sends the update of the algorithm."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
 
 @dataclass(frozen=True)
 class Train:
-    """One round of local training."""
+    """The client task for one round of local training."""
 
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True
     runs_in_threads: ClassVar[bool] = True
 
     def check(self, client: Client) -> None:
-        """Raise RunError if the owner's policy does not allow to train on the records of the task."""
+        """Raise RunError if the owner's policy forbids training on the records that the task uses."""
         assert client.policy is not None
         own = client.runtime.trains_on_own(client.config.synthetic)
         client.policy.check_training(own_records=own)
@@ -38,7 +38,7 @@ class Train:
             client.policy.check_pool(client.config.synthetic)
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's update."""
+        """Train the client for one round, and return its update."""
         job = TrainingJob.of(client)
         [trained] = client.runtime.prepare([job.job])()
         answer = job.finished(trained)
@@ -48,10 +48,11 @@ class Train:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One client's part in one round.
+    """The local training of one client in one round.
 
-    ``came``: the task before each layer, from the inside out. ``guards``: of the tensors that the algorithm's code may
-    read and not write: the broadcast, then pool and client state if there are any.
+    ``job``: the input of the trainer. ``came``: for each layer, innermost first, the task before that layer changed it.
+    ``guards``: detect writes to tensors that the algorithm's code must only read. The first guard covers the broadcast;
+    a second guard covers the pool and the client state, if there are any.
     """
 
     client: Client
@@ -61,7 +62,10 @@ class TrainingJob:
 
     @classmethod
     def of(cls, client: Client) -> TrainingJob:
-        """Read the task, and plan. Raises RunError if the algorithm's code wrote to its arguments."""
+        """Return the training job of a client, with the algorithm's local plan.
+
+        Raises RunError if the algorithm's code wrote to its arguments.
+        """
         runtime, config, number, algorithm = client.runtime, client.config, client.number, client.runtime.algorithm
         records, server_round = runtime.records(number, config.synthetic), config.server_round
         settings = runtime.local_settings(config.learning_rate)
@@ -111,9 +115,10 @@ class TrainingJob:
         return job
 
     def finished(self, trained: Trained) -> RecordDict:
-        """Store the client's state for its next round, and return its update.
+        """Store the client's new state, and return the update message for the server.
 
-        Raises RunError if training wrote to the broadcast, the pool or the client state.
+        Without a state folder, the message carries the client state. Raises RunError if training wrote to the
+        broadcast, the pool or the client state.
         """
         runtime, config, number = self.client.runtime, self.client.config, self.client.number
         algorithm, server_round = runtime.algorithm, config.server_round
@@ -137,11 +142,11 @@ class TrainingJob:
         return content
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if one of ``methods``, which have just run, wrote to a guarded tensor."""
+        """Raise RunError if a guarded tensor was written to. ``methods``: the functions that have just run."""
         for guard in self.guards:
             guard.check(*methods)
 
     def check_bits(self) -> None:
-        """Raise RunError for writes that PyTorch does not count."""
+        """Raise RunError if the bits of a guarded tensor changed. This finds writes that PyTorch does not count."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)

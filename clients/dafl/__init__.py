@@ -1,1 +1,1 @@
-"""DA-FL on a client: labels, generators, and the share that is released."""
+"""DA-FL on a client: private label selection, generators of synthetic records, and the share that a client releases."""

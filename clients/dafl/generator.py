@@ -1,4 +1,4 @@
-"""The protocol of private generators, their requests and their bills: every kind fits the same slot of DA-FL."""
+"""The protocol of private generators, with their requests and their bills (costs). DA-FL accepts any such generator."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrivateRecords:
-    """One client's own records, scaled by public constants alone.
+    """One client's own records, scaled only by public constants.
 
     ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
-    of a table, if they are known: (inputs + 1) / 2 is in their units. ``features``: the version of the public features,
-    empty for the original records.
+    the columns of a table, if they are known; (inputs + 1) / 2 is in the units of the columns. ``features``: the
+    version of the public features that the records consist of, or empty for original records.
     """
 
     inputs: torch.Tensor
@@ -35,10 +35,11 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class GeneratorBill:
-    """The cost of a release: ``event`` released ``steps`` times. Known before a record is read.
+    """The cost of a release: the privacy event ``event``, ``steps`` times. It is computed before any record is read.
 
-    ``noise_multiplier`` is noise on a sum / clipping norm of one record, 0 for no protection (epsilon inf).
-    ``refused``: why nothing can be released within the budget, or empty. A refused bill costs nothing.
+    ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm of one record; 0 for no protection
+    (epsilon inf). ``refused``: the reason why nothing can be released within the budget, or empty. After a refused bill
+    nothing is released and nothing is charged.
     """
 
     event: dp_event.DpEvent
@@ -50,7 +51,7 @@ class GeneratorBill:
 
 @dataclass(frozen=True)
 class GeneratorRequest:
-    """The arguments of one client's ``Generator.generate``."""
+    """The arguments of ``Generator.generate`` for one client."""
 
     records: PrivateRecords
     counts: NDArray[np.int64]
@@ -60,19 +61,22 @@ class GeneratorRequest:
 
 
 Check: TypeAlias = Callable[[], None]
-"""Called now and then by a computation that takes long: its error ends the computation."""
+"""A function that a long computation calls repeatedly. An exception from it aborts the computation."""
 
 Made: TypeAlias = "torch.Tensor | Exception"
-"""One client's synthetic records, or its error: one client's failure is not the others'."""
+"""One client's synthetic records, or its error. The error of one client does not affect other clients."""
 
 
 class Generator(Protocol):
-    """A kind of private generator: frozen settings with a bill and a release. Unit: one record, add or remove."""
+    """A kind of private generator: immutable settings, a cost (``bill``) and a release (``generate``).
+
+    Privacy unit: one record, add or remove.
+    """
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the cost of ``generate`` on a client of ``num_records`` (public), within (epsilon, delta).
+        """Return the cost of ``generate`` for a client with ``num_records`` records, within (epsilon, delta).
 
-        epsilon inf: no noise and no clipping.
+        The number of records is public. epsilon inf means no noise and no clipping.
         """
         ...
 
@@ -86,55 +90,55 @@ class Generator(Protocol):
     ) -> torch.Tensor:
         """Return synthetic records, (sum of counts, *input shape) in [-1, 1], sorted by class.
 
-        ``counts``: (num_classes,) the number of records of each class to make, a private release already: classes with
-        0 are taken for absent. All that touches ``records`` is protected by ``noise`` (secret: Poisson masks, too) as
-        ``bill`` says; ``generator`` draws all that needs no secret (initial weights, latent vectors). Raises RunError
-        if training ends in numbers that are not finite.
+        ``counts``: (num_classes,) the number of synthetic records of each class; it is already a private release, and a
+        class with 0 is treated as absent. ``noise`` protects every computation on ``records``, at the noise level of
+        ``bill``, and also draws secret sampling masks. ``generator`` draws random numbers that need no secrecy (initial
+        weights, latent vectors). Raises RunError if training ends in numbers that are not finite.
         """
         ...
 
 
 @runtime_checkable
 class StackedGenerator(Protocol):
-    """A generator that makes the releases of many clients together; others make one after another."""
+    """A generator that makes the releases of many clients together. Other generators serve one client at a time."""
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-        """Return the result of ``generate`` for each of many clients, with the same bits, in less time if possible.
+        """Return the result of ``generate`` for each of many clients, bit-identical, in less time if possible.
 
-        May be called from several threads.
+        Several threads may call this method.
         """
         ...
 
 
 @runtime_checkable
 class ShapedGenerator(Protocol):
-    """A generator that is not for records of every shape."""
+    """A generator that supports only some shapes of records."""
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError if it cannot make records of ``shape``. Called before anything is charged."""
+        """Raise UserError if the generator cannot make records of ``shape``. Called before any charge to the ledger."""
         ...
 
 
 @runtime_checkable
 class CompiledGenerator(Protocol):
-    """A generator that may train by compiled code, if there is such code for this processor."""
+    """A generator that may train with compiled code, if compiled code exists for this processor."""
 
     def trainer(self) -> str:
-        """Return the name of the trainer on this machine and, for PyTorch, the reason: text for a result."""
+        """Return a text for the result: the name of the trainer on this machine and, for PyTorch, the reason."""
         ...
 
 
 @runtime_checkable
 class ShortenedGenerator(Protocol):
-    """A generator whose time can be extrapolated from less than a whole release."""
+    """A generator whose time for a release can be extrapolated from a shorter training."""
 
     def shortened(self, steps: int) -> tuple[Generator, float]:
-        """Return a generator with fewer steps, and about which share of the time its release takes."""
+        """Return a generator with at most ``steps`` steps, and its approximate share of the full release's time."""
         ...
 
 
 def generate_all(generator: Generator, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-    """Return the records or the error of each request."""
+    """Return the synthetic records, or the error, of each request."""
     if isinstance(generator, StackedGenerator):
         return generator.generate_stacked(requests, check)
     made: list[Made] = []

@@ -1,9 +1,10 @@
-"""PLS, private label selection: how many synthetic records of each class a client makes (Tang, Wang, Liu 2023, DA-FL).
+"""Private label selection (PLS): the number of synthetic records of each class on a client (Tang, Wang, Liu 2023).
 
-A class with n_k records gets about gamma n_k. Exponential mechanism (McSherry, Talwar 2007): r in {0..R}, R public, has
-probability proportional to exp(epsilon u(r) / (2 gamma)), u(r) = -|r - gamma n_k|. One record moves u by gamma, not 1;
-the target is not rounded before it is scored, or it would move by a whole 1. Geometric mechanism (Ghosh, Roughgarden,
-Sundararajan 2009): two-sided geometric noise on n_k, then gamma times that, rounded and clamped: half the noise.
+A class with n_k records gets about gamma n_k synthetic records. Exponential mechanism (McSherry, Talwar 2007): the
+number r in {0..R}, R public, has probability proportional to exp(epsilon u(r) / (2 gamma)), with the score
+u(r) = -|r - gamma n_k|. One record changes u by gamma, not by 1; the target gamma n_k is not rounded, because rounding
+would make the score change by 1. Geometric mechanism (Ghosh, Roughgarden, Sundararajan 2009): two-sided geometric noise
+is added to n_k, the sum is multiplied by gamma, rounded and clamped. It needs half the noise.
 """
 
 import math
@@ -27,10 +28,11 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """The cost of all labels of one client, at delta 0, by three ways of counting; all three are true.
+    """Three valid bounds on the epsilon of a client's label selection, at delta 0. One class costs epsilon_1.
 
-    ``parallel``: a record is in one class, so adding or removing it touches one selection: epsilon_1. ``sequential``:
-    the paper's L epsilon_1, as if it touched all. ``replace_one``: a record that changes its class touches two.
+    ``parallel``: a record is in one class, so adding or removing the record affects one selection: epsilon_1.
+    ``sequential``: the paper's bound L epsilon_1, as if a record affected all L classes. ``replace_one``: a record that
+    changes its class affects two selections: 2 epsilon_1.
     """
 
     parallel: float
@@ -39,14 +41,15 @@ class Totals:
 
 
 class _Selection(Settings):
-    """The price, the range and the threshold of both mechanisms. Unit: one record, add or remove.
+    """The cost, the range and the threshold of both mechanisms. Privacy unit: one record, add or remove.
 
-    ``epsilon``: epsilon_1, the cost of the selection for one class at delta 0. ``composition``: the total that is
-    charged. ``false_positive``: the probability at most that a class without records gets synthetic ones; smaller
-    selections are set to 0, and 1 keeps them all. ``least_share``: selections below this share of the client's largest
-    one are set to 0 as well, since a generator makes noise of a class with next to no records, under a label that says
-    otherwise; 0 keeps them. Both read selections alone and cost nothing. ``largest``: R, the most synthetic records of
-    one class (None: gamma times the public bound on a class's records in ``largest_count``).
+    ``epsilon``: epsilon_1, the cost of the selection for one class at delta 0. ``composition``: the rule for the total
+    over all classes that is charged. ``false_positive``: an upper bound on the probability that a class without records
+    gets synthetic records; selected counts below the resulting threshold are set to 0, and 1 keeps all counts.
+    ``least_share``: selected counts below this share of the client's largest count are set to 0 as well, because a
+    generator makes mislabelled noise of a class with very few records; 0 keeps all counts. Both rules read only the
+    selected counts and have no privacy cost. ``largest``: R, the largest number of synthetic records of one class
+    (None: gamma times the public bound on a class's records, see ``largest_count``).
     """
 
     epsilon: float = Field(0.1, gt=0)
@@ -56,23 +59,25 @@ class _Selection(Settings):
     largest: int | None = Field(None, ge=0)
 
     def largest_count(self, gamma: float, public_records: int) -> int:
-        """Return R. ``public_records`` bounds a class's records and must be known without reading the client's.
+        """Return R, the largest selectable count of one class.
 
-        An R that follows the data reveals it: between two values of R some outcome is possible in one world alone.
+        ``public_records``: an upper bound on a class's number of records, known without reading the client's records.
+        An R that depends on the data would reveal the data: between two values of R, an outcome would be possible in
+        only one of two neighbouring worlds.
         """
         return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
 
     def totals(self, num_classes: int) -> Totals:
-        """Return the cost of selecting for ``num_classes`` classes."""
+        """Return the epsilon of the selections for ``num_classes`` classes, by three bounds."""
         return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
 
     def total_epsilon(self, num_classes: int) -> float:
-        """Return the total that ``composition`` names, for the plain sum with other releases."""
+        """Return the total epsilon by the rule ``composition``, for basic composition with other releases."""
         totals = self.totals(num_classes)
         return totals.parallel if self.composition == "parallel" else totals.sequential
 
     def event(self, num_classes: int) -> "dp_event.DpEvent":
-        """Return the ledger's event for all classes together, under add or remove one record."""
+        """Return the privacy event of all classes together, for the ledger, under add or remove one record."""
         from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
 
         one = self._event_of_one_class()
@@ -81,8 +86,8 @@ class _Selection(Settings):
     def threshold(self, gamma: float, largest: int) -> int:
         """Return the least count that a class without records reaches with probability ``false_positive`` at most.
 
-        Computed from public numbers alone, so dropping what is below it costs nothing. largest + 1, which drops
-        everything, where the noise is too large for the range.
+        The threshold is computed from public numbers only, so setting smaller counts to 0 has no privacy cost. If the
+        noise is too large for the range, the threshold is largest + 1, and all counts become 0.
         """
         if self.false_positive == 1:
             return 0
@@ -90,10 +95,10 @@ class _Selection(Settings):
         return int((reached > self.false_positive).sum())
 
     def select(self, class_counts: NDArray[np.int64], gamma: float, largest: int, noise: Noise) -> NDArray[np.int64]:
-        """Return the number of records of each class to make, (num_classes,): private, and public once charged.
+        """Return the number of synthetic records of each class, (num_classes,): a private release, public once charged.
 
-        ``class_counts``: (num_classes,) the client's own numbers, SENSITIVE. ``largest``: R, public. ``noise`` must be
-        this client's own: one key always yields the same selection.
+        ``class_counts``: (num_classes,) the client's own number of records of each class, SENSITIVE. ``largest``: R,
+        public. ``noise`` must be this client's own noise: one key always yields the same selection.
         """
         held = np.asarray(class_counts, dtype=np.int64)
         assert held.ndim == 1
@@ -109,11 +114,11 @@ class _Selection(Settings):
         return np.where(drawn < least, 0, drawn)
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        """Return the probability of each count 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
         raise NotImplementedError
 
     def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
-        """Return one selection per class; ``coins``: (2, num_classes), uniform in (0, 1]."""
+        """Return one selected count per class. ``coins``: (2, num_classes), uniform random numbers in (0, 1]."""
         raise NotImplementedError
 
     def _event_of_one_class(self) -> "dp_event.DpEvent":
@@ -121,12 +126,12 @@ class _Selection(Settings):
 
 
 class ExponentialMechanism(_Selection):
-    """The paper's mechanism. Its privacy loss stays in a range as wide as epsilon: epsilon^2 / 8 in zCDP."""
+    """The paper's mechanism. Its privacy loss lies in a range of width epsilon, so it costs epsilon^2 / 8 in zCDP."""
 
     kind: Literal["exponential"] = "exponential"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        """Return the probability of each count 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
         _check(gamma, largest)
         whole, rest = _target(gamma, num_records)
         distance = np.abs(np.arange(largest + 1) - float(whole) - rest)
@@ -148,12 +153,15 @@ class ExponentialMechanism(_Selection):
 
 
 class Geometric(_Selection):
-    """Noise of probability proportional to exp(-epsilon |z|) on n_k; gamma, rounding and clamping come after it."""
+    """Two-sided geometric noise z on n_k, with probability proportional to exp(-epsilon |z|).
+
+    Afterwards the noisy count is multiplied by gamma, rounded and clamped.
+    """
 
     kind: Literal["geometric"] = "geometric"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        """Return the probability of each count 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
         # The least noisy counts that are rounded to 1..R, exactly: the least m with gamma m >= r - 1/2.
@@ -187,15 +195,16 @@ def _check(gamma: float, largest: int) -> None:
 
 
 def _target(gamma: float, num_records: int) -> tuple[int, float]:
-    """Return gamma n_k as (whole number, rest in [0, 1]): a float alone would round it, by more the larger it is."""
+    """Return gamma n_k as (whole number, rest in [0, 1]). A single float would round a large product too coarsely."""
     whole, rest = divmod(Fraction(gamma) * num_records, 1)
     return whole, float(rest)
 
 
 def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: float, highest: float) -> Floats:
-    """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one for each coin.
+    """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one r per class.
 
-    The law is a truncated geometric on either side of the target: one coin for the side, one for the distance.
+    The distribution is a truncated geometric distribution on either side of the target whole + rest. ``coins``: uniform
+    random numbers; ``coins[0]`` decides the side, ``coins[1]`` the distance.
     """
     from scipy.special import expit  # noqa: PLC0415 (slow, and most runs pick no labels)
 
@@ -212,7 +221,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
-    """Return the largest j in {0..length-1} that a coin is below the chance to reach; P(j) ~ exp(-rate j)."""
+    """Return draws j in {0..length-1} with probability proportional to exp(-rate j), one for each uniform coin."""
     lost = np.exp(-rate * lengths)
     reached = coins + (1 - coins) * lost  # exp(-rate x) at the real number x of which j is the whole part
     with np.errstate(divide="ignore"):
@@ -222,6 +231,9 @@ def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
 
 
 def _mass(near: Floats, length: Floats, epsilon: float) -> Floats:
-    """Return the chance of two-sided geometric noise in ``length`` successive values, the nearest at ``near``."""
+    """Return the probability that two-sided geometric noise is one of ``length`` successive values.
+
+    ``near``: the value among them that is nearest to 0.
+    """
     mass: Floats = np.exp(-epsilon * near) * -np.expm1(-epsilon * length) / (1 + math.exp(-epsilon))
     return mass

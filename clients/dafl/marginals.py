@@ -1,20 +1,20 @@
-"""Records of tables, drawn from a graphical model of noisy marginals (after McKenna, Miklau, Sheldon 2021, "MST").
+"""Synthetic table records from a graphical model of noisy marginals (after McKenna, Miklau, Sheldon 2021, "MST").
 
-Every column of a table becomes a few cells, by public knowledge alone. A client releases once, in three parts: the
-counts of every column's cells, in each class; which pairs of columns belong together, by the exponential mechanism; and
-the counts of these pairs' cells, in each class. The label is one more column of every count, so of m columns the
-counts are marginals of two and of three. All else is post-processing: a model whose graph is a forest is fitted, and
-records are drawn from it.
+The values of every column are divided into a few cells, by public knowledge only. A client makes one release in three
+parts: the counts of every column's cells in each class; pairs of dependent columns, selected by the exponential
+mechanism; and the counts of these pairs' cells in each class. The label is a further column of every count, so the
+counts are marginals of two and of three columns. All other computation is post-processing: the program fits a model
+whose graph is a forest, and draws records from the model.
 
-What a record can move, when it is added or removed: it is in exactly one cell of each of k tables, so their counts,
-taken together, move by sqrt(k) in Euclidean length, no more and no less. The score of a pair is the sum of absolute
-differences between its counts and what they would be if its columns were independent, which is computed from the
-released counts and stands still: one cell moves by 1, and so the score by at most 1.
+Sensitivity, if one record is added or removed: the record is in exactly one cell of each of k tables, so the counts of
+all k tables together change by exactly sqrt(k) in Euclidean norm. The score of a pair of columns is the sum of absolute
+differences between the pair's counts and the expected counts of independent columns. The expected counts are computed
+from released counts, which do not change; one count of the pair changes by 1, and so the score by at most 1.
 
-The estimate is that of McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
-differential privacy", the package mbi): of all marginals that some table has, those nearest to the noisy ones in
-squares, weighted by the noise, found by mirror descent; and of all tables with these, the one of largest entropy. On a
-forest the marginals of a model follow from one pass to the roots and one back.
+The estimator is that of McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
+differential privacy", the package mbi). Mirror descent finds the consistent marginals with the least squared distance
+to the noisy ones, weighted by the noise; the model is the distribution of largest entropy with these marginals. On a
+forest, the marginals of a model are computed by one pass to the roots and one pass back.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lower
 
 
 class Marginals(Settings):
-    """Draw records of a table from noisy counts of its columns and of pairs of them.
+    """Draw records of a table from noisy counts of single columns and of pairs of columns.
 
-    ``columns_share`` and ``pairs_share``: which part of the budget (in zCDP) goes to the counts of single columns and
-    to choosing the pairs; the rest goes to the counts of pairs. The published method takes a third for each. ``cells``:
-    into how many equal parts of 0 to 1 a number is cut where the data set does not say what its columns are.
+    ``columns_share`` and ``pairs_share``: the parts of the budget (in zCDP) for the counts of single columns and for
+    the selection of pairs; the rest is for the counts of pairs. The published method takes a third for each. ``cells``:
+    the number of equal intervals into which the range from 0 to 1 of a number is divided, if the data set does not
+    describe its columns.
     """
 
     kind: Literal["marginals"] = "marginals"
@@ -57,16 +58,17 @@ class Marginals(Settings):
     cells: int = Field(16, ge=2)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError for images."""
+        """Raise UserError for images: this generator makes only table records."""
         if len(shape) != 1:
             raise UserError(f"preprocess.generator marginals is for tables; these records are images of shape {shape}")
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Price all three parts together as one zCDP release of rho = 1 / (2 z^2).
+        """Return the cost of all three parts together as one zCDP release of rho = 1 / (2 z^2).
 
-        A Gaussian release of noise z costs that much, an exponential mechanism of epsilon costs epsilon^2 / 8 (Cesar,
-        Rogers 2021), and they add up, each chosen after what precedes it is seen (Bun, Steinke 2016, lemma 2.3).
-        Refused where the noise on the count of a single cell is larger than all records together.
+        A Gaussian release with the noise multiplier z costs this rho; an exponential mechanism of epsilon costs
+        epsilon^2 / 8 (Cesar, Rogers 2021). The costs add up, even if each release is chosen after the earlier ones are
+        seen (Bun, Steinke 2016, lemma 2.3). The bill is refused if the noise on the count of a single cell exceeds the
+        number of all records.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -93,7 +95,10 @@ class Marginals(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Return records of which every number is one of its column's values, and every category a category."""
+        """Return synthetic records, (sum of counts, features) in [-1, 1], sorted by class.
+
+        Every number in a record is a value of its column, and every category is valid for its column.
+        """
         self.check_shape(tuple(records.inputs.shape[1:]))
         columns = records.columns or unnamed(records.inputs.shape[1], self.cells)
         present = np.flatnonzero(counts)
@@ -117,9 +122,10 @@ class Marginals(Settings):
 
 
 def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, purpose: str) -> tuple[list[Array], float]:
-    """Return noisy counts, and the noise's standard deviation. A record is in exactly one cell of each of ``tables``.
+    """Return the counts in ``tables`` with noise, and the standard deviation of the noise.
 
-    Counts are whole numbers, and so on the grid that noise is rounded to, as long as it is no wider than 1.
+    A record is in exactly one cell of each table. Counts are whole numbers, so they lie on the grid to which noise is
+    rounded, if the grid's spacing is at most 1. Raises UserError if the spacing is larger.
     """
     std = noise_multiplier * math.sqrt(len(tables)) * _UP
     if not std:
@@ -133,11 +139,11 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
 
 
 def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
-    """Return the edges of a forest, each parent before its children, chosen one by one by the exponential mechanism.
+    """Return the edges of a forest, each parent before its children, selected one by one by the exponential mechanism.
 
-    ``epsilon``: of each choice, inf for the best pair at every turn. A pair's score is its information beyond its
-    columns (see ``score``), less the expected contribution of noise of ``std`` on its counts (McKenna et al. 2022,
-    "AIM"). The choice "no more pairs" has the score 0.
+    ``epsilon``: the cost of each selection; inf selects the best pair every time. The score of a pair is its dependence
+    (see ``score``) less the expected contribution of noise of standard deviation ``std`` on the pair's counts (McKenna
+    et al. 2022, "AIM"). The option "no more pairs" has the score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
@@ -159,9 +165,10 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
 
 
 def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
-    """Return the sum, over classes and cells, of |count of the pair - count if its columns were independent|.
+    """Return the dependence of two columns: the sum over classes and cells of |count - expected count|.
 
-    ``ones``: released counts of the columns. One record more or less changes this by at most 1.
+    The expected count is the one of independent columns, computed from ``ones``, the released counts of columns. Adding
+    or removing one record changes the score by at most 1.
     """
     left, right = (np.maximum(ones[column], 0.0) for column in pair)
     number = np.maximum(right.sum(axis=1), 1.0)
@@ -170,10 +177,11 @@ def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
 
 
 def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, turn: int) -> int:
-    """Return a place with probability proportional to exp(epsilon score / 2): private where a score moves by 1.
+    """Return an index of ``scores``, drawn with probability proportional to exp(epsilon score / 2).
 
-    A race: the least of exponential random numbers of these rates (as in Gumbel's trick, with the coins resolved near
-    0, where unlikely places win).
+    The draw costs ``epsilon`` if one record changes a score by at most 1. The result is the index of the least of
+    exponential random numbers with these rates, similar to the Gumbel trick. The uniform numbers have a fine resolution
+    near 0, which decides the probability of unlikely indices. ``turn`` numbers the draws from one noise key.
     """
     if math.isinf(epsilon):
         return int(scores.argmax())
@@ -183,16 +191,19 @@ def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, turn: int
 
 
 def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
-    """Return columns for features of which nothing is known: each a number in the middle of ``cells`` equal parts."""
+    """Return columns for features without a description.
+
+    The values of each column are the middles of ``cells`` equal intervals from 0 to 1.
+    """
     middles = tuple((2 * cell + 1) / (2 * cells) for cell in range(cells))
     return tuple(Column(f"feature {place}", values=middles) for place in range(num_features))
 
 
 def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -> NDArray[np.int64]:
-    """Return the cell of each record in each column, (records, columns). Every record has one, whatever it holds.
+    """Return the cell of each record in each column, shape (records, columns). Every possible record has a cell.
 
-    A number is in the cell of the nearest of its column's values, at the ends, too; a category in its own, and in the
-    last one if it is none of those listed.
+    The cell of a number is that of the nearest value of its column, also for numbers outside the range of values. The
+    cell of a category is its own; unlisted categories share the last cell.
     """
     found = np.zeros((len(features), len(columns)), dtype=np.int64)
     start = 0
@@ -209,7 +220,10 @@ def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -
 
 
 def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[np.float32]:
-    """Return a record for each row of ``cells``: (records, features), a column's value or a one for its category."""
+    """Return a record for each row of ``cells``, shape (records, features).
+
+    A numeric column becomes the value of its cell; a column of categories becomes one-hot features.
+    """
     parts = []
     for place, column in enumerate(columns):
         shown = np.array(column.values)[:, None] if column.values else np.eye(column.cells, column.width)
@@ -219,7 +233,10 @@ def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[n
 
 @dataclass(frozen=True)
 class CellTable:
-    """Records as cells: ``rows`` (records, columns), each below its column's ``sizes``; ``labels``: (records,)."""
+    """The cells and labels of records. ``rows``: cells, (records, columns). ``labels``: classes, (records,).
+
+    ``sizes``: the number of cells of each column.
+    """
 
     rows: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -227,11 +244,14 @@ class CellTable:
     sizes: tuple[int, ...]
 
     def ones(self) -> list[Array]:
-        """Return the number of records of each class in each cell, of every column: (classes, cells)."""
+        """Return for every column a table (classes, cells): the number of records of each class in each cell."""
         return [self.counts(column) for column in range(len(self.sizes))]
 
     def counts(self, *columns: int) -> Array:
-        """Return the number of records of each class in each combination of cells, (classes, cells, ...)."""
+        """Return the number of records of each class in each combination of the columns' cells.
+
+        The shape is (classes, cells of the first column, cells of the second, ...).
+        """
         shape = (self.num_classes, *(self.sizes[column] for column in columns))
         place = np.ravel_multi_index((self.labels, *(self.rows[:, column] for column in columns)), shape)
         return np.bincount(place, minlength=math.prod(shape)).reshape(shape).astype(np.float64)
@@ -239,19 +259,20 @@ class CellTable:
 
 @dataclass(frozen=True)
 class ForestMarginals:
-    """Of each class: ``ones`` by column, (classes, cells); ``twos`` by (parent, child), (classes, cells, cells).
+    """Counts of records per class, for columns and for the edges of a forest of columns.
 
-    Counts of records. Edges are in an order in which a parent comes before its children, and make a forest.
+    ``ones``: a table (classes, cells) for each column. ``twos``: a table (classes, cells, cells) for each edge
+    (parent, child). In the order of the edges, a parent comes before its children.
     """
 
     ones: Sequence[Array]
     twos: Mapping[Edge, Array]
 
     def sample(self, counts: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return the cells of ``counts[c]`` records of each class c, (records, columns), sorted by class.
+        """Return the cells of ``counts[c]`` drawn records of each class c, (records, columns), sorted by class.
 
-        Drawn systematically: of n records with probability p there are n p, rounded up or down, so that drawing adds
-        next to nothing to the noise of the release.
+        Sampling is systematic: of n draws, a cell with probability p gets n p, rounded up or down. So sampling adds
+        almost no error to the noise of the release.
         """
         made = np.zeros((int(counts.sum()), len(self.ones)), dtype=np.int64)
         parents = {child: parent for parent, child in self.twos}
@@ -269,7 +290,10 @@ class ForestMarginals:
 
 
 def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
-    """Return the marginals of the model nearest to ``noisy`` ones; the same if there is no noise, both std 0."""
+    """Return the marginals of the model that is nearest to the ``noisy`` marginals, in weighted squares.
+
+    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise. If both are 0, return ``noisy`` itself.
+    """
     if not std_of_ones:
         return noisy
     # Sums of squares, each by its noise: in units of the less noisy ones, whose weight is 1.
@@ -327,7 +351,10 @@ def _rho(noise_multiplier: float) -> float:
 
 
 def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals:
-    """Return the marginals of the distribution proportional to exp(sum of potentials), times ``totals`` by class."""
+    """Return the marginals of the distribution proportional to exp(sum of potentials), scaled to counts of records.
+
+    ``totals``: the number of records of each class.
+    """
     inward = [table.copy() for table in potentials.ones]
     given: dict[Edge, Array] = {}
     for (parent, child), table in reversed(list(potentials.twos.items())):
@@ -350,7 +377,11 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
 def _gaps(
     found: ForestMarginals, noisy: ForestMarginals, of_ones: float, of_twos: float
 ) -> tuple[ForestMarginals, Array]:
-    """Return the gradient of the weighted half squares by ``found``, and their sum for each class."""
+    """Return the gradient of half the weighted squared differences, by ``found``, and the loss of each class.
+
+    The differences are those between ``found`` and ``noisy`` marginals; the loss is the weighted sum of their squares.
+    ``of_ones``, ``of_twos``: the weights of the tables of columns and of pairs.
+    """
     ones = [of_ones * (here - there) for here, there in zip(found.ones, noisy.ones, strict=True)]
     twos = {edge: of_twos * (here - noisy.twos[edge]) for edge, here in found.twos.items()}
     loss = sum((table**2).sum(axis=1) for table in ones) / of_ones
@@ -361,14 +392,20 @@ def _gaps(
 def _combined(
     combine: Callable[..., Any], by_class: NDArray[Any], first: ForestMarginals, second: ForestMarginals
 ) -> ForestMarginals:
-    """Return ``combine(value of the class, table of first, table of second)`` for all tables."""
+    """Return ``combine(value, table of first, table of second)`` for all pairs of tables.
+
+    ``by_class``: one value for each class, passed to ``combine`` in a shape that broadcasts over the tables.
+    """
     ones = [combine(by_class[:, None], *tables) for tables in zip(first.ones, second.ones, strict=True)]
     twos = {edge: combine(by_class[:, None, None], table, second.twos[edge]) for edge, table in first.twos.items()}
     return ForestMarginals(ones, twos)
 
 
 def _dealt(weights: Array, number: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return ``number`` cells in random order, each as often as its share says, rounded up or down at random."""
+    """Return ``number`` cells in random order, by systematic sampling.
+
+    A cell occurs as often as its share of ``weights`` times ``number``, rounded up or down at random.
+    """
     total = weights.sum()
     ends = np.cumsum(weights) / total if total > 0 else np.arange(1, len(weights) + 1) / len(weights)
     ends[-1] = 1.0

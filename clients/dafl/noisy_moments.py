@@ -1,7 +1,8 @@
-"""Generators that draw records from noisy class moments: of vectors (``Gaussian``), of images (``MeanEmbedding``).
+"""Generators that draw records from noisy class moments: ``Gaussian`` for vectors, ``MeanEmbedding`` for images.
 
-Each makes two Gaussian releases of sums over the records of each class: first the centre of the class, with a part of
-the budget, then the second moments about that centre. All else is post-processing.
+Each generator makes two Gaussian releases of sums over the records of each class. The first release takes a part of the
+budget for the centre of each class; the second takes the rest for the second moments about that centre. All other
+computation is post-processing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_no
 from fl_sim.settings import Settings
 
 LONGEST: Final = math.sqrt(2)
-"""The length of (u, uu') where u has length 1: its square is |u|^2 + |u|^4, as triangles keep lengths."""
+"""The norm of (u, uu') for |u| = 1. The triangle form of uu' preserves norms: the squared norm is |u|^2 + |u|^4 = 2."""
 
 _UP: Final = 1 + 2.0**-50  # rounding must not make the noise less than what was billed
 _COUNT: Final = 0.25  # the weight of a count of one in the first release of images, in lengths of the longest record
@@ -34,15 +35,15 @@ _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 
 
 class Gaussian(Settings):
-    """Draw vectors from noisy moments of each class: seconds, and nothing that is trained.
+    """Draw vectors from normal distributions with the noisy moments of each class, in seconds and without training.
 
-    For records such as those of ``features=scattering``, in which classes are nearly normal. The second release is that
-    of (u, uu'), where u is a record's distance from the centre in units of ``radius``, shortened to length 1: the
-    smaller the ball, the smaller the noise.
+    Meant for records such as those of ``features=scattering``, whose classes are nearly normally distributed. The
+    second release is the sum of (u, uu'), where u is the difference between a record and its class's centre in units of
+    ``radius``, clipped to norm 1. A smaller radius means less noise.
 
-    ``clipping_norm``: records are shortened to it; features=scattering has none that is longer than 1. ``radius``: of
-    the ball around a class's centre, in clipping norms, to which records are moved that lie outside. ``centre_share``:
-    the share of the budget (of 1 / noise multiplier squared) that goes to the centres.
+    ``clipping_norm``: the norm to which records are clipped; no record of features=scattering has a norm above 1.
+    ``radius``: the radius of the ball around a class's centre, in clipping norms; records outside the ball are moved to
+    its surface. ``centre_share``: the share of the budget (of 1 / noise multiplier squared) that goes to the centres.
     """
 
     kind: Literal["gaussian"] = "gaussian"
@@ -51,7 +52,7 @@ class Gaussian(Settings):
     centre_share: float = Field(0.05, gt=0, lt=1)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError for images, whose pixels are far from normal."""
+        """Raise UserError for images, because pixels are far from normally distributed."""
         if len(shape) != 1:
             raise UserError(
                 f"preprocess.generator gaussian makes vectors, and these records are images of shape {shape}: set "
@@ -59,7 +60,10 @@ class Gaussian(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Price both releases; refused where each number of a centre of all records has as much noise as the radius."""
+        """Return the cost of both releases together within (epsilon, delta).
+
+        The bill is refused if, in a mean over all records, the noise on each number is as large as ``radius``.
+        """
         del num_classes
         return _priced(num_records, epsilon, delta, lambda z: z / math.sqrt(self.centre_share) / self.radius, "mean")
 
@@ -71,10 +75,10 @@ class Gaussian(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Return vectors, (sum of counts, numbers), in [-1, 1]; ``generator`` draws what the moments leave open.
+        """Return synthetic vectors, shape (sum of counts, numbers per record), in [-1, 1].
 
-        The number of records of a class is not released: the class is taken to have the share of all records, whose
-        number is public, that it has in ``counts``.
+        ``generator`` draws the vectors from the distribution with the released moments. The number of records of a
+        class is not released. It is estimated: the class's share in ``counts`` times the public number of all records.
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]
@@ -95,18 +99,20 @@ class Gaussian(Settings):
 
 
 class MeanEmbedding(Settings):
-    """Draw images from noisy moments: a second where a GAN takes minutes, and no training that could collapse.
+    """Draw images from noisy class moments: a second, where a GAN takes minutes, and no training that could collapse.
 
-    After Harder et al. 2021 (DP-MERF). A record is its d lowest frequencies in the public cosine basis. Released are
-    count, mean and spread of every class, then the second moments about that mean. Both are shrunk as far as they may
-    be noise, the second moments towards the falling spectrum that images have in common. Images are drawn from a normal
-    distribution such that they have these moments once their pixels are clamped to [-1, 1].
+    After Harder et al. 2021 (DP-MERF). A record is represented by its d lowest frequencies in the public cosine basis.
+    The first release is count, mean and spread of every class; the second release is the second moments about the mean.
+    Means are shrunk towards zero, and second moments towards the public average spectrum of images, as far as noise
+    can explain them. Images are drawn from a normal distribution that has the released moments after pixels are clamped
+    to [-1, 1].
 
-    ``frequencies``: d. ``mean_share``: the share of the budget (of 1 / noise multiplier squared) that goes to count,
-    mean and spread. ``whitening``: 0 leaves the frequencies as they are, 1 scales all to the same public variance,
-    before clipping. ``radius``: where the second release clips, in root mean square distances from the mean. ``warp``:
-    drawn images are turned, stretched and moved at random, 1 for up to 10 degrees, a tenth and a twentieth of a side;
-    classifiers of digits learn more from them, and those of clothes less.
+    ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the
+    budget (of 1 / noise multiplier squared) that goes to count, mean and spread. ``whitening``: the scaling of
+    frequencies before clipping; 0 leaves them unchanged, 1 scales all to the same public variance. ``radius``: the
+    clipping norm of the second release, in root mean square distances from the mean. ``warp``: the strength of random
+    rotation, scaling and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side.
+    Classifiers of digits learn more from warped images, and classifiers of clothes less.
     """
 
     kind: Literal["mean-embedding"] = "mean-embedding"
@@ -117,7 +123,7 @@ class MeanEmbedding(Settings):
     warp: float = Field(0.0, ge=0, le=3)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError for tables, of whose columns no two are neighbours."""
+        """Raise UserError for records that are not images: a table's columns have no neighbours as pixels have."""
         if len(shape) != 3:
             raise UserError(
                 f"preprocess.generator mean-embedding makes images, and these records have shape {shape}: take "
@@ -125,7 +131,10 @@ class MeanEmbedding(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Price both releases; refused where the noise on the mean of all records is as long as the longest mean."""
+        """Return the cost of both releases together within (epsilon, delta).
+
+        The bill is refused if the noise on the mean of all records has a norm as large as the largest possible mean.
+        """
         del num_classes
         length = math.sqrt(self.frequencies)
         return _priced(
@@ -140,7 +149,10 @@ class MeanEmbedding(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Return images of low frequencies, clamped to [-1, 1]; ``generator`` draws what the moments leave open."""
+        """Return synthetic images of low frequencies, clamped to [-1, 1].
+
+        ``generator`` draws the images from the distribution with the released moments.
+        """
         shape = tuple(records.inputs.shape[1:])
         order, spectrum = lowest_frequencies(shape, self.frequencies)
         points, labels = frequencies_of(records.inputs, order), records.labels.numpy()
@@ -171,9 +183,10 @@ class MeanEmbedding(Settings):
 class GaussianRelease:
     """One Gaussian release of sums over the records of each class.
 
-    ``noise_multiplier``: noise on a sum / how far a record moves it, 0: neither noise nor clipping. A record is in one
-    class, so it moves the sums of all classes together by no more than that of its own. ``num_records``: of all classes
-    together, a public number; the clipping norm must not depend on the number of records of a class.
+    ``noise_multiplier``: standard deviation of the noise on a sum / sensitivity of the sum; 0: neither noise nor
+    clipping. A record is in one class, so the sensitivity of the sums of all classes together is that of one class.
+    ``num_records``: the public number of records of all classes together; the clipping norm must not depend on the
+    number of records of a single class.
     """
 
     noise_multiplier: float
@@ -181,17 +194,17 @@ class GaussianRelease:
     num_records: int
 
     def sum_of(self, rows: Array, num_classes: int, label: int) -> Array:
-        """Return the noisy sum of ``rows`` (n, d), each shortened to length 1."""
+        """Return the noisy sum of ``rows`` (n, d), each clipped to norm 1. ``label``: the class of the rows."""
         std = self.noise_multiplier
         sums = clipped(rows, self._limit(1.0, num_classes * rows.shape[1])).sum(axis=0)
         return self._noisy(sums, std, f"gaussian: centre of class {label}")
 
     def moments_of(self, rows: Array, num_classes: int, label: int) -> tuple[Array, float]:
-        """Return the noisy sum of (u, uu' as a triangle) and its noise's standard deviation.
+        """Return the noisy sum of the vectors (u, triangle of uu'), and the standard deviation of the noise.
 
-        u is a row, shortened to length 1. (u, uu') is shortened once more, as a whole, to the little less than
-        ``LONGEST`` that leaves room for rounding to the noise's grid; a product of three numbers that are rounded once
-        each is within what ``clipping_norm_on_grid`` allows.
+        u is a row of ``rows``, clipped to norm 1. The whole vector (u, uu') is then clipped to slightly less than
+        ``LONGEST``, so that rounding to the grid of the noise cannot exceed the sensitivity. The allowance of
+        ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers.
         """
         std = self.noise_multiplier * LONGEST
         size = num_moments(rows.shape[1]) - 1
@@ -214,7 +227,10 @@ class GaussianRelease:
 
 @dataclass(frozen=True)
 class ClassSums:
-    """One Gaussian release: ``noise_multiplier`` is noise on a sum / clipping norm, 0: neither noise nor clipping."""
+    """One Gaussian release of sums per class.
+
+    ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm; 0: neither noise nor clipping.
+    """
 
     noise_multiplier: float
     noise: Noise
@@ -223,10 +239,10 @@ class ClassSums:
     def sums(
         self, features: Array, clipping_norm: float, labels: NDArray[np.int64], num_classes: int
     ) -> tuple[Array, float]:
-        """Return the noisy sum of ``features`` (n, d) per class, (num_classes, d), and its noise's standard deviation.
+        """Return the noisy sums of ``features`` (n, d) per class, (num_classes, d), and the noise's standard deviation.
 
-        A record is in one class, so it moves all sums together by at most ``clipping_norm``. Rows that are not finite
-        count as zero.
+        A record is in one class, so adding or removing a record changes all sums together by at most ``clipping_norm``.
+        Rows that are not finite count as zero.
         """
         std = self.noise_multiplier * clipping_norm
         sums = np.zeros((num_classes, features.shape[1]))
@@ -239,14 +255,18 @@ class ClassSums:
         return add_noise(sums, std, drawn.reshape(sums.shape)), std
 
     def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
-        """Return each row clipped such that the sum of ``size`` numbers, rounded to the grid, moves by no more."""
+        """Return ``features`` with each row clipped to ``clipping_norm``, less an allowance for rounding.
+
+        With the allowance, a row changes a sum of ``size`` numbers by at most ``clipping_norm`` even after the sum is
+        rounded to the grid of the noise.
+        """
         std = self.noise_multiplier * clipping_norm
         limit = clipping_norm_on_grid(clipping_norm, std, size, summands=len(features)) if std else math.inf
         return clipped(features, limit)
 
 
 def clipped(rows: Array, clipping_norm: float) -> Array:
-    """Return ``rows`` (n, d), each shortened to ``clipping_norm``; rows that are not finite become zero."""
+    """Return ``rows`` (n, d), each clipped to the norm ``clipping_norm``; rows that are not finite become zero."""
     norms = np.linalg.norm(rows, axis=1)
     factors = np.array([clip_factor(float(norm), clipping_norm) for norm in norms])
     shortened = np.zeros_like(rows)
@@ -255,9 +275,10 @@ def clipped(rows: Array, clipping_norm: float) -> Array:
 
 
 def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Array:
-    """Return ``number`` draws from N(0, ``root`` root'), (number, d), whose own mean is 0.
+    """Return ``number`` draws from N(0, ``root`` root'), shape (number, d), with the sample mean 0.
 
-    If there are enough, their own covariance is exactly root root', too: they carry all that was released and no more.
+    If ``number`` is more than twice the columns of ``root``, the sample covariance is exactly root root', too: sampling
+    then adds no error to the released moments. A single draw is not centred.
     """
     normal = torch.from_numpy(generator.standard_normal((number, root.shape[1])))
     if number > 1:
@@ -270,7 +291,10 @@ def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Ar
 
 
 def without_noise(values: Array, std: float) -> Array:
-    """Return the eigenvalues ``values`` (d,) of a matrix without the noise whose eigenvalues have deviation ``std``."""
+    """Return an estimate of a matrix's eigenvalues before noise, from its eigenvalues with noise, ``values`` (d,).
+
+    ``std``: the standard deviation of the eigenvalues of the noise matrix.
+    """
     width = 2 * std / math.sqrt(len(values))  # about as many of the noise's eigenvalues lie in it as should be averaged
     apart = values[:, None] - values
     cleaned: Array = values - 2 * std**2 * (apart / (apart**2 + width**2)).mean(axis=1)
@@ -280,10 +304,12 @@ def without_noise(values: Array, std: float) -> Array:
 def _priced(
     num_records: int, epsilon: float, delta: float, fewest: Callable[[float], float], mean: str
 ) -> GeneratorBill:
-    """Price two Gaussian releases as one: of noise z_1 and z_2, they are one of z^-2 = z_1^-2 + z_2^-2.
+    """Return the cost of two Gaussian releases as one Gaussian release.
 
-    (Dong, Roth, Su 2022, corollary 3.3 for the sum, which holds when the second is chosen after the first is seen.)
-    ``fewest``: the number of records, for a noise multiplier, below which the ``mean`` would be noise.
+    Releases with the noise multipliers z_1 and z_2 cost the same as one release with z^-2 = z_1^-2 + z_2^-2 (Dong,
+    Roth, Su 2022, corollary 3.3; it holds if the second release is chosen after the first is seen). ``fewest``: a
+    function from z to the number of records below which the noise would hide the mean. ``mean``: the name of that mean
+    in messages.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 
@@ -298,12 +324,13 @@ def _priced(
 
 
 def _root_without_noise(covariance: Array, std: float) -> Array:
-    """Return A with AA' the covariance in which noise is undone as far as that can be.
+    """Return a matrix A such that AA' is an estimate of ``covariance`` without its noise.
 
-    ``std``: of the noise on the triangle's numbers, so that the matrix of the noise is Gaussian orthogonal, its
-    eigenvalues a semicircle of variance s^2 = std^2 d / 2. Eigenvectors are kept, and an eigenvalue x becomes
-    x - 2 s^2 Re g(x), g the Stieltjes transform of all eigenvalues: the best estimate that does so for large d (Bun,
-    Allez, Bouchaud, Potters 2016, "Rotational invariant estimator for general noisy matrices", section V).
+    ``std``: the standard deviation of the noise on the numbers of the covariance's triangle. The matrix of the noise is
+    then a Gaussian orthogonal matrix, whose eigenvalues follow a semicircle law of variance s^2 = std^2 d / 2. The
+    estimate has the same eigenvectors, and an eigenvalue x becomes x - 2 s^2 Re g(x), where g is the Stieltjes
+    transform of all eigenvalues. For large d no estimate with the same eigenvectors is better (Bun, Allez, Bouchaud,
+    Potters 2016, "Rotational invariant estimator for general noisy matrices", section V).
     """
     values, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(covariance)))
     if std:
@@ -315,9 +342,10 @@ def _root_without_noise(covariance: Array, std: float) -> Array:
 def _first_moments(
     points: Array, labels: NDArray[np.int64], num_classes: int, diameter: float, release: ClassSums
 ) -> tuple[Array, Array, Array]:
-    """Release and return, per class: count (at least 1), mean (num_classes, d), and mean squared distance from it.
+    """Make the first release, and return the noisy moments of each class.
 
-    ``diameter``: the longest possible record.
+    The three results are the number of records (num_classes,), at least 1; the mean (num_classes, d); and the mean
+    squared distance from the mean (num_classes,). ``diameter``: the largest possible norm of a record.
     """
     squares = (points**2).sum(axis=1, keepdims=True) / diameter
     features = np.concatenate([np.full_like(squares, _COUNT * diameter), points, _SPREAD * squares], axis=1)

@@ -1,4 +1,4 @@
-"""DA-FL's settings: synthetic records before the main task (Tang, Wang, Liu 2023).
+"""Settings of DA-FL: clients release synthetic records before the main task (Tang, Wang, Liu 2023).
 
 "DA-FL", Journal on Communications 44(1). The client half is in clients/dafl/share.py.
 """
@@ -27,15 +27,18 @@ AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 class DaFl(Settings):
     """Every client releases about ``gamma`` times as many synthetic records as it holds, before the main task.
 
-    ``epsilon`` (inf: no noise, the paper's control) and ``delta``: what a record pays for labels and generator
-    together. ``generator``: "dp-cgan" is the paper's, and the better one beside raw records; "mean-embedding" takes a
-    second and makes the better records to train on alone; "marginals" is for tables, "gaussian" for public features.
-    ``labels``: the mechanism that picks how many records of each class are made.
-    ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the main task's records,
-    the client's own and the pool, or the pool alone, which makes the whole run private by post-processing.
-    ``server_epochs``: how long the server trains the first model on the pool, which it holds anyway, before the first
-    round; 0, as in the paper, starts from random weights.
-    ``noise``: "secret" is the real thing and differs from run to run, "seeded" repeats and protects in simulation only.
+    ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for labels and
+    generator together. ``generator``: "dp-cgan" is the paper's generator, and the better one if clients also train on
+    raw records; "mean-embedding" takes a second and is the better one if clients train on synthetic records alone;
+    "marginals" is for tables, "gaussian" for public features.
+    ``labels``: the mechanism that selects the number of synthetic records of each class.
+    ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the training records of the main task,
+    either the client's own and the pool of all synthetic records, or the pool alone; the pool alone makes the whole run
+    private by post-processing.
+    ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
+    round; 0, as in the paper, starts from random weights. The server holds the pool in any case.
+    ``noise``: "secret" protects the records and differs from run to run; "seeded" repeats in every run, for simulations
+    only, and protects nobody.
     """
 
     kind: Literal["da-fl"] = "da-fl"
@@ -55,7 +58,7 @@ class DaFl(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence["DaFl"], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return the caption on the clients' release before the first round and its budget."""
+        """Return the caption that describes the clients' release before the first round, and its budget."""
         gammas = values([one.client_gammas or one.gamma for one in chosen])
         made_by = values([kind_of(one.generator) for one in chosen])
         epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
@@ -70,7 +73,7 @@ class DaFl(Settings):
         return [line]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError unless each client has a gamma."""
+        """Raise ValueError if ``client_gammas`` is given and does not have one value for each client."""
         if self.client_gammas and len(self.client_gammas) != experiment.clients:
             raise ValueError(
                 f"preprocess.client_gammas has {len(self.client_gammas)} values for {experiment.clients} clients: "
@@ -78,7 +81,10 @@ class DaFl(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError if the generator cannot make such records, or does not see them as they are."""
+        """Raise UserError if the generator cannot make records like those of ``dataset``.
+
+        Also raise UserError if records are outside the range of the generator, or if epsilon is too small for labels.
+        """
         self.generator_epsilon(dataset.num_classes)
         if isinstance(self.generator, ShapedGenerator):
             self.generator.check_shape(dataset.input_shape)
@@ -91,7 +97,10 @@ class DaFl(Settings):
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if no client can release anything within ``epsilon``. Largest clients come first."""
+        """Raise UserError if no client can release anything within ``epsilon``.
+
+        ``records``: the number of records of each client. The check starts with the largest client.
+        """
         del experiment
         refused = ""
         for held in sorted(set(records), reverse=True):
@@ -111,13 +120,13 @@ class DaFl(Settings):
         return self.train_on == "synthetic"
 
     def gamma_of(self, client: int) -> float:
-        """Return the number of records that ``client`` makes, as a share of its own."""
+        """Return gamma of ``client``: the number of its synthetic records as a share of the number of its own."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:
-        """Return the name of the release of ``client``: two releases of one name differ in their noise key alone.
+        """Return the name of the release of ``client``. Two releases of one name differ only in the noise key.
 
-        ``features``: the version of the public features that its records consist of.
+        ``features``: the version of the public features that the client's records consist of.
         """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
         settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}
@@ -126,7 +135,10 @@ class DaFl(Settings):
         ).hexdigest()[:16]
 
     def generator_epsilon(self, num_classes: int) -> float:
-        """Return eps_0, the budget that the labels leave for the generator. Raises UserError if that is nothing."""
+        """Return eps_0, the epsilon of the generator: ``epsilon`` less the epsilon of the label selection.
+
+        Raises UserError if the difference is not positive.
+        """
         used = self.labels.total_epsilon(num_classes)
         left = self.epsilon - used
         if left <= 0:

@@ -1,10 +1,10 @@
-"""DA-FL on one client: pick labels privately, train a private generator, release records (Tang, Wang, Liu 2023).
+"""DA-FL on one client: select labels privately, train a private generator, release records (Tang, Wang, Liu 2023).
 
-PLS says how many records of each class to make, PSG makes them. Privacy unit: one record, add or remove; the number of
-records of a client, gamma and the range are public. Both releases are charged to the client's ledger before they are
-made. Until its share is out, a client keeps in a folder of its own, which nobody else may read: the noise key (so that
-a run that was killed makes the same release again, at no further cost) and the share. The ledger lies elsewhere: it
-outlives the folder, and contains all releases about the same records.
+Private label selection (PLS) determines the number of synthetic records of each class; the private generator (PSG)
+makes the records. Privacy unit: one record, add or remove; the number of records of a client, gamma and the range are
+public. Both releases are charged to the client's ledger before they are made. A private folder of the client stores the
+noise key (so that a run that was killed makes the same release again, at no further cost) and the finished share. The
+ledger is in another place: it remains when the folder is deleted, and contains all releases about the same records.
 """
 
 import json
@@ -42,10 +42,12 @@ _SHARE = "share.safetensors"
 
 @dataclass(frozen=True)
 class SyntheticShare:
-    """One client's part of the pool. All of it is a private release; ``refused`` says why it may be empty.
+    """One client's part of the pool of synthetic records. All its contents are private releases.
 
-    ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class; ``counts``: (num_classes,). ``facts``: the
-    cost as JSON values, enough to add it up again; ``receipt``: of the ledger. {} and None where nothing was released.
+    ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class. ``counts``: the number of records of each
+    class, (num_classes,). ``refused``: the reason for an empty share, else empty. ``facts``: the privacy events of the
+    release as JSON values, from which its epsilon can be computed again; {} if nothing was released. ``receipt``: the
+    receipt of the ledger; None if nothing was released.
     """
 
     inputs: torch.Tensor
@@ -57,9 +59,9 @@ class SyntheticShare:
 
 @dataclass(frozen=True)
 class ReleasingClient:
-    """One client: its number, its records, the folder of its share, its ledger and, if any, its policy.
+    """A client that releases a share: its number, records, folder for the share, ledger and, if it has one, policy.
 
-    The ledger of a client with a policy is the policy's.
+    For a client with a policy, the policy's ledger is used instead of ``ledger``.
     """
 
     number: int
@@ -71,7 +73,7 @@ class ReleasingClient:
 
 @dataclass(frozen=True)
 class PaidRequest:
-    """A request to a client's generator and the receipt for it: to be kept from all but that client."""
+    """A request to a client's generator and the receipt of its charge. Only that client may see this object."""
 
     request: GeneratorRequest
     receipt: Receipt
@@ -85,10 +87,10 @@ def make_shares(
     public_records: int,
     check: Check = lambda: None,
 ) -> list[SyntheticShare | Exception]:
-    """Return every client's share, or the error that it raised; their generators are trained together.
+    """Return every client's share, or the client's error. The generators of all clients are trained together.
 
-    A share is made once: a second call with the same folder returns the first share. ``public_records`` bounds the
-    records of any client in a class, without looking at them. An error of ``check`` ends all that is not done.
+    A share is made once: a second call with the same folder returns the first share. ``public_records``: a public upper
+    bound on the number of records of any client in a class. An exception from ``check`` aborts all unfinished shares.
     """
     begun = [_caught(partial(begin_share, settings, client, seed, public_records)) for client in clients]
     made = iter(_generated(settings, [one.request for one in begun if isinstance(one, PaidRequest)], check))
@@ -101,7 +103,10 @@ def make_shares(
 def begin_share(
     settings: DaFl, client: ReleasingClient, seed: int, public_records: int
 ) -> SyntheticShare | PaidRequest:
-    """Pay for the share, and pick its labels; or return the share, if it exists already or must be empty."""
+    """Charge the share to the ledger, select its labels, and return the request to the generator.
+
+    If the share exists already, or if it must be empty because the bill is refused, return the share instead.
+    """
     records, policy, num_classes = client.records, client.policy, client.records.num_classes
     if policy:
         policy.check_noise(settings.noise, "preprocess.noise")
@@ -126,9 +131,9 @@ def begin_share(
 def generate_elsewhere(
     settings: DaFl, number: int, records: PrivateRecords, counts: NDArray[np.int64], noise: Noise, *, seed: int
 ) -> torch.Tensor:
-    """Return the records of a client's generator in a process that sees neither the client's folder nor its ledger.
+    """Return the synthetic records of a client, computed in a process without access to the client's folder and ledger.
 
-    ``counts``, ``noise``: of ``begin_share``'s request. The words of an error that is raised contain nothing private.
+    ``counts``, ``noise``: the values in the request of ``begin_share``. The messages of errors contain nothing private.
     """
     request = GeneratorRequest(records, counts, _bill(settings, records), noise, rng(seed, "generator", number))
     [made] = _generated(settings, [request])
@@ -138,7 +143,10 @@ def generate_elsewhere(
 
 
 def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, made: Made) -> SyntheticShare:
-    """Store the records that the generator made, which are the release, and delete the noise key."""
+    """Store the synthetic records ``made`` as the client's share, delete the noise key, and return the share.
+
+    If ``made`` is an error, raise it without private text.
+    """
     if isinstance(made, Exception):
         raise _without_its_words(made)
     request, num_classes = paid.request, client.records.num_classes
@@ -163,7 +171,7 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
 
 
 def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
-    """Return the cost of the labels of a share, which does not depend on any record."""
+    """Return the privacy event of the label selection of a share. The event does not depend on any record."""
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
@@ -175,7 +183,10 @@ def _caught(function: Callable[[], Returned]) -> Returned | Exception:
 
 
 def _without_its_words(error: Exception) -> Exception:
-    """Return an error without its text, which may quote records and goes to the server; our own errors as they are."""
+    """Return an error that is safe to send to the server: its text does not quote records.
+
+    RunError, UserError and the operating system's messages about files are safe; the text of other errors is removed.
+    """
     if isinstance(error, RunError | UserError):
         return error
     if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
@@ -200,7 +211,10 @@ def _bill(settings: DaFl, records: PrivateRecords) -> GeneratorBill:
 def _picked_labels(
     settings: DaFl, records: PrivateRecords, gamma: float, public_records: int, noise: Noise
 ) -> NDArray[np.int64]:
-    """Return the number of records of each class to make, (num_classes,), by PLS; gamma n_k if epsilon is inf."""
+    """Return the number of synthetic records of each class, (num_classes,), by private label selection.
+
+    If epsilon is inf, return gamma times the number of records of each class, rounded.
+    """
     held = np.bincount(records.labels.numpy(), minlength=records.num_classes)
     if math.isinf(settings.epsilon):
         exact: NDArray[np.int64] = np.rint(gamma * held).astype(np.int64)
@@ -209,7 +223,7 @@ def _picked_labels(
 
 
 def _read(client: ReleasingClient) -> SyntheticShare:
-    """Return the share that was made before. Raises RunError if it is damaged, or its receipt is not in the ledger."""
+    """Return the stored share. Raises RunError if the file is damaged, or if its receipt is not in the ledger."""
     path, records = client.folder / _SHARE, client.records
     share, cause = None, None
     try:

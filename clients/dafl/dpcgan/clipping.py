@@ -1,18 +1,20 @@
 """Sums of jointly clipped gradients of (real, fake) pairs, from one forward and one backward pass over both halves.
 
-The gradient of a linear layer for one row is the outer product of its input a and the error e at its output. Hence a
-pair's squared norm is a sum of products of scalar products, (e_i . e_j)(a_i . a_j) over its two rows (Goodfellow 2015,
-"Efficient per-example gradient computations"), and the clipped sum is one matrix product of weighted rows: the gradient
-of a single record is never formed. A convolution is the same with a row per position of its output.
+The gradient of a linear layer for one row is the outer product of the layer's input a and the error e at the layer's
+output. Hence the squared norm of a pair's gradient is a sum of products of scalar products, (e_i . e_j)(a_i . a_j) over
+the pair's two rows (Goodfellow 2015, "Efficient per-example gradient computations"). The clipped sum is one matrix
+product of weighted rows: the gradient of a single record is never computed. A convolution is treated like a linear
+layer with one row per output position.
 
-No pair moves a sum by more than its bound, whatever the weights. A pair's inputs and errors are float32, and their
-bits do not depend on the other pairs of the step. Norms and sums are float64, which holds products of float32 exactly.
-Where the rows of a pair cancel, a norm from scalar products may be rounded down, but by no more than 2 n u times what
-does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1), and that much is added to it.
+No pair changes a sum by more than the pair's bound, whatever the weights. A pair's inputs and errors are float32, and
+their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
+float32 exactly. If the two rows of a pair cancel, the norm from scalar products may be rounded down, but by at most
+2 n u times the part that does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1); this amount is added to
+the norm.
 
-Opacus' hooks form every record's gradient of every layer, of real and fake apart, at about three times the cost of a
-step without privacy (``benchmarks/dpcgan_step.py``). The tests compare this file with them, and
-``clients.dafl.dpcgan.with_opacus`` trains by them on request.
+Opacus' hooks compute every record's gradient of every layer, separately for real and fake, at about three times the
+cost of a step without privacy (``benchmarks/dpcgan_step.py``). The tests compare this module with Opacus' hooks, and
+``clients.dafl.dpcgan.with_opacus`` trains with them on request.
 """
 
 from collections.abc import Sequence
@@ -26,18 +28,19 @@ from torch.nn import functional
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
 
 MARGIN: Final = 1e-5
-"""Pairs are clipped to (1 - margin) C: room for the rounding of float64 in the sum, less than 1e-6 C in 1,000 pairs."""
+"""Pairs are clipped to (1 - MARGIN) C. The margin leaves room for float64 rounding of a sum: 1e-6 C in 1,000 pairs."""
 
 _SLACK: Final = 2.0**-32
-"""The most that rounding takes from a squared norm, as a share of the sum of both rows' own: up to 2^20 terms."""
+"""The largest rounding error of a squared norm, relative to the sum of both rows' squared norms, up to 2^20 terms."""
 
 
 @dataclass(frozen=True)
 class ClientPairs:
-    """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and the clipping norm of a pair.
+    """One client's pairs in a step. ``real``, ``fake``: the two halves of the pairs, (pairs, *input shape of D).
 
-    D scores each row by itself and consists of Linear, Conv2d, InstanceNorm2d without running statistics, and layers
-    without parameters. ``clipping_norm`` inf: the plain sum.
+    ``discriminator``: D. D's score of a row must not depend on other rows; D consists of Linear, Conv2d, InstanceNorm2d
+    without running statistics, and layers without parameters. ``clipping_norm``: the bound on a pair's gradient; inf
+    gives the sum without clipping.
     """
 
     discriminator: nn.Sequential
@@ -49,16 +52,16 @@ class ClientPairs:
 def clipped_sum(
     discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
 ) -> torch.Tensor:
-    """Return the sum of one client alone: see ``clipped_sums``."""
+    """Return the sum of clipped gradients of one client, as a flat float64 vector: see ``clipped_sums``."""
     return clipped_sums([ClientPairs(discriminator, real, fake, clipping_norm)])[0]
 
 
 def clipped_sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
-    """Return every client's sum, over its pairs, of the gradients of loss(D(real), 1) + loss(D(fake), 0), clipped.
+    """Return every client's sum of the clipped gradients of loss(D(real), 1) + loss(D(fake), 0) over its pairs.
 
-    Each pair's gradient is clipped as one vector. The sums are flat and float64, in the order of ``D.parameters()``. A
-    pair whose gradient is not finite counts as the zero vector; no pairs at all sum to zero. The networks are of one
-    kind; a client's sum does not depend on the others.
+    The gradient of each pair is clipped as one vector. The sums are flat and float64, in the order of
+    ``D.parameters()``. A pair whose gradient is not finite counts as the zero vector; the sum of no pairs is zero. All
+    clients' networks have the same kinds of layers; a client's sum does not depend on other clients.
     """
     found = iter(_sums([one for one in clients if len(one.real)]))
     sizes = [sum(weight.numel() for weight in one.discriminator.parameters()) for one in clients]
@@ -92,7 +95,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
 
 
 def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Linears | _Apart]":
-    """Return D's layers with parameters, with the input of each and the loss's derivative by its output."""
+    """Return D's layers that have parameters, each with its input and the derivative of the loss by its output."""
     rows: list[torch.Tensor] = []
     for one, size in zip(clients, sizes, strict=True):
         pairs = one.real.new_zeros(size, 2, *one.real.shape[1:])
@@ -115,16 +118,17 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
 
 
 class _Linears:
-    """Gradients of linear layers, for every pair of all clients, as float64.
+    """The gradients of one linear layer, for every pair of all clients, as float64.
 
-    ``entered``: by client; ``errors``: of all clients, one below the other.
+    ``entered``: the input rows of each client. ``errors``: the derivatives of the loss by the outputs, with the rows of
+    all clients concatenated.
     """
 
     def __init__(self, entered: Sequence[torch.Tensor], errors: torch.Tensor, *, has_bias: bool) -> None:
         self.has_bias, self.a, self.e = has_bias, [part.double() for part in entered], errors.double()
 
     def squared_norms(self) -> torch.Tensor:
-        """Return each pair's share of its squared gradient norm, (pairs,): never less than the true value."""
+        """Return the squared norm of each pair's gradient in this layer, (pairs,), never less than the true value."""
         products = [_products(part) for part in self.a]
         inputs, inputs_across = (torch.cat(parts) for parts in zip(*products, strict=True))
         errors, errors_across = _products(self.e)
@@ -134,7 +138,7 @@ class _Linears:
         return own + 2 * inputs_across * errors_across + _SLACK * own
 
     def forget(self, pairs: torch.Tensor) -> None:
-        """Make the gradients of ``pairs`` (a mask) zero."""
+        """Set the gradients of some pairs to zero. ``pairs``: a mask, (pairs,)."""
         both = pairs.repeat_interleave(2)
         self.e = self.e.masked_fill(both[:, None], 0.0)
         sizes = [len(part) for part in self.a]
@@ -143,20 +147,23 @@ class _Linears:
         ]
 
     def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return each client's sum over pairs of factor times gradient, for each of the layer's parameters."""
+        """Return for each client and each parameter of the layer the sum over pairs of factor times gradient."""
         errors = (self.e.view(-1, 2, self.e.shape[1]) * factors[:, None, None]).flatten(0, 1)
         parts = zip(torch.split(errors, [len(part) for part in self.a]), self.a, strict=True)
         return [[error.T @ entered, *([error.sum(0)] if self.has_bias else [])] for error, entered in parts]
 
 
 def _products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows' squares, (2 pairs,), and the products of real with fake, (pairs,)."""
+    """Return the squared norm of each row, (2 pairs,), and the scalar product of each real and fake row, (pairs,)."""
     real, fake = rows.view(-1, 2, rows.shape[1]).unbind(1)
     return torch.linalg.vecdot(rows, rows), torch.linalg.vecdot(real, fake)
 
 
 class _Apart:
-    """Layers of every client, one by one: sharing operations would gain nothing. Methods as of ``_Linears``."""
+    """One layer of every client, computed separately, because joint operations would save no time.
+
+    The methods have the same meaning as those of ``_Linears``.
+    """
 
     def __init__(self, layers: "Sequence[_Convolution | _InstanceNorm]") -> None:
         self.layers = layers
@@ -175,7 +182,10 @@ class _Apart:
 
 
 class _Convolution:
-    """As a linear layer, with a row for every position of the output: a pair's gradient is e_r a_r' + e_f a_f'."""
+    """The gradients of a convolution: as those of a linear layer with one row for every output position.
+
+    The gradient of a pair is e_r a_r' + e_f a_f', for inputs a and errors e of the real (r) and the fake (f) half.
+    """
 
     def __init__(self, layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> None:
         assert isinstance(layer, nn.Conv2d)
@@ -223,19 +233,23 @@ class _Convolution:
 
 
 def _sizes(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row's squares, (rows,)."""
+    """Return the squared norm of each row, (rows,). Further dimensions are flattened."""
     rows = rows.flatten(1)
     squares: torch.Tensor = torch.linalg.vecdot(rows, rows)
     return squares
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of the real and of the fake half of each pair."""
+    """Return the real rows and the fake rows of all pairs; they alternate in ``rows``."""
     return rows[0::2], rows[1::2]
 
 
 class _InstanceNorm:
-    """The gradient of its scale is the sum over positions of error times normalised input."""
+    """The gradients of an InstanceNorm layer.
+
+    The gradient of the scale is the sum over positions of error times normalised input; the gradient of the shift is
+    the sum of errors.
+    """
 
     def __init__(self, layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> None:
         assert isinstance(layer, nn.InstanceNorm2d)

@@ -1,10 +1,12 @@
 """The networks of the DP conditional GAN: small perceptrons, or the paper's four convolutions each (Tang et al. 2023).
 
-None keeps statistics of a batch, so every record is scored by itself: clipping record by record needs that.
+No network uses batch statistics, so the score of a record does not depend on other records: clipping the gradient of
+each record requires this.
 
-The networks of several clients work as a stack: one below the other lie the rows of all, and what has no weights is
-done to them at once. Every client's rows are padded to a multiple of 32, because vectorised kernels compute the rest in
-another way, which rounds otherwise: so a client's bits do not depend on the others in the stack.
+The networks of several clients compute together as a stack: the rows of all clients are concatenated, and layers
+without weights process all rows at once. Every client's rows are padded to a multiple of 32. Vectorised kernels compute
+the remaining rows by other operations, which round differently; with the padding, the bits of a client do not depend on
+the other clients in the stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +28,19 @@ _SIDE: Final = 32
 _BLOCK: Final = 32
 _WITH_WEIGHTS: Final = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d)
 _SPREAD: Final = 1.0
-"""Standard deviation of a fresh generator's logits over latent vectors."""
+"""The standard deviation, over latent vectors, of the logits of an untrained generator."""
 
 
 @dataclass(frozen=True)
 class Networks:
-    """A pair of networks. Classes are one-hot, (n, classes), and of no width if there is one class only.
+    """A discriminator D, a generator G, and the functions around them.
 
-    ``view``: records, (n, *shape) in [-1, 1] -> D's views of them: a public map of each record by itself.
-    ``join``: (views or latent vectors, classes) -> one tensor, the input of the networks.
-    ``discriminator``: joined views -> scores, (n, 1); real is high.
+    Classes are one-hot, (n, classes); the width is 0 if there is only one class.
+    ``view``: records, (n, *shape) in [-1, 1] -> views, the form that D sees: a public function of each single record.
+    ``join``: (views or latent vectors, classes) -> one tensor, the input of a network.
+    ``discriminator``: joined views -> scores, (n, 1), high for real records.
     ``generator``: joined latent vectors -> views.
-    ``render``: views as G makes them -> records.
+    ``render``: views from G -> records.
     """
 
     view: Map
@@ -49,7 +52,10 @@ class Networks:
 
 @dataclass(frozen=True)
 class Layers:
-    """One layer of every client's network, the input of each, (rows, ...), and all outputs, one below the other."""
+    """One layer of every client's network, with inputs and outputs.
+
+    ``entered``: the input of each client's layer, (rows, ...). ``left``: the outputs of all clients, concatenated.
+    """
 
     layers: tuple[nn.Module, ...]
     entered: tuple[torch.Tensor, ...]
@@ -57,16 +63,17 @@ class Layers:
 
 
 def filled_up(num_rows: int) -> int:
-    """Return the next number of rows that suits a stack."""
+    """Return ``num_rows`` rounded up to a multiple of 32, the padded number of rows in a stack."""
     return -(-num_rows // _BLOCK) * _BLOCK
 
 
 def stacked(
     nets: Sequence[nn.Sequential], parts: Sequence[torch.Tensor], seen: Callable[[Layers], None] | None = None
 ) -> torch.Tensor:
-    """Return the outputs of ``nets``, alike but for their weights and inputs, for their own rows, one below the other.
+    """Return the outputs of ``nets``, each for its own rows, concatenated. The nets have the same kinds of layers.
 
-    ``parts``: every net's input, of as many rows as suit a stack. ``seen`` is called with each layer of weights.
+    ``parts``: the input of every net, with a padded number of rows (see ``filled_up``). ``seen``: a function that is
+    called with each layer that has weights.
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = None  # until a layer with weights, whose inputs may be of unequal width
@@ -87,19 +94,19 @@ def stacked(
 
 
 def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each discriminator's scores of its own joined views, (rows, 1)."""
+    """Return the scores of each discriminator for its own joined views in ``parts``, (rows, 1) each."""
     return _emptied(stacked(discriminators, [_filled(part) for part in parts]), parts)
 
 
 def kernel_for(nets: Networks) -> Kernel | None:
-    """Return the compiled code for the steps of these networks; None if there is none and PyTorch computes them."""
+    """Return the compiled code for the training steps of ``nets``, or None if only PyTorch can compute the steps."""
     generator = nets.generator
     parts = [nets.discriminator, generator.curved, generator.straight] if isinstance(generator, SmallGenerator) else []
     return load_kernel()[0] if parts and all(map(is_perceptron, parts)) else None
 
 
 def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the views that each generator makes of its own joined latent vectors."""
+    """Return the views that each generator makes from its own joined latent vectors in ``parts``."""
     filled = [_filled(part) for part in parts]
     small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
     others = [net for net in generators if isinstance(net, nn.Sequential)]
@@ -117,10 +124,12 @@ def _emptied(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return (n, classes x (d + 1)): the values and a one in the place of the row's class, zeros in all others.
+    """Return the values in the columns of the row's class, shape (n, classes x (d + 1)), as input of a first layer.
 
-    So every class has first-layer weights of its own, which records of other classes do not move: joined to the values
-    as a few more inputs, classes are hardly noticed before the budget is spent.
+    Each class has d + 1 columns: the columns of the row's class contain its d values and a one, all others zeros. So
+    every class has its own first-layer weights, which records of other classes do not change. If the one-hot class were
+    simply appended to the values, the networks would hardly learn to use the class before the budget is spent. Without
+    classes the values are returned unchanged.
     """
     if not classes.shape[1]:
         return values
@@ -128,17 +137,21 @@ def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 
 
 def with_planes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return (n, channels + classes, ...): a further channel for every class, one where the row is of that class."""
+    """Return ``values`` with one further channel for every class, shape (n, channels + classes, ...).
+
+    The channel of the row's class is filled with ones, the channels of other classes with zeros.
+    """
     planes = classes.reshape(*classes.shape, *[1] * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
     return torch.cat([values, planes], 1)
 
 
 def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widths: tuple[int, int]) -> Networks:
-    """Return perceptrons that work on images averaged down to at most ``resolution`` pixels a side.
+    """Return perceptrons for images that are averaged down to at most ``resolution`` pixels a side.
 
-    ``widths``: of D's and of G's two hidden layers. Few parameters, because the noise on D's gradient grows with the
-    root of their number; coarse images, because detail is what that noise drowns first. Rendered images are smoothed
-    before they are squashed to [-1, 1], so their edges stay sharp. Records that are not images are taken as they are.
+    ``widths``: the width of D's two hidden layers and that of G's. The networks have few parameters, because the norm
+    of the noise on D's gradient grows with the square root of their number. Images are coarse, because noise hides fine
+    detail first. Rendering interpolates logits and then applies the sigmoid, so edges stay sharp. Records that are not
+    images are used without averaging.
     """
     image = len(shape) == 3
     coarse = (shape[0], *(min(side, resolution) for side in shape[1:])) if image else shape
@@ -165,16 +178,16 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
 
 
 def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
-    """Return a linear layer on gated inputs, with weights as large as if each class had a layer to itself."""
+    """Return a linear layer for the inputs of ``gated``, with initial weights as if each class had a separate layer."""
     layer = nn.Linear((num_inputs + 1) * num_classes if num_classes else num_inputs, width, bias=bias)
     nn.init.uniform_(layer.weight, -(num_inputs**-0.5), num_inputs**-0.5)
     return layer
 
 
 class SmallGenerator(nn.Module):
-    """A perceptron and, beside it, a linear map straight from latent vector to logits.
+    """A perceptron, and a linear map from latent vector to logits whose output is added to the perceptron's.
 
-    Without the linear map all fakes start, and stay, about the same: this network would have to learn to spread.
+    Without the linear map, all fakes are nearly equal at the start of training and remain so.
     """
 
     def __init__(self, latent_dim: int, num_classes: int, width: int, size: int) -> None:
@@ -190,7 +203,7 @@ class SmallGenerator(nn.Module):
 
     @staticmethod
     def stacked(nets: Sequence["SmallGenerator"], latents: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Map every client's gated latent vectors to views in (0, 1)."""
+        """Return the views of all clients, in (0, 1), concatenated. ``latents``: each client's gated latent vectors."""
         curved = stacked([net.curved for net in nets], latents)
         return torch.sigmoid(2 * (curved + stacked([net.straight for net in nets], latents)))
 
@@ -198,10 +211,10 @@ class SmallGenerator(nn.Module):
 def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:
     """Return four convolutions (LeakyReLU) and four transposed ones (ReLU, tanh) on 32x32 images, as in the paper.
 
-    The paper states neither widths nor kernels: here 32, 64, 128 channels, 4x4, stride 2. InstanceNorm with scale and
-    shift, no statistics kept; not on D's first layer, as in DCGAN, nor on maps of one pixel, which it would erase.
-    Images of 17 to 32 pixels a side are padded with the lowest value, others resized. Raises UserError for records
-    that are not images.
+    The paper states neither widths nor kernels; here the layers have 32, 64 and 128 channels, 4x4 kernels and stride 2.
+    InstanceNorm has scale and shift and keeps no running statistics. It is not used on D's first layer, as in DCGAN,
+    nor on feature maps of one pixel, which it would set to zero. Images of 17 to 32 pixels a side are padded with the
+    lowest value, others resized. Raises UserError for records that are not images.
     """
     if len(shape) != 3:
         raise UserError(f'networks "paper" need images, these records have shape {shape}: choose networks "small"')

@@ -1,16 +1,16 @@
 """PSG: a conditional GAN under record-level DP (Tang, Wang, Liu 2023; Xie et al. 2018; Bie, Kamath, Zhang 2023).
 
-The discriminator D alone sees records, and learns by DP-SGD: each step takes every record by an independent coin of
-probability q, pairs it with a fake, clips the gradient of loss(D(real), 1) + loss(D(fake), 0) as one vector to C, sums,
-adds N(0, (z C)^2) and divides by the public qn. The generator G learns from D, which is released already. Noise and
-number of steps follow from the budget before the first record is read.
+Only the discriminator D sees records, and it learns by DP-SGD. Each step samples every record independently with
+probability q and pairs the record with a fake. The gradient of loss(D(real), 1) + loss(D(fake), 0) is clipped as one
+vector to norm C. The step sums the gradients, adds N(0, (z C)^2) and divides by the public qn. The generator G learns
+from D, which is released already. Noise and number of steps follow from the budget before the first record is read.
 
-Coins, latent vectors and classes of the fakes of a D step come from the secret source: if a fake's latent vector were
-known and assigned by position in the batch, one record more would change the fakes of all that follow it.
+Sampling, and the latent vectors and classes of the fakes of a D step, use secret random numbers. If a fake's latent
+vector were known and assigned by position in the batch, one more record would change the fakes of all later records.
 
-Many clients train as one stack (``clients.dafl.dpcgan.nets``), each with its own records, coins, noise, bill and
-generator of random numbers. The stack shares only the time to start an operation: a client by itself is a stack of one,
-and gets the same bits.
+Many clients train together as one stack (``clients.dafl.dpcgan.nets``). Each client has its own records, sampling,
+noise, bill and random generator. The stack only saves the overhead of starting operations: a client alone is a stack of
+one, and gets the same bits.
 """
 
 from __future__ import annotations
@@ -34,21 +34,25 @@ if TYPE_CHECKING:
 
 
 class DpCgan(Settings):
-    """The DP conditional GAN.
+    """The DP conditional GAN, with a discriminator D and a generator G.
 
-    The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread, by what a classifier
-    trained on the samples made of the last sixth of the training records.
+    The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread, by the accuracy of a
+    classifier that is trained on the samples and measured on the last sixth of the training records.
 
-    ``gradients``: "own" code, or "opacus": its hooks, its optimiser's clipping and its accountant, with noise from the
-    same secret source: the same release up to rounding, several times slower.
-    ``networks``: "small" perceptrons, or the "paper"'s convolutions (a step costs a hundred times as much).
-    ``discriminator_steps``: D's steps, each a release; 300 are enough for 8x8 digits. ``batch_size``: expected records
-    in one; a client with no more records than that takes all in every step. ``ratio``: D's steps for one of G, with
-    ``generator_batch_size`` fakes. ``clipping_norm``: C. ``averaging``: decay of the moving average of G's weights,
-    which makes the samples. ``snapshots``: samples are drawn at so many moments of training, since G alone
-    mode-collapses and its mode moves during training (as in herding, Welling 2009). ``latent_dim``: the length of G's
-    noise vectors. ``resolution`` (pixels a side that D sees), ``discriminator_width``, ``generator_width``: of the
-    small networks alone. ``discriminator_learning_rate`` and ``generator_learning_rate``: of Adam on each network.
+    ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant with noise from the same
+    secret source: the same release up to rounding, several times slower.
+    ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step costs a hundred times as much).
+    ``discriminator_steps``: the number of D's steps, each a release; 300 are enough for 8x8 digits. ``batch_size``: the
+    expected number of records in a D step; a client with at most this number of records uses all records in every step.
+    ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number of fakes in a step of G.
+    ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is clipped. ``averaging``:
+    the decay of the moving average of G's weights; the averaged G makes the samples. ``snapshots``: the number of
+    moments of training at which samples are drawn, because G at a single moment mode-collapses, and its mode moves
+    during training (as in herding, Welling 2009). ``latent_dim``: the length of G's latent vectors. ``resolution``: the
+    largest side, in pixels, of the images that D sees, for the small networks only. ``discriminator_width``: the width
+    of D's hidden layers, for the small networks only. ``generator_width``: the width of G's hidden layers, for the
+    small networks only. ``discriminator_learning_rate``: the learning rate of Adam for D.
+    ``generator_learning_rate``: the learning rate of Adam for G.
     """
 
     kind: Literal["dp-cgan"] = "dp-cgan"
@@ -69,7 +73,7 @@ class DpCgan(Settings):
     generator_width: int = Field(64, ge=1)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError for tables where the networks are the paper's."""
+        """Raise UserError if the networks are the paper's and the records are not images."""
         if self.networks == "paper" and len(shape) != 3:
             raise UserError(
                 f'preprocess.generator.networks "paper" need images, these records have shape {shape}: choose "small"'
@@ -78,8 +82,8 @@ class DpCgan(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
         """Return the cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
-        Refused if that noise, in every single parameter, is longer than all gradients of an expected batch together
-        can be, z > qn: then no step can tell the records from the noise.
+        The bill is refused if the noise in every single parameter exceeds the largest possible norm of the summed
+        gradients of an expected batch, z > qn: then the noise of a step hides the records.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -110,14 +114,14 @@ class DpCgan(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Train within ``bill`` and return (sum of counts, *input shape): see ``Generator``."""
+        """Train for the steps and the noise of ``bill``, and return synthetic records: see ``Generator.generate``."""
         [made] = self.generate_stacked([GeneratorRequest(records, counts, bill, noise, generator)])
         if isinstance(made, Exception):
             raise made
         return made
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-        """Train all clients, as one stack if sharing operations saves time: see ``Generator``."""
+        """Train the networks of all clients, together if that saves time: see ``StackedGenerator``."""
         from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (needs torch as it is imported)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
@@ -141,7 +145,10 @@ class DpCgan(Settings):
         return made
 
     def trainer(self) -> str:
-        """Return the name of the trainer: compiled code for the small networks, if there is such code."""
+        """Return the name of the trainer: the native trainer for the small networks, if it is available, else PyTorch.
+
+        For PyTorch the text contains the reason.
+        """
         from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (needs torch as it is imported)
 
         kernel, why_not = load_kernel()
@@ -152,18 +159,19 @@ class DpCgan(Settings):
 
     @property
     def is_compilable(self) -> bool:
-        """Return True if compiled code trains these networks, provided there is such code for the processor."""
+        """Return True if compiled code supports these settings. The processor may still lack compiled code."""
         return self.networks == "small" and self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
-        """Return the generator with ``steps`` D steps at most, and its share of the steps."""
+        """Return the generator with at most ``steps`` D steps, and the share of the original steps that it takes."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
     def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
-        """Yield (number of steps, a function that takes a step) of all clients that train together: of as many steps.
+        """Yield (number of steps, a function that executes a step) for each set of clients that train together.
 
-        Each by itself if steps are long (the paper's networks), or compiled: its weights then stay in the cache.
+        Clients with equal numbers of steps train together. Clients train alone if their steps are long (the paper's
+        networks) or compiled; the weights of a client then stay in the processor's cache.
         """
         from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 

@@ -1,6 +1,7 @@
-"""The training of the DP conditional GAN: by PyTorch for a stack of clients, or by compiled code for one client.
+"""The training of the DP conditional GAN: by PyTorch for many clients together, or by compiled code for one client.
 
-A client's random numbers, records and released counts are in ``GanClient``; both trainings take them from there.
+Both kinds of training take a client's random numbers, records and released counts from ``GanClient``. D is the
+discriminator, G the generator; views are records in the form that D sees.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from clients.dafl.dpcgan.with_opacus import OpacusGradients
 
 Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
-"""The inputs of fakes: latent vectors, and each fake's class by its place among the released classes of the client."""
+"""The inputs of fakes: latent vectors, and the class of each fake, as an index into the client's released classes."""
 
 BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64  # numbers
@@ -45,8 +46,8 @@ _DISCRIMINATOR_STEPS_AHEAD: Final = 16  # so few that what Python needs for the 
 class GanClient:
     """One client's networks, records and random numbers. All but ``views``, ``places`` and ``known`` is released.
 
-    ``views``: the records as D sees them; ``places``: the place of each record's class among the released classes;
-    ``known``: False where the record's class is not released.
+    ``views``: the records in the form that D sees. ``places``: the class of each record, as an index into the released
+    classes. ``known``: False for records whose class is not released.
     """
 
     def __init__(self, settings: DpCgan, request: GeneratorRequest) -> None:
@@ -89,14 +90,17 @@ class GanClient:
         self.views = self.nets.view(records.inputs)
 
     def joined(self, values: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
-        """Return the input of the networks: ``values`` joined to the one-hot classes in ``places``."""
+        """Return the input of the networks: ``values`` joined to the one-hot classes. ``places``: the class indices."""
         classes = (
             torch.eye(self.num_planes)[torch.from_numpy(places)] if self.num_planes else torch.empty(len(places), 0)
         )
         return self.nets.join(values, classes)
 
     def chosen(self, step: int) -> NDArray[np.int64]:
-        """Return the Poisson-sampled records of a step. SENSITIVE."""
+        """Return the indices of the Poisson-sampled records of a step. SENSITIVE.
+
+        Sampled records of classes that are not released are left out.
+        """
         rate = self.bill.sampling_rate
         chosen = np.flatnonzero(
             self.noise.taking_part(len(self.known), rate, purpose="records of a step", server_round=step)
@@ -105,7 +109,7 @@ class GanClient:
         return known
 
     def for_fakes_of_records(self, count: int, step: int) -> Drawn:
-        """Return the inputs of ``count`` fakes of a D step, drawn from secret noise and the released counts alone."""
+        """Return the inputs of ``count`` fakes of a D step, drawn only from secret noise and the released counts."""
         latent_dim = self.settings.latent_dim
         latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
         classes = np.zeros(count, np.int64)
@@ -115,11 +119,11 @@ class GanClient:
         return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
 
     def noise_of(self, step: int) -> NDArray[np.float64]:
-        """Return the noise on the sum of a step's clipped gradients, in steps of the grid. Requires ``std`` > 0."""
+        """Return the noise on the sum of a step's clipped gradients, in units of the grid. Requires ``std`` > 0."""
         return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
 
     def for_fakes(self) -> Drawn:
-        """Return the inputs of the fakes of a G step. Many steps are drawn at once, which is faster."""
+        """Return the inputs of the fakes of a G step. Inputs of many steps are drawn at once, which is faster."""
         if not self.ahead:
             size = _GENERATOR_STEPS_AHEAD, self.settings.generator_batch_size
             latents = torch.randn(*size, self.settings.latent_dim, generator=self.random)
@@ -128,9 +132,10 @@ class GanClient:
         return self.ahead.pop()
 
     def draw_samples(self, done: float, generate: Callable[[Drawn], torch.Tensor]) -> None:
-        """Draw the samples that are due at a share ``done`` of the training: equal parts, evenly spaced.
+        """Draw the synthetic samples that are due after the share ``done`` of the training.
 
-        ``generate``: maps latent vectors and classes to views by the average of G.
+        The samples are drawn in equal parts at evenly spaced moments. ``generate``: a function that maps latent vectors
+        and classes to views by the averaged G.
         """
         while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
             classes = self.classes[self.due[len(self.made)].numpy()]
@@ -138,7 +143,10 @@ class GanClient:
             self.made.append(generate((latent, classes)))
 
     def samples(self) -> torch.Tensor:
-        """Return the synthetic records, sorted by class, as many of each as its count says."""
+        """Return the synthetic records, sorted by class, with the released number of records of each class.
+
+        Raises RunError if a weight of the networks is not finite.
+        """
         views = torch.cat(self.made)[torch.cat(self.due).argsort()]
         for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
             if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
@@ -147,7 +155,7 @@ class GanClient:
 
 
 class StackTraining:
-    """The training by PyTorch of a stack of clients with equally many steps."""
+    """The training by PyTorch of many clients together, all with the same number of steps."""
 
     def __init__(self, settings: DpCgan, clients: Sequence[GanClient]) -> None:
         self.settings, self.clients = settings, clients
@@ -161,7 +169,7 @@ class StackTraining:
         self.by_opacus = [_opacus(client) for client in clients] if settings.gradients == "opacus" else []
 
     def step(self, step: int) -> None:
-        """Take step number ``step``."""
+        """Execute the training step number ``step``, counted from 0: one step of D, and a step of G if it is due."""
         self.discriminator_step(step)
         if (step + 1) % self.settings.ratio == 0:
             self.generator_step()
@@ -172,7 +180,7 @@ class StackTraining:
                 one.check()
 
     def discriminator_step(self, step: int) -> None:
-        """Release each client's noised sum of clipped gradients, and take a step of Adam with it."""
+        """Release each client's noisy sum of clipped gradients, and update D by a step of Adam with that gradient."""
         chosen = [client.chosen(step) for client in self.clients]
         real = [
             client.joined(client.views.index_select(0, torch.from_numpy(rows)), client.places[rows])
@@ -193,14 +201,14 @@ class StackTraining:
 
     @torch.no_grad()
     def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        """Return as many fakes as each client has records in this step, as D's input."""
+        """Return fakes for each client as D's input, one fake for each of the client's records in this step."""
         sizes = [(client, len(rows)) for client, rows in zip(self.clients, real, strict=True) if len(rows)]
         drawn = [client.for_fakes_of_records(size, step) for client, size in sizes]
         made = iter(_joined_fakes([client for client, _ in sizes], drawn) if sizes else ())
         return [next(made) if len(rows) else rows for rows in real]
 
     def generator_step(self) -> None:
-        """Train G against D by the non-saturating loss. Reads nothing private."""
+        """Train G against D by one step with the non-saturating loss. The step reads no private data."""
         drawn = [client.for_fakes() for client in self.clients]
         scores = scored(self.discriminators, _joined_fakes(self.clients, drawn))
         losses = [functional.softplus(-of_fakes).mean() for of_fakes in scores]
@@ -210,10 +218,10 @@ class StackTraining:
 
 
 class CompiledTraining:
-    """The training of one client's small networks by compiled code: a step is a handful of long calls.
+    """The training of one client's small networks by compiled code. A step consists of a few long compiled calls.
 
-    While one of them works, other clients' threads run. Between the calls little needs Python's lock, since the wait
-    for the lock costs more than the work.
+    During such a call the threads of other clients run. There is little Python code between the calls, because the wait
+    for Python's global lock costs more time than the work.
     """
 
     def __init__(self, settings: DpCgan, client: GanClient, kernel: Kernel) -> None:
@@ -226,14 +234,14 @@ class CompiledTraining:
         self.spacing = grid_spacing(client.std) if client.std else 1.0
 
     def step(self, step: int) -> None:
-        """Take step number ``step``."""
+        """Execute the training step number ``step``, counted from 0: one step of D, and a step of G if it is due."""
         self.discriminator_step(step)
         if (step + 1) % self.settings.ratio == 0:
             self.generator_step()
         self.client.draw_samples((step + 1) / self.client.bill.steps, self.views_of_average)
 
     def discriminator_step(self, step: int) -> None:
-        """Release the noised sum of clipped gradients, and take a step of Adam with it."""
+        """Release the noisy sum of clipped gradients, and update D by a step of Adam with that gradient."""
         client = self.client
         if step not in self.ahead:
             steps = range(step, min(step + _DISCRIMINATOR_STEPS_AHEAD, client.bill.steps))
@@ -243,24 +251,24 @@ class CompiledTraining:
         self.adversaries.discriminator_step(pairs, GradientNoise(noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
-        """Return the records of a D step, the latent vectors of their fakes, and the noise. SENSITIVE."""
+        """Return the record indices of a D step, the inputs of the fakes, and the noise (None: no noise). SENSITIVE."""
         chosen = self.client.chosen(step)
         latents = _shown(self.client.for_fakes_of_records(len(chosen), step))
         return chosen, latents, self.client.noise_of(step) if self.client.std else None
 
     def generator_step(self) -> None:
-        """Train G against D by the non-saturating loss. Reads nothing private."""
+        """Train G against D by one step with the non-saturating loss. The step reads no private data."""
         decay = _decay(self.settings, self.adversaries.generator_adam.steps + 1)
         self.adversaries.generator_step(_shown(self.client.for_fakes()), decay)
 
     def views_of_average(self, drawn: Drawn) -> torch.Tensor:
-        """Return the views that the average of G makes of latent vectors and classes."""
+        """Return the views that the averaged G generates from latent vectors and classes."""
         return torch.from_numpy(self.average.generate(_shown(drawn)))
 
 
 @torch.no_grad()
 def views_of_average(client: GanClient, drawn: Drawn) -> torch.Tensor:
-    """Return the views that the average of a client's G makes of latent vectors and classes."""
+    """Return the views that a client's averaged G generates from latent vectors and classes."""
     [views] = generated([client.average], [client.joined(*drawn)])
     return views
 
@@ -268,7 +276,7 @@ def views_of_average(client: GanClient, drawn: Drawn) -> torch.Tensor:
 def adversaries_of(
     nets: Networks, average: nn.Module, num_classes: int, learning_rates: tuple[float, float], kernel: Kernel
 ) -> Adversaries:
-    """Return D and G for compiled training; moves their weights, and those of ``average``, into one vector each."""
+    """Return D and G for compiled training. The weights of D, G and ``average`` become views of one vector each."""
     rows = [Weights([net]).parts[0] for net in (nets.discriminator, nets.generator, average)]
     adams = [CompiledAdam(row, BETAS, rate) for row, rate in zip(rows[:2], learning_rates, strict=True)]
     networks = Perceptron(kernel, nets.discriminator, num_classes), _compiled(nets.generator, num_classes, kernel)
@@ -276,10 +284,11 @@ def adversaries_of(
 
 
 class Weights:
-    """``vector`` holds the parameters of all ``nets``, which become views of it, with zeros between the networks.
+    """The parameters of all ``nets`` in one vector, ``vector``. The networks' parameters become views of the vector.
 
-    Every network's part begins at a multiple of 64 numbers: vectorised kernels compute the rest at the end of a vector
-    in another way, which rounds otherwise. So a client's bits do not depend on the others in the stack.
+    The part of every network begins at a multiple of 64 numbers; zeros fill the gaps. Vectorised kernels compute the
+    last few numbers of a vector by other operations, which round differently. With this alignment, the bits of a client
+    do not depend on the other clients in the stack.
     """
 
     def __init__(self, nets: Sequence[nn.Module]) -> None:
@@ -298,7 +307,7 @@ class Weights:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015) on the weights of a whole stack. torch.optim's takes over a second to import."""
+    """Adam (Kingma and Ba 2015) on the weights of many clients. Importing torch.optim would take over a second."""
 
     def __init__(self, weights: Weights, learning_rate: float) -> None:
         self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
@@ -307,7 +316,10 @@ class Adam:
 
     @torch.no_grad()
     def step(self, gradients: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Move the weights by each network's gradient, given as tensors in the order of its parameters."""
+        """Update the weights by one step.
+
+        ``gradients``: the gradient of each network, as tensors in the order of the network's parameters.
+        """
         self.steps += 1
         first, second = (1 - beta**self.steps for beta in BETAS)
         parts = zip(gradients, self.weights.gaps, strict=True)
@@ -326,7 +338,7 @@ def _opacus(client: GanClient) -> OpacusGradients:
 
 
 def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the noised gradient: the sum of a step plus noise, divided by the expected batch; flat."""
+    """Return the noisy gradient of a step as a flat vector: (clipped sum + noise) / expected batch size."""
     total = clipped_sum.numpy()
     if client.std:
         total = add_noise(total, client.std, client.noise_of(step))
@@ -336,14 +348,17 @@ def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.
 
 
 def _joined_fakes(clients: Sequence[GanClient], drawn: Sequence[Drawn]) -> list[torch.Tensor]:
-    """Return the views that each client's G makes of latent vectors and classes, as D's input."""
+    """Return D's input: the views that each client's G generates from latent vectors and classes, with the classes."""
     latents = [client.joined(*parts) for client, parts in zip(clients, drawn, strict=True)]
     made = zip(clients, generated([client.nets.generator for client in clients], latents), drawn, strict=True)
     return [client.joined(views, places) for client, views, (_, places) in made]
 
 
 def _decay(settings: DpCgan, generator_steps: int) -> float:
-    """Return the decay of the average of G's weights: short early on, so that the first weights do not linger."""
+    """Return the decay of the moving average of G's weights.
+
+    The decay is small early in training, so that the initial weights have little influence on the average.
+    """
     return min(settings.averaging, generator_steps / (generator_steps + 10))
 
 

@@ -1,13 +1,14 @@
-"""The discriminator's private gradient by Opacus (Yousefpour et al. 2021): its hooks, its optimiser, its accountant.
+"""The private gradient of the discriminator D by Opacus (Yousefpour et al. 2021): hooks, optimiser and accountant.
 
-Known faults of Opacus are avoided. Real and fake pass D in two passes and back in one, so that a pair is clipped as one
-vector; after two backward passes they would be clipped apart. A batch of no records is a sum of zeros, not an error. A
-pair whose gradient is not finite counts as the zero vector, not as NaN in every parameter. The generator's steps use a
-discriminator without hooks. Everything is float64, since a vector that is clipped in float32 may be longer than the
-bound; and noise comes from the client's secret source and lies on its grid, not from torch's generator.
+This module avoids known faults of Opacus. Real and fake records take two forward passes through D and one backward
+pass, so that a pair is clipped as one vector; after two backward passes the two halves would be clipped separately. An
+empty batch gives a sum of zeros, not an error. A pair whose gradient is not finite counts as the zero vector, not as
+NaN in every parameter. The generator's steps use a discriminator without hooks. All computation is float64, because the
+norm of a vector that is clipped in float32 may exceed the bound. The noise comes from the client's secret source and
+lies on the grid of that source; torch's generator is not used.
 
-Opacus is trusted in one point: that a pair's gradient hardly depends on the pairs beside it. It does by float64's
-rounding, which ``clients.dafl.dpcgan.clipping`` rules out.
+One property of Opacus is trusted: a pair's gradient hardly depends on the other pairs of the batch. It depends on them
+by the rounding of float64, a dependence that ``clients.dafl.dpcgan.clipping`` rules out.
 """
 
 from copy import deepcopy
@@ -28,9 +29,10 @@ from fl_sim.privacy.mechanisms import Noise, add_noise
 
 @dataclass(frozen=True)
 class OpacusTerms:
-    """The terms of the training of a client's discriminator.
+    """The privacy parameters of the training of a client's discriminator.
 
-    ``batch``: the expected number of pairs; ``std``: of the noise on their sum; ``bound``: the clipping norm of each.
+    ``batch``: the expected number of pairs in a step. ``std``: the standard deviation of the noise on the sum of their
+    gradients. ``bound``: the clipping norm of a pair.
     """
 
     bill: GeneratorBill
@@ -41,9 +43,9 @@ class OpacusTerms:
 
 
 class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
-    """Opacus' optimiser with noise from our source, for the first half of a step: clip, sum, add noise, divide.
+    """Opacus' optimiser with noise of fl-sim, for the first half of a step: clip, sum, add noise, divide.
 
-    The second half, Adam, is this project's own, on the weights of all clients at once.
+    The second half of a step is fl-sim's ``Adam``, on the weights of all clients at once.
     """
 
     def __init__(self, parameters: list[nn.Parameter], terms: OpacusTerms) -> None:
@@ -56,14 +58,14 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
         self.terms, self.number = terms, 0
 
     def clip_and_accumulate(self) -> None:
-        """Clip and sum, without the pairs that have a gradient that is not finite."""
+        """Clip and sum the gradients of pairs. Pairs whose gradient is not finite are left out."""
         finite = torch.stack([gradient.flatten(1).square().sum(1) for gradient in self.grad_samples]).sum(0).isfinite()
         for parameter in self.params:
             parameter.grad_sample = parameter.grad_sample[finite]
         super().clip_and_accumulate()
 
     def add_noise(self) -> None:
-        """Add noise on the grid to the sum, rounded to the grid, and leave it where Opacus does."""
+        """Round the sum to the grid of the noise, add noise, and store the result in ``grad`` of the parameters."""
         total = torch.cat([parameter.summed_grad.flatten() for parameter in self.params]).numpy()
         if std := self.terms.std:
             source, number = self.terms.noise, self.number
@@ -75,7 +77,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
 
 
 class OpacusGradients:
-    """One client's discriminator for Opacus: a float64 copy with hooks, an optimiser and an accountant."""
+    """One client's private gradients by Opacus: a float64 discriminator with hooks, an optimiser and an accountant."""
 
     def __init__(self, discriminator: nn.Sequential, terms: OpacusTerms) -> None:
         self.discriminator, self.bill = discriminator, terms.bill
@@ -87,7 +89,7 @@ class OpacusGradients:
         self.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(terms.bill.sampling_rate))
 
     def released(self, real: torch.Tensor, fake: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the noised gradient of a step on (real, fake) pairs, flat and float32."""
+        """Return the noisy gradient of a step on (real, fake) pairs, as a flat float32 vector."""
         with torch.no_grad():
             for weight, current in zip(self.weights, self.discriminator.parameters(), strict=True):
                 weight.copy_(current)
@@ -105,6 +107,6 @@ class OpacusGradients:
         return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def check(self) -> None:
-        """Raise AssertionError unless Opacus' accountant has counted exactly the releases of the bill."""
+        """Raise AssertionError if the releases that Opacus' accountant counted differ from the releases of the bill."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
         assert self.accountant.history == billed, "Opacus has counted other releases than were charged"
