@@ -1,1 +1,1 @@
-"""Engines: how messages reach clients and come back, in this process or on Ray."""
+"""Engines: runtimes that deliver messages to clients and return their replies, in this process or on Ray."""

@@ -1,4 +1,7 @@
-"""The actors of a run: as many as Ray has room for, on nodes that come and go, each with its measured speed."""
+"""The pool of Ray actors of a run: starts, replaces and ends actors, and measures the speed of each.
+
+Nodes of a Ray cluster may join or leave during the run. The pool has as many actors as fit the present nodes.
+"""
 
 import math
 import sys
@@ -21,16 +24,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fl_sim.engines.version_check import CheckedActor, source_files, versions
 
 LOOK_SECONDS = 1.0
-"""The interval in which the pool checks for nodes that have come or gone, and for Ray itself."""
+"""Seconds between two checks of the Ray cluster: for nodes that joined or left, and for Ray's head process."""
 
 WAIT_SECONDS = 600.0
-"""How long a run waits for a node where there is none."""
+"""Seconds that a run waits for a node to join while the Ray cluster has no usable node."""
 
 START_SECONDS = 60.0
-"""The user hears of a worker that has not started after this time: importing torch takes some seconds."""
+"""Seconds after which the user gets a warning about a worker that has not started. Importing torch takes some."""
 
 MAX_STARTS = 3
-"""Actors that may die on one node while they start, before no more are started there."""
+"""The number of actors that may die during their start on one node. After that, the node is not used any more."""
 
 _pickling: Any = cloudpickle
 _pickling.register_pickle_by_value(sys.modules[CheckedActor.__module__])
@@ -38,7 +41,11 @@ _pickling.register_pickle_by_value(sys.modules[CheckedActor.__module__])
 
 @dataclass
 class Node:
-    """A node of Ray, its room for actors, and the reason for which it is not used, if any."""
+    """A node (machine) of Ray, and the number of actors that fit on the node.
+
+    ``refused``: the reason for which the node is not used, empty for a usable node. ``died``: the number of actors that
+    died on the node during their start.
+    """
 
     name: str
     host: str
@@ -48,17 +55,18 @@ class Node:
     died: int = 0
 
     def __str__(self) -> str:
-        """Return the name and address by which a user finds it."""
+        """Return the node's short name and its address, for messages to the user."""
         return f"node {self.name[:12]} at {self.host}"
 
 
 @dataclass(eq=False)
 class Worker:
-    """An actor, its node, and the seconds that a step takes it: infinite where that is not known yet.
+    """A Ray actor with its node and its measured speed.
 
-    ``calls``: under way, in the order of their answers. ``has``: the numbers of the contents that came with the last
-    one. ``is_warm``: whether it has answered a call, in which it loads data for later ones. ``since``: the time of its
-    start, infinite once the user was told that this takes long.
+    ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
+    calls, in the order in which the actor answers them. ``has``: the numbers of the message contents that the actor
+    received with its last call. ``is_warm``: True after the first answered call; that call also loads the data.
+    ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
     """
 
     actor: Any
@@ -70,13 +78,19 @@ class Worker:
     since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the ``contents`` of its next call, None where it has them: it keeps those of its last call."""
+        """Return the message contents to send with the next call, by number: None for each that the actor still has.
+
+        An actor keeps the contents of its last call only.
+        """
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
         return sent
 
     def took(self, seconds: float, steps: int) -> None:
-        """Note the duration of a call, but for the first one: by that the worker would be too slow to get another."""
+        """Update ``step_seconds`` by the duration of a call in seconds and its number of steps.
+
+        The first call is ignored: its loading of data would make the worker look too slow for another batch.
+        """
         if not self.is_warm:
             self.is_warm = True
             return
@@ -84,19 +98,19 @@ class Worker:
         self.step_seconds = now if math.isinf(self.step_seconds) else (self.step_seconds + now) / 2
 
     def kill(self) -> None:
-        """End its process."""
+        """Kill the actor's process."""
         with suppress(RayError):
             ray.kill(self.actor)
 
 
 @dataclass
 class ActorPool:
-    """All workers of a grid: those that are ``ready``, and those ``starting`` ({call: worker}).
+    """All workers of a ``RayGrid``: the list ``ready`` and the mapping ``starting`` ({start call: worker}).
 
-    ``arguments``: encrypted references, for ``CheckedActor.start``. ``most``: workers at most. ``modules``: the user's
-    own, whose version a node must not differ in. ``is_own``: whether the Ray is this run's own. ``is_remote``: whether
-    its nodes are other machines, which come and go, and are asked for their versions. ``say``: tells the user about
-    nodes.
+    ``arguments``: references to encrypted values, for ``CheckedActor.start``. ``most``: the largest number of workers.
+    ``modules``: names of the user's own modules; a node with another version of a module is refused. ``is_own``: True
+    if this run started Ray. ``is_remote``: True if nodes are other machines; such nodes may join and leave, and
+    their versions are checked. ``say``: prints a message about nodes to the user.
     """
 
     resources: RayResources
@@ -121,11 +135,14 @@ class ActorPool:
 
     @property
     def calls(self) -> dict[Any, Worker]:
-        """Return {call under way: its worker}."""
+        """Return the unfinished calls of all ready workers, as {call: worker}."""
         return {call: worker for worker in self.ready for call in worker.calls}
 
     def update(self, wanted: int) -> list[Any]:
-        """Update the list of nodes and start workers up to ``wanted``; return the calls that went with lost nodes."""
+        """Update the list of nodes, and start workers until there are ``wanted``.
+
+        Returns the unfinished calls of workers whose node has left the cluster.
+        """
         if time.monotonic() - self._looked < LOOK_SECONDS and len(self.workers) >= min(wanted, self._room):
             return []
         self._looked = time.monotonic()
@@ -148,7 +165,10 @@ class ActorPool:
         return calls
 
     def wait_for_nodes(self) -> None:
-        """Wait a little for a node. Raises RunError after too long a wait, or where no present node can be used."""
+        """Wait about a second for a node to join the cluster.
+
+        Raises RunError after ``WAIT_SECONDS`` in total, or if the present nodes were all refused.
+        """
         if refused := [node for node in self._nodes.values() if node.refused]:
             reasons = "; ".join(f"{node}: {node.refused}" for node in refused)
             raise RunError(f"no node of the Ray cluster can be used ({reasons})")
@@ -167,7 +187,7 @@ class ActorPool:
         time.sleep(min(LOOK_SECONDS, WAIT_SECONDS))
 
     def check_has_workers(self) -> None:
-        """Raise RunError where there is no worker: then no client is to blame for the time that has passed."""
+        """Raise RunError if the pool has no worker at the deadline of a round: then no client caused the timeout."""
         if not self.workers:
             raise RunError(
                 "no node of the Ray cluster was there when the round's time was over: start nodes, and then the same "
@@ -175,7 +195,10 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Take the answer of a starting worker; return the reason if no worker can start on its node."""
+        """Process the answer to a worker's start call or version check.
+
+        Returns the reason for which no worker can start on the node, or an empty string.
+        """
         worker = self.starting.pop(call)
         try:
             found = ray.get(call)
@@ -199,7 +222,11 @@ class ActorPool:
         return ""
 
     def lost_with(self, worker: Worker) -> list[Any] | None:
-        """Drop a dead worker; return the calls of others that went with its node, None where that is still there."""
+        """Remove a dead worker from the pool.
+
+        Returns None if the worker's node still runs. Otherwise removes the node, and returns the unfinished calls of
+        the other workers on that node.
+        """
         worker.kill()
         self.ready = [one for one in self.ready if one is not worker]
         # A node that accepts no connection is gone: Ray itself notices later.
@@ -208,7 +235,7 @@ class ActorPool:
         return self._forget(worker.node)
 
     def end_busy(self) -> None:
-        """Kill those that are still busy."""
+        """Kill all workers with unfinished calls."""
         for worker in self.calls.values():
             worker.kill()
         self.ready = [worker for worker in self.ready if not worker.calls]
@@ -224,7 +251,7 @@ class ActorPool:
         return min(self.most, sum(node.room for node in self._nodes.values() if not node.refused))
 
     def _roomiest(self) -> Node | None:
-        """Return the node with the most room left, if any has some."""
+        """Return the usable node on which the most further actors fit, or None if all nodes are full."""
         taken = [worker.node for worker in self.workers]
         free = {name: node.room - sum(one is node for one in taken) for name, node in self._nodes.items()}
         best = max(
@@ -268,7 +295,7 @@ class ActorPool:
             self.say(f"{node} of the Ray cluster is not used: {why}")
 
     def _forget(self, node: Node) -> list[Any]:
-        """Drop a node and its workers; return their calls under way."""
+        """Remove a node and its workers from the pool, and return the unfinished calls of these workers."""
         self._nodes.pop(node.name, None)
         self._gone.add(node.name)
         calls = [call for call, worker in self.calls.items() if worker.node is node]
@@ -283,19 +310,25 @@ class ActorPool:
 
 
 def pickled(value: Any) -> bytes:
-    """Return ``value`` as bytes, with the definitions of the running script."""
+    """Return ``value`` pickled by cloudpickle, which includes the functions and classes of the running script."""
     content: bytes = _pickling.dumps(value)
     return content
 
 
 def sources_of(modules: Iterable[str]) -> dict[str, bytes]:
-    """Return {path in the import path: content} of the user's own modules, of which none is installed."""
+    """Return the source files of the user's own modules as {path relative to the import path: content}.
+
+    Files of installed packages are left out.
+    """
     files = {name: file for module in modules for name, file in source_files(module).items()}
     return {name: file.read_bytes() for name, file in files.items() if not is_installed(file)}
 
 
 def _room(there: dict[str, float], resources: RayResources) -> int:
-    """Return the number of actors that fit a node with all of its processors and GPUs free."""
+    """Return the number of actors that fit on a node whose processors and GPUs are all free.
+
+    ``there``: the resources of the node, as Ray reports them.
+    """
     processors, graphics = there.get("CPU", 0.0), there.get("GPU", 0.0)
     room = int(processors / resources.cpus) if resources.cpus else int(processors)
     return min(room, int(graphics / resources.gpus)) if resources.gpus else room

@@ -1,6 +1,8 @@
-"""Tensors in Arrays and records of Flower, by reference inside one process, and readers that do not trust the sender.
+"""Conversion between tensors and Flower's Arrays and ArrayRecords.
 
-Readers raise Malformed for any content but the expected one. The reasons quote numbers at most, never a client's text.
+Inside one process an Array refers to its tensor without a copy. The functions that read a client's records do not trust
+the sender: they raise Malformed for any unexpected content. The error messages may quote numbers, never a client's
+text.
 """
 
 import json
@@ -27,10 +29,10 @@ _BITS: Final = "bits"
 
 
 class TensorArray(Array):
-    """Flower's Array of a float32 tensor by reference: its bytes are made whenever somebody asks for them.
+    """A Flower Array that refers to a float32 tensor and serialises the tensor only on access to ``data``.
 
-    Inside one process nobody does. What leaves it through Flower's own runtime is a plain Array; what is pickled for
-    Ray stays one of these, and its numbers a buffer that need not be copied.
+    Inside one process nothing reads ``data``. Flower's own runtime sends a TensorArray as a plain Array. Pickling for
+    Ray keeps the class, and passes the numbers as a buffer that need not be copied.
     """
 
     tensor: torch.Tensor
@@ -42,43 +44,44 @@ class TensorArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # a plain attribute in Flower's class
-        """Return the tensor as numpy.save writes it."""
+        """Return the tensor's bytes in the format of numpy.save."""
         return b"".join((_header(self.shape, "<f4"), self.tensor.contiguous().numpy(force=True).data))
 
     def deflate(self) -> bytes:
-        """Name the type that the other side knows: Flower's own runtime sends what this returns."""
+        """Return the serialised form of a plain Flower Array, which every receiver knows."""
         return Array(self.dtype, self.shape, self.stype, self.data).deflate()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle as shape and numbers; by old protocols, which know no buffers, as the Array that it stands for."""
+        """Return the pickled form: shape and a buffer of numbers; below protocol 5, a plain Array."""
         if protocol.__index__() < 5:
             return Array, (self.dtype, self.shape, self.stype, self.data)
         return _arrived, (self.shape, PickleBuffer(self.tensor.contiguous().numpy(force=True).data))
 
 
 def reuse_freed_memory() -> None:
-    """Let glibc keep the memory of tensors up to 32 MB for the next one instead of asking the kernel each time.
+    """Make glibc keep the freed memory of tensors up to 32 MB for later tensors.
 
-    Its threshold grows to the largest block ever given back (mallopt(3), M_MMAP_THRESHOLD), so one block is enough.
-    Without it every tensor over 128 kB costs a system call and its page faults, 15 to 30 % of a round.
+    This function allocates and frees one block of nearly 32 MB. glibc then raises its threshold for direct requests to
+    the kernel to the size of that block (mallopt(3), M_MMAP_THRESHOLD). Without this, every tensor over 128 kB costs a
+    system call and its page faults, 15 to 30 % of the time of a round.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
 
 def array_bytes(array: Array) -> int:
-    """Return the size of an array in a message, in bytes, without making them."""
+    """Return the serialised size of an array in bytes, without serialising a TensorArray."""
     if isinstance(array, TensorArray):
         return len(_header(array.shape, "<f4")) + 4 * array.tensor.numel()
     return len(array.data)
 
 
 def float32_bytes(numbers: int) -> int:
-    """Return the size in a message of an array of so many float32 numbers, in bytes, without making one."""
+    """Return the serialised size in bytes of an array of ``numbers`` float32 numbers, without memory for them."""
     return array_bytes(TensorArray(torch.empty(numbers, device="meta")))
 
 
 def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the float32 tensor of ``shape`` that an array holds. Raises Malformed where it holds anything else."""
+    """Return the content of an array as a float32 tensor. Raises Malformed for another type or shape than ``shape``."""
     if isinstance(array, TensorArray):
         if tuple(array.tensor.shape) != shape:
             raise Malformed(f"sent an array of another shape than {shape}")
@@ -87,9 +90,10 @@ def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """Return the numbers that an array's bytes hold, read-only: of numpy's type ``kind``, such as "<f4".
+    """Return the content of a Flower Array as a read-only NumPy array of shape ``shape``.
 
-    The array's own description is not trusted. Raises Malformed where its bytes are not exactly such numbers.
+    ``kind``: the expected NumPy type, such as "<f4". The dtype and shape that the sender states are not trusted. Raises
+    Malformed if the bytes do not have exactly this type, shape and size.
     """
     header = _header(shape, kind)
     data = array.data if isinstance(array, Array) else None
@@ -101,15 +105,16 @@ def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]
 
 
 def num_bytes(content: RecordDict) -> int:
-    """Return the size of the arrays of a message, each as numpy.save writes it, in bytes.
+    """Return the total size in bytes of the arrays in a message, each in the format of numpy.save.
 
-    That is 4 a number and 128 before each group of tensors; names, settings and Flower's own frame are not counted.
+    A float32 number takes 4 bytes, and each group of tensors has a header of 128 bytes. Names, settings and Flower's
+    own frame are not counted.
     """
     return sum(sum(map(array_bytes, group.values())) for group in content.values() if isinstance(group, ArrayRecord))
 
 
 def array_record(params: Params) -> ArrayRecord:
-    """Return named tensors as the record that Flower's own strategies exchange: one array a tensor."""
+    """Return named tensors as an ArrayRecord with one array for each tensor, as Flower's own strategies expect."""
     record = ArrayRecord()  # ArrayRecord({...}) would ask every array for its bytes
     for name, value in params.items():
         record[name] = TensorArray(value.detach())
@@ -117,28 +122,28 @@ def array_record(params: Params) -> ArrayRecord:
 
 
 def pack(params: Params) -> ArrayRecord:
-    """Return a group of tensors as one array, named by its layout."""
+    """Return named tensors as an ArrayRecord with one flat array, named by the tensors' names and shapes as JSON."""
     group, record = flattened(params), ArrayRecord()
     record[_write_layout(group.layout)] = TensorArray(group.flat)
     return record
 
 
 def unpack(record: Any) -> Params:
-    """Unpack a group of tensors from the server, which clients trust."""
+    """Return the tensors of a record of ``pack``, without checks of the layout: clients trust the server."""
     ((text, array),) = record.items()
     layout = _read_layout(text)
     return FlatParams(tensor_in(array, (num_in(layout),)), layout)
 
 
 def read_group(record: object, layout: Layout) -> Params:
-    """Unpack a group of tensors that must have these names, shapes and order."""
+    """Return the tensors in a client's record. Raises Malformed if names, shapes or order differ from ``layout``."""
     if not isinstance(record, ArrayRecord) or set(record) != {_write_layout(layout)}:
         raise Malformed("sent tensors of other names, shapes or order than are exchanged")
     return FlatParams(tensor_in(record[_write_layout(layout)], (num_in(layout),)), layout)
 
 
 def packed_record(packed: Packed) -> ArrayRecord:
-    """Return a compressed group as its numbers and its bits, where it has any."""
+    """Return a compressed group of tensors as a record of at most two arrays: float32 numbers, and packed bits."""
     record = ArrayRecord()
     if len(packed.numbers):
         record[_NUMBERS] = TensorArray(packed.numbers)
@@ -148,7 +153,7 @@ def packed_record(packed: Packed) -> ArrayRecord:
 
 
 def read_packed(record: object, size: Size) -> Packed:
-    """Unpack a compressed group that must have this size."""
+    """Return the compressed group of tensors in a record. Raises Malformed if its size differs from ``size``."""
     names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
     if not isinstance(record, ArrayRecord) or set(record) != names:
         raise Malformed("sent a compressed update of other parts than the others have")
@@ -158,7 +163,11 @@ def read_packed(record: object, size: Size) -> Packed:
 
 
 def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: int) -> Params:
-    """Unpack tensors of these names and shapes, each with as many rows before it as the array has numbers for."""
+    """Return tensors by name, each of shape (rows, *shape), where ``shapes`` gives the shape of one row by name.
+
+    The number of rows follows from the size of the array. Raises Malformed for more than ``most_rows`` rows, for
+    another layout, or for numbers that are not finite.
+    """
     array = next(iter(record.values()), None) if isinstance(record, ArrayRecord) else None
     size = array.shape[0] if isinstance(array, Array) and len(array.shape) == 1 else -1
     rows, left = divmod(size, sum(map(math.prod, shapes.values())))
@@ -171,13 +180,13 @@ def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: 
 
 
 def check_names(content: RecordDict, names: set[str]) -> None:
-    """Raise Malformed for a content of other records than these."""
+    """Raise Malformed if the record names in a message differ from ``names``."""
     if set(content) != names:
         raise Malformed(f"sent other records than {', '.join(sorted(names))}")
 
 
 def whole_number(value: object, largest: int, what: str) -> int:
-    """Return ``value``, which must be a whole number from 0 to ``largest``."""
+    """Return ``value``. Raises Malformed, with the noun ``what``, if it is not an integer from 0 to ``largest``."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
         raise Malformed(
             f"sent {what} that is not a whole number from 0" + (f" to {largest}" if largest < sys.maxsize else " on")
@@ -186,7 +195,7 @@ def whole_number(value: object, largest: int, what: str) -> int:
 
 
 def _arrived(shape: tuple[int, ...], numbers: bytes | bytearray | NDArray[Any]) -> TensorArray:
-    """Return the array of a pickled one. Its tensor may be written to: numbers in Ray's memory are copied."""
+    """Return a TensorArray of unpickled numbers. They are copied if read-only, as in Ray's memory."""
     values = np.frombuffer(numbers, np.float32).reshape(shape)
     return TensorArray(torch.from_numpy(values if values.flags.writeable else values.copy()))
 

@@ -1,6 +1,6 @@
-"""Batches of messages: how one process answers them, and how one exchange is divided among several workers.
+"""Batches of messages: the answering of batches in one process, and the division of one exchange among workers.
 
-Knows no Ray.
+An exchange is the sending of messages to clients and the collection of all replies. This file does not import Ray.
 """
 
 import logging
@@ -21,30 +21,31 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.own_code import with_place
 
 BatchHandler: TypeAlias = Callable[[Sequence[Message]], list[Message]]
-"""Answers a batch of messages: a reply for each, an error reply where a client fails. Raises nothing."""
+"""A function that answers a batch of messages with one reply each. A failing client gets an error reply, no exception.
+"""
 
 GroupHandler: TypeAlias = Callable[[Sequence[Message], Callable[[], None]], list[Message]]
-"""The same for tasks that several clients answer in one computation: it calls its second argument now and then, and
-raises what that raises."""
+"""A ``BatchHandler`` for tasks that several clients answer in one computation. It calls its second argument from time
+to time, and lets the exceptions of that call pass: so a caller can stop a long computation."""
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
-"""Error codes of the replies that stand for a client that did not answer."""
+"""The codes of error replies for a client that raised an error, whose worker died, or that exceeded the timeout."""
 
 FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
-"""Minibatch steps in a batch: far more than handing it over costs, far less than a round."""
+"""Minibatch steps in a batch: they take far longer than handing a batch over, and are far fewer than a round has."""
 
 _FIRST_STEPS = 4  # in the first batch; the next ones have as many more each, until they are ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
-"""About how much work a worker is given at a time: more than a call costs (4 ms), less than anyone would wait."""
+"""Bounds in seconds of the estimated duration of a batch: far more than the overhead of a call (4 ms), but short."""
 
 MAX_DEATHS = 10
-"""Workers that may die in one exchange before it is given up: each takes seconds to replace."""
+"""The number of dead workers after which an exchange is given up: each takes seconds to replace."""
 
 _LOGGER: Final = logging.getLogger("fl_sim")
-"""``--debug`` shows what it is told; a private run keeps that from the screen."""
+"""The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
 _TINY = 1e-9  # seconds: a step takes longer
 
@@ -53,12 +54,13 @@ Call = TypeVar("Call")
 
 @dataclass(frozen=True)
 class ClientBatching:
-    """The settings by which several clients are trained at a time.
+    """The settings for training several clients in one batch.
 
-    ``handler`` is called once in every process and returns the handler of that process. ``steps``: every partition's
-    minibatch steps in a round. ``stack``: the number of clients in a batch; with 1, a batch has as many clients as have
-    ``STEPS_AT_A_TIME`` steps, or ``least_steps`` where these are more: less work is not worth another thread.
-    ``most_clients``: the largest number of clients in a batch, since all of their models are in memory at once.
+    ``handler``: a function that is called once in every process and returns the batch handler of that process.
+    ``steps``: the number of minibatch steps in a round, for every partition. ``stack``: the number of clients that are
+    trained together in one batch. With ``stack`` 1, batches are filled with clients up to ``STEPS_AT_A_TIME`` or
+    ``least_steps`` minibatch steps, whichever is more, since less work is not worth another thread. ``most_clients``:
+    the largest number of clients in a batch, since all of their models are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -68,18 +70,21 @@ class ClientBatching:
     most_clients: int = 1_000_000
 
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
-        """Put clients with the most steps first: neighbours are alike, and no worker is left with a long last one."""
+        """Return the messages in descending order of their clients' minibatch steps.
+
+        Then neighbours have similar numbers of steps, and no worker begins a long client at the end of a round.
+        """
         return sorted(messages, key=self.steps_of, reverse=True)
 
     def steps_of(self, message: Message) -> int:
-        """Return the number of minibatch steps that a message asks for."""
+        """Return the number of minibatch steps of the client that a message is addressed to."""
         return int(self.steps[partition_of(message)])
 
     def batches(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
-        """Divide a round into batches, by nothing but the arguments.
+        """Return the messages of a round divided into batches for ``workers`` workers; the result is deterministic.
 
-        Towards the end batches shrink, so that no worker is left with a long last one. The first ones are small, too:
-        in one process a worker gets ready while the others wait to do so.
+        The last batches are smaller, so that all workers finish at about the same time. The first batches are small,
+        too: in one process, only one worker at a time can prepare its first batch.
         """
         ordered = self.ordered(messages)
         if self.stack > 1:
@@ -99,7 +104,10 @@ class ClientBatching:
 
 
 class BatchRunner:
-    """Answers for the clients of one process: training by ``batching`` where it is given, all else one by one."""
+    """Answers the messages to the clients of one process.
+
+    Training uses the batch handler of ``batching``, if given. All other tasks are answered one by one by ``app``.
+    """
 
     def __init__(self, app: ClientApp, num_clients: int, batching: ClientBatching | None) -> None:
         self._app = app
@@ -108,13 +116,13 @@ class BatchRunner:
         self._handler = batching.handler() if batching else None
 
     def batches(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
-        """Divide ``messages`` into batches for ``run``."""
+        """Return ``messages`` divided into batches for ``run``."""
         if self._batching is None or set(map(wire.task_of, messages)) != {wire.TRAIN}:
             return [[message] for message in messages]
         return self._batching.batches(messages, workers)
 
     def run(self, batch: Sequence[Message]) -> list[Message]:
-        """Answer a batch, with an error reply for a client that fails."""
+        """Return one reply for each message of a batch; an error reply for a client that fails."""
         if self._handler is not None and set(map(wire.task_of, batch)) == {wire.TRAIN}:
             return self._handler(batch)
         return [answer(self._app, message, self._num_clients) for message in batch]
@@ -124,12 +132,13 @@ class BatchRunner:
 class Exchange(Generic[Call]):
     """The messages of one exchange over several workers, and the replies so far.
 
-    ``running``: the batch of every call under way. ``begin`` puts it there, and counts its steps.
-    ``steps``: how much work a message is, at least 1. ``stack`` above 1: batches are so many messages, in their order,
-    whoever takes them when: what is trained together decides the last bits.
+    ``fresh``: the messages that were not handed out yet. ``running``: the batch of every unfinished call; ``begin``
+    adds a batch and counts its steps. ``steps``: a function that returns the work of a message, at least 1. ``stack``:
+    if above 1, every batch has ``stack`` messages in the given order, because the clients that are trained together
+    decide the last bits of the result.
 
-    A worker that dies takes all of its batch with it. Those messages are tried once more, each alone, so that the one
-    that kills its worker is known; clients may be run twice, since client states are keyed by round.
+    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, so that the
+    client that kills its worker is found. Running a client twice is safe, since client states are keyed by round.
     """
 
     fresh: deque[Message]
@@ -145,20 +154,20 @@ class Exchange(Generic[Call]):
     _under_way: int = 0
 
     def __post_init__(self) -> None:
-        """Add up the steps of ``fresh``, once: with many clients that takes too long to be done at every call."""
+        """Compute the sum of the steps of ``fresh`` once: with many clients this is too slow for every call."""
         self._left = sum(map(self.steps, self.fresh))
 
     @property
     def waiting(self) -> int:
-        """The number of messages that no worker has."""
+        """The number of messages that no worker has received or that must be sent again."""
         return len(self.fresh) + len(self._suspects) + sum(map(len, self._again))
 
     def take(self, step_seconds: float, others: Sequence[float] = ()) -> list[Message]:
-        """Take the next batch: ever smaller ones towards the end, so that no worker is left with a long last one.
+        """Remove and return the next batch for one worker; an empty list if the worker should get none.
 
-        At the end that is a worker's fair part of all that is not answered yet, which others may have begun.
-        ``step_seconds``: about how long a step takes this worker, ``others``: all other workers, infinite where nothing
-        is known yet. Faster ones take more, and a slow one nothing where the others would have done all sooner.
+        ``step_seconds``: this worker's estimated seconds per step; ``others``: the same for all other workers; infinite
+        if unknown. Batches shrink towards the end, so that all workers finish at about the same time. Faster workers
+        get larger batches. A slow worker gets none if the other workers would finish everything sooner.
         """
         if self._again:
             return self._again.popleft()
@@ -185,16 +194,16 @@ class Exchange(Generic[Call]):
         return batch
 
     def take_ahead(self, step_seconds: float, others: Sequence[float]) -> list[Message]:
-        """Take the batch after a worker's present one: it begins while the answer to that is on its way.
+        """Remove and return a batch that a worker can begin right after its present one, without waiting for a call.
 
-        Nothing where a client takes longer than that is worth: then whoever is free first is to have it.
+        The batch is empty if the next client takes longer than ``LEAST_SECONDS``: then the first free worker gets it.
         """
         if self._again or self._suspects or not self.fresh or self._least() * step_seconds > LEAST_SECONDS:
             return []
         return self.take(step_seconds, others)
 
     def _least(self) -> int:
-        """Return the steps of the smallest batch that can be taken now: a message, or a stack of them."""
+        """Return the number of steps in the smallest possible next batch: one message, or ``stack`` messages."""
         return sum(map(self.steps, islice(self.fresh, self.stack)))
 
     def _next(self) -> Message:
@@ -203,9 +212,10 @@ class Exchange(Generic[Call]):
         return message
 
     def _is_too_slow(self, mine: float, first: int, others: Sequence[float]) -> bool:
-        """Return True if the others finish everything before a worker that takes ``mine`` seconds for a part.
+        """Return True if the other workers would finish all messages before this worker finishes one batch.
 
-        ``first``: the steps of that part. What runs now counts as if it had just begun.
+        ``mine``: this worker's seconds for the batch; ``first``: the steps of the batch; ``others``: seconds per step
+        of the other workers. Running batches count as if they had just begun.
         """
         known = [seconds for seconds in others if seconds < math.inf]
         if not known or mine == math.inf:
@@ -214,21 +224,25 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Note that a worker was given a batch."""
+        """Register a batch that was handed to a worker as ``call``."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 
     def answered(self, call: Call, replies: Sequence[Message]) -> None:
-        """Add the replies of a call that came back."""
+        """Store the replies of a finished call."""
         self._end(call)
         self.add(replies)
 
     def add(self, replies: Sequence[Message]) -> None:
-        """Add replies to messages that no worker was needed for, or that are part of an unfinished call."""
+        """Store replies, also those that needed no worker or that belong to an unfinished call."""
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
-        """Decide what becomes of a dead worker's batch; ``reason`` is for those whose second worker it was."""
+        """Schedule the messages of a dead worker's batch once more, each alone.
+
+        A message whose worker died for the second time gets an error reply with ``reason``. After ``MAX_DEATHS`` dead
+        workers all messages are given up.
+        """
         self._deaths += 1
         for message in self._end(call):
             if message.metadata.message_id in self._tried:
@@ -240,11 +254,11 @@ class Exchange(Generic[Call]):
             self.give_up(f"not tried again: {self._deaths} workers died in this round")
 
     def node_lost(self, call: Call) -> None:
-        """Take back the batch of a worker that went with its node, as it was: no client is to blame."""
+        """Schedule the unchanged batch of a lost call again, without suspecting its clients."""
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
-        """Give up all messages that no worker has: no client is to blame where no worker can start."""
+        """Answer all messages that no worker has with an error reply of this ``code`` and ``reason``."""
         self._fail([*chain.from_iterable(self._again), *self._suspects, *self.fresh], code, reason)
         self._again.clear()
         self._suspects.clear()
@@ -252,9 +266,10 @@ class Exchange(Generic[Call]):
         self._left = 0
 
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
-        """Give up what is unfinished after ``timeout`` s, and say who hangs and who waited for whom.
+        """Answer all messages that are unfinished after ``timeout`` seconds with error replies.
 
-        ``progress``: for every running call whose worker still answers, its replies so far.
+        The reasons name the client that hangs, and for the others the client that they waited behind. ``progress``: the
+        replies so far, for every running call whose worker still responds.
         """
         late, hanging = f"no answer within {timeout:g} s", []
         for call, batch in self.running.items():
@@ -278,7 +293,7 @@ class Exchange(Generic[Call]):
 
 
 def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
-    """Return the reply of ``app``, or an error reply with the text of the error that it raised."""
+    """Return the reply of ``app`` to a message, or an error reply with the text of the error that ``app`` raised."""
     try:
         return app(message, node_context(message.metadata.dst_node_id, num_clients))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a user's model or data raises becomes a reply that names it)
@@ -286,19 +301,19 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
 
 
 def raised(message: Message, error: BaseException) -> Message:
-    """Return the reply of a client that raised ``error``."""
+    """Return an error reply for a client that raised ``error``, and log the traceback."""
     _LOGGER.debug("a client failed; its traceback:", exc_info=error)
     text = str(error) if isinstance(error, RunError | UserError) else with_place(error)
     return failure(message, CLIENT_RAISED, text)
 
 
 def failure(message: Message, code: int, reason: str) -> Message:
-    """Return the reply that stands for a client that did not answer."""
+    """Return an error reply for a client that did not answer."""
     return Message(Error(code, reason), reply_to=message)
 
 
 def node_context(node_id: int, num_clients: int) -> Context:
-    """Return a node's context. It carries no state: client states lie in fl_sim.store.tensors."""
+    """Return the Flower context of a node. The context has no state: client states are in fl_sim.store.tensors."""
     config: dict[str, bool | float | int | str] = {
         "partition-id": node_id - FIRST_NODE_ID,
         "num-partitions": num_clients,
@@ -307,5 +322,5 @@ def node_context(node_id: int, num_clients: int) -> Context:
 
 
 def partition_of(message: Message) -> int:
-    """Return the partition a message is addressed to."""
+    """Return the index of the partition that a message is addressed to."""
     return message.metadata.dst_node_id - FIRST_NODE_ID

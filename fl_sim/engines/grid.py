@@ -1,4 +1,4 @@
-"""A Flower Grid of our own, of which both engines are made, and the engine that runs every client in this process."""
+"""The base class of both engines, a subclass of Flower's Grid; and the engine that runs all clients in this process."""
 
 import math
 import time
@@ -35,14 +35,14 @@ from fl_sim.engines.batching import (
 )
 
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of replies of the current exchange so far."""
+"""A callback that receives the number of replies of the current exchange so far."""
 
 
 class LocalGrid(Grid):
     """A Grid whose nodes are partitions: node ``1000 + i`` holds partition i.
 
-    Subclasses answer a whole exchange at once in ``_exchange``; those that run clients in this process do it within
-    ``quiet``, which keeps from the screen what clients print.
+    Subclasses implement ``_exchange``, which answers all messages of one exchange. ``quiet``: a context manager that
+    hides the output that clients print; subclasses that run clients in this process run them within this context.
     """
 
     def __init__(self, num_clients: int, on_reply: Progress | None = None) -> None:
@@ -54,7 +54,7 @@ class LocalGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def set_run(self, run: Run) -> None:
-        """Take over Flower's description of a run."""
+        """Set Flower's description of the run."""
         self._run = run
 
     @property
@@ -65,7 +65,7 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message, as ``Message(...)`` does."""
+        """Return a new message, equal to one of ``Message(...)``."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> range:
@@ -73,17 +73,17 @@ class LocalGrid(Grid):
         return range(FIRST_NODE_ID, FIRST_NODE_ID + self.num_clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Answer ``messages`` at once and keep the replies for ``pull_messages``."""
+        """Answer ``messages`` before returning, keep the replies for ``pull_messages``, and return the message ids."""
         replies = self.send_and_receive(messages)
         self._inbox.update({reply.metadata.reply_to_message_id: reply for reply in replies})
         return [reply.metadata.reply_to_message_id for reply in replies]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to ``message_ids`` that are there, once."""
+        """Return the available replies to ``message_ids``, and remove them: every reply is returned once."""
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return one reply per message; an error reply where a client gave none within ``timeout`` seconds."""
+        """Send messages; return one reply per message, an error reply for a client that exceeds ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex  # as Flower's own grids do
@@ -93,13 +93,17 @@ class LocalGrid(Grid):
         """Release the resources of the engine."""
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
-        """Return one reply per message, in whatever order; an error reply where ``timeout`` seconds were not enough."""
+        """Return one reply per message, in any order; an error reply for a client that exceeds ``timeout`` seconds."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The tasks that several clients answer in one computation: by ``handler``, in ``threads`` threads of their own."""
+    """The settings of client tasks that several clients answer in one computation.
+
+    ``tasks``: the names of these tasks. ``handler``: the function that answers a batch. ``threads``: the number of
+    threads that are reserved for these tasks.
+    """
 
     tasks: frozenset[str]
     handler: GroupHandler
@@ -108,18 +112,18 @@ class Groups:
     _LEAST, _MOST = 3, 10  # below 3 clients Python's overhead is a third of a step; above 10 there is no further gain
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
-        """Divide an exchange into one batch for every thread, or more."""
+        """Return the messages of an exchange in batches of 3 to 10 clients, about one batch or more for each thread."""
         size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
         return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 
 
 class InProcessGrid(LocalGrid):
-    """All clients in this process: no start-up, and a debugger sees everything.
+    """An engine that runs all clients in this process: it has no start-up time, and a debugger can step into clients.
 
-    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; all else that
-    clients are asked is answered one after another, but for the tasks ``in_threads``. ``batching``, if given, trains
-    several clients at a time; stacks one after another. ``groups``, if given, has threads of its own. A client that
-    hangs cannot be interrupted from within its own process; ``timeout`` is looked at between batches.
+    ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
+    other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
+    several clients in one batch; batches of stacked clients run one after another. ``groups``, if given, has its own
+    threads. A hanging client cannot be interrupted in its own process: ``timeout`` is checked between batches only.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class InProcessGrid(LocalGrid):
         self._group_pool = ThreadPoolExecutor(groups.threads, "groups") if groups else None
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the thread pools."""
         for pool in (self._pool, self._group_pool):
             if pool is not None:
                 pool.shutdown()
@@ -163,7 +167,7 @@ class InProcessGrid(LocalGrid):
         waiting, replies = deque(batches), dict[str, Message]()
 
         def take() -> list[Message] | None:
-            """Take the next batch, from any thread; None where there is none or time is up."""
+            """Remove and return the next batch, in any thread; None if no batch is left or the deadline has passed."""
             try:
                 return waiting.popleft() if time.monotonic() < deadline else None
             except IndexError:
@@ -185,7 +189,10 @@ class InProcessGrid(LocalGrid):
 def _side_by_side(
     pool: ThreadPoolExecutor, workers: int, handler: BatchHandler, take: Callable[[], list[Message] | None]
 ) -> Iterator[list[Message]]:
-    """Have threads take and answer batches until there are none; yields replies as they come."""
+    """Yield the replies of each batch as soon as a thread of the pool has answered the batch.
+
+    ``take``: a function that returns the next batch, or None at the end.
+    """
     done: SimpleQueue[list[Message] | None] = SimpleQueue()
 
     def work() -> None:

@@ -1,7 +1,9 @@
-"""A Ray of the run's own: its secret token, and a process that removes what it leaves, however the run ends.
+"""Support for a Ray that the run itself starts: its secret token, and a process that cleans up after the run.
 
-Where Ray's node is gone, Ray ends the run's process at once, without a word: the cleanup process says why. It runs this
-file by itself, so the file imports Python's own modules alone; and not Ray, which reads the token when it is imported.
+The cleanup process ends Ray's processes and deletes its files, also after a crash of the run. If Ray's node dies, Ray
+ends the run's process at once without a message, so the cleanup process prints the reason. The cleanup process
+executes this file as a script. Therefore the file imports the standard library only, and not Ray, which reads the token
+during its import.
 """
 
 import os
@@ -15,24 +17,26 @@ from contextlib import suppress
 from pathlib import Path
 
 MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""The variables that Ray reads: whether its servers ask for a token, and which."""
+"""The environment variables that Ray reads: whether its servers require a token, and the token."""
 
 DONE = b"done"
-"""The last word of the run's process where it ends by itself. Before that it sends host:port of Ray's node."""
+"""The last word that the run's process sends to the cleanup process at a normal end. The first is host:port of Ray's
+node."""
 
 CONNECT_SECONDS = 2.0
-"""How long Ray's node may take to accept a connection."""
+"""Seconds that Ray's node may take to accept a connection."""
 
 MOST_SECONDS = 8.0
-"""How long killing may take: the kernel may hold a process back that waits for a disk."""
+"""Seconds that the killing of processes may take: the kernel delays it for a process that waits for a disk."""
 
 _chosen: set[str] = set()
 
 
 def choose_token() -> None:
-    """Have the Ray that this process will start ask for a random token; a setting of the user's own stays.
+    """Set the environment so that a Ray started by this process requires a new random token.
 
-    Raises UserError where Ray is imported already, so that it would ask for none.
+    If the user has set Ray's variables already, nothing changes. Raises UserError if Ray is imported already, since Ray
+    would then ignore the token.
     """
     if MODE in os.environ:
         return
@@ -48,12 +52,12 @@ def choose_token() -> None:
 
 
 def is_own_token() -> bool:
-    """Return True if this process chose Ray's token, so that no other Ray knows it."""
+    """Return True if ``choose_token`` chose the present token in this process, so that no other Ray knows it."""
     return os.environ.get(TOKEN) in _chosen
 
 
 def node_gone(address: str) -> str:
-    """Return the error message for a node of Ray that is gone."""
+    """Return the error message for a node of Ray that has ended."""
     return (
         f"Ray's node at {address} (raylet) is gone: start the same command again, and the run goes on after its last "
         "finished round"
@@ -71,10 +75,10 @@ def is_there(address: str) -> bool:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Return the processes of the Ray in ``folder``; none where the system does not show their open files.
+    """Return the process ids of the Ray whose files are in ``folder``; empty on systems without /proc.
 
-    Each of them has a log there that ends in .out, its own or that of the process that started it; a process that only
-    joins has none.
+    Every process of this Ray has a log file in the folder open, whose name ends in .out. A process that only joins this
+    Ray has no such file open.
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -86,7 +90,7 @@ def processes_of(folder: str) -> list[int]:
 
 
 def clear(folder: str) -> None:
-    """Kill the processes of the Ray in ``folder`` and delete the folder."""
+    """Kill the processes of the Ray whose files are in ``folder``, and delete the folder."""
     deadline, times_empty = time.monotonic() + MOST_SECONDS, 0
     while times_empty < 3 and time.monotonic() < deadline:  # a process that was just killed may have started another
         left = processes_of(folder)
@@ -99,9 +103,9 @@ def clear(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait until standard input is closed, then clear the folder of the first argument, if any.
+    """Wait until standard input is closed, then clear the folder that the first argument names, if any.
 
-    Before that, where the run's process did not end by itself and Ray's node is gone, tell the user.
+    If the run's process did not end normally and Ray's node is gone, print an error message first.
     """
     said = sys.stdin.buffer.read().split()
     if said and said[-1] != DONE and not is_there(address := said[0].decode()):

@@ -1,4 +1,4 @@
-"""The engine that divides a round's clients among Ray actors, on this machine or on a Ray cluster."""
+"""The engine that distributes the clients of a round over Ray actors, on this machine or on a Ray cluster."""
 
 import math
 import time
@@ -34,21 +34,22 @@ import ray  # after ray_start, which sets what Ray reads when it is imported
 from ray.exceptions import RayActorError, RayError
 
 MOST_WITH_A_CALL = 2**20
-"""Bytes up to which a shared content goes with a worker's first call of a round, not through the nodes' stores: that
-takes 9 ms. Each worker of a node gets it."""
+"""The size in bytes up to which a shared message content is sent inside a worker's first call of a round. Ray's object
+store, the other way, takes 9 ms, but sends a content once per node instead of once per worker."""
 
 ASK_SECONDS = 1.0
-"""How long an actor that is past the deadline has to report its progress."""
+"""Seconds that an actor has to report its replies so far, after the deadline of a round."""
 
 
 class RayGrid(LocalGrid):
-    """Actors that take a batch of messages per call; a free actor takes the next batch, and small ones are sent ahead.
+    """An engine whose Ray actors answer batches of messages: each idle actor gets the next batch.
 
-    Nothing of a client lives in an actor: any of them runs any client, twice if need be. An actor that dies is
-    replaced and its messages are sent again, one by one; one that is busy past the deadline is killed. ``app_factory``
-    is called once in every actor and must be importable there. ``batching``, if given, trains several of an actor's
-    clients at a time, and says which. ``remote``: for nodes that see no disk of this process, and come and go; ``say``
-    tells the user of them. Raises UserError where Ray cannot be joined or has no room.
+    If batches are short, an actor gets one more batch ahead. Actors hold no client state, so any actor can run any
+    client, also a second time. A dead actor is replaced and its messages are sent again, one by one; an actor that is
+    busy after the deadline is killed. ``app_factory`` is called once in every actor and must be importable there.
+    ``batching``, if given, decides which clients an actor trains together. ``remote``: the settings for nodes that do
+    not share a disk with this process and may join and leave; ``say`` prints messages about nodes. Raises UserError if
+    Ray cannot be joined or has no room.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RayGrid(LocalGrid):
         )
 
     def close(self) -> None:
-        """Kill the actors, and leave or stop Ray where this engine joined or started it."""
+        """Kill the actors; then stop Ray if this engine started Ray, or disconnect if this engine joined a cluster."""
         if not self._pool.is_own:
             self._pool.close()
         if self._is_ours:
@@ -123,7 +124,7 @@ class RayGrid(LocalGrid):
         return [exchange.replies[message.metadata.message_id] for message in messages]
 
     def _hand_out(self, exchange: Exchange[Any], outbox: "_Outbox") -> None:
-        """Give every idle worker its next batch, the fastest first, and then everybody the batch after it."""
+        """Send the next batch to every idle worker, the fastest first; then send each worker one more batch ahead."""
         for take, calls in ((exchange.take, 0), (exchange.take_ahead, 1)):
             for worker in sorted(self._pool.ready, key=lambda one: one.step_seconds):
                 others = [one.step_seconds for one in self._pool.ready if one is not worker]
@@ -148,7 +149,7 @@ class RayGrid(LocalGrid):
             check_head(self._head)
 
     def _collect(self, exchange: Exchange[Any], call: Any) -> None:
-        """Take the answer of a call that is done, and before it the answers to the worker's earlier calls."""
+        """Store the replies of the worker's earlier calls, and then the replies of ``call``, which is finished."""
         worker = self._pool.calls[call]
         while call in worker.calls:
             first = worker.calls[0]
@@ -164,7 +165,7 @@ class RayGrid(LocalGrid):
             self._on_reply(len(exchange.replies))
 
     def _lost(self, exchange: Exchange[Any], worker: Worker, error: RayError) -> None:
-        """Decide what becomes of the calls of a worker that died: only the first one can be to blame."""
+        """Schedule the unfinished calls of a dead worker again. Only the first call can have caused the death."""
         others = self._pool.lost_with(worker)
         first, *later = worker.calls
         for call in (first, *later, *others) if others is not None else later:
@@ -177,13 +178,16 @@ class RayGrid(LocalGrid):
         return ray.put(self._encryption.encrypt(value))
 
     def _share(self, content: RecordDict) -> tuple[int, Any]:
-        """Return the number of a content that messages share, and its form in calls: encrypted, or a reference."""
+        """Return the number of a content that several messages share, and the value that is sent in calls.
+
+        The value is the encrypted content if it is small and nodes are remote, else a Ray reference to it.
+        """
         encrypted = self._encryption.encrypt(content)
         is_small = self._remote is not None and encrypted_bytes(encrypted) <= MOST_WITH_A_CALL
         return next(self._numbers), encrypted if is_small else ray.put(encrypted)
 
     def _give_up_late(self, exchange: Exchange[Any], timeout: float) -> None:
-        """Give up all messages that are unfinished after ``timeout`` seconds."""
+        """Answer all messages that are unfinished after ``timeout`` seconds with error replies."""
         calls = list(self._pool.calls)
         for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []:
             if call in exchange.running:
@@ -194,7 +198,7 @@ class RayGrid(LocalGrid):
         exchange.too_late(progress, timeout)
 
     def _progress(self, exchange: Exchange[Any]) -> dict[Any, list[Message]]:
-        """Ask busy workers for their replies so far; those that do not answer are left out."""
+        """Return the replies so far of every busy worker, as {call: replies}; workers without answer are left out."""
         busy = [worker for worker in self._pool.ready if worker.calls]
         asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}
         heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS) if asked else ([], [])
@@ -209,7 +213,7 @@ class RayGrid(LocalGrid):
         return progress
 
     def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
-        """Return the replies for the server, after client states were stored where the driver stores them."""
+        """Return the replies for the server. If the driver keeps the client states, store them first."""
         if self._remote is None:
             return list(replies)
         of = {message.metadata.message_id: message for message in messages}
@@ -217,10 +221,10 @@ class RayGrid(LocalGrid):
 
 
 class _Outbox:
-    """Encrypts the model that all messages of a round share once, not once per batch; and sends files once a run.
+    """Prepares messages for workers: encrypts a content that messages share once per round, and sends files once a run.
 
-    ``put`` returns a reference, ``share`` the number of a content and its form in calls. ``files``: references by name,
-    of which more are added.
+    ``put`` encrypts a value and returns a Ray reference. ``share`` returns the number of a content and the value that
+    is sent in calls. ``files``: Ray references to files by name; new files are added to this dictionary.
     """
 
     def __init__(
@@ -236,9 +240,9 @@ class _Outbox:
         self.answered: list[Message] = []
 
     def request(self, message: Message) -> tuple[Any, int, Any] | None:
-        """Return (the message's metadata, its content's number in ``contents``, the records of its client alone).
+        """Return (metadata of the message, number of its content in ``contents``, records for this client only).
 
-        None where there is nothing to do for a worker: then the answer is among ``answered``.
+        Returns None if no worker is needed: then the answer was added to ``answered``.
         """
         parcel = self._store.before(message) if self._store else Parcel(message.content)
         if isinstance(parcel, Message):

@@ -1,4 +1,4 @@
-"""The handler of messages in a process of Ray, once that process was found to have the versions of this one."""
+"""The message handler of a Ray actor. It is started after the versions on the actor's node were found to be equal."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ with importing():  # Ray imports this file first, in a process that has nothing 
 
 
 class MessageHandler:
-    """Answers messages, and keeps the experiment's data for the next ones.
+    """Answers messages in an actor, and keeps the experiment's data for later messages.
 
-    ``factories``: a reference to the sources of the user's own modules and, pickled, (app_factory, num_clients,
-    threads, batching) as ``RayGrid`` has them. ``setup``: a reference to the argument of both factories where this
-    process sees no disk of the driver's, or None. Both are encrypted.
+    ``factories``: a reference to the source files of the user's own modules and the pickled values (app_factory,
+    num_clients, threads, batching) of ``RayGrid``. ``setup``: None, or, if this process does not share a disk with the
+    driver, a reference to the argument of ``app_factory`` and of ``batching.handler``. Both are encrypted.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:
@@ -44,11 +44,11 @@ class MessageHandler:
         self._decrypted: dict[int, RecordDict] = {}
 
     def answer(self, requests: Any, contents: Mapping[int, Any], files: Mapping[str, Any]) -> Any:
-        """Return one reply per request, and the seconds taken, encrypted.
+        """Return the encrypted pair (one reply per request, duration in seconds).
 
-        A request: (the message's metadata, the number of its content, the records of its client alone). ``contents``:
-        encrypted themselves, or references, or None where the call before had the same. ``files``: references to the
-        files that they name.
+        ``requests``: encrypted tuples (metadata of a message, number of its content, records for its client only).
+        ``contents``: {number: content}; a content is encrypted, or a Ray reference, or None if the previous call
+        brought the same content. ``files``: Ray references to the files that the contents name.
         """
         start = time.perf_counter()
         for name, content in files.items():
@@ -70,11 +70,11 @@ class MessageHandler:
         return self._encryption.encrypt((self._replies, time.perf_counter() - start))
 
     def replies_so_far(self) -> Any:
-        """Return the replies of the running call so far, encrypted."""
+        """Return the encrypted list of the replies that the running call has made so far."""
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared one of this ``number``, and its client's ``own`` records."""
+        """Return a message's content: the shared content with this ``number``, plus its client's ``own`` records."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

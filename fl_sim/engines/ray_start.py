@@ -1,4 +1,4 @@
-"""Starting Ray on this machine, or joining a cluster: quiet, without telemetry, with our import path."""
+"""Functions to start Ray on this machine or to join a cluster: without output or telemetry, with our import path."""
 
 import logging
 import math
@@ -20,10 +20,10 @@ from fl_sim.engines.own_ray import choose_token, is_own_token
 from fl_sim.errors import RunError, UserError
 
 MANY = 10**6
-"""More actors than anybody has room for."""
+"""A number of actors that no cluster can reach; it stands for no limit."""
 
 CONNECT_SECONDS = 5.0
-"""How long a cluster may take to accept a connection."""
+"""Seconds that a cluster may take to accept a connection."""
 
 ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a FutureWarning in every process
@@ -37,8 +37,8 @@ for _name, _value in ENVIRONMENT.items():
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a Ray of our own listens on 127.0.0.1, as elsewhere by default
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
-"""Bytes up to which calls to other machines, and answers, go there directly: through the nodes' stores they cost two
-copies more, and calls 9 ms."""
+"""The Ray setting for the size in bytes up to which calls and answers are sent directly between machines. Through the
+object stores of the nodes they cost two more copies, and a call 9 ms more."""
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
@@ -47,12 +47,13 @@ _cleanups: list["subprocess.Popen[bytes]"] = []  # cleanup processes of this pro
 
 @dataclass(frozen=True)
 class RayResources:
-    """The resources to take from Ray.
+    """The resources that a run takes from Ray.
 
-    ``actors`` 0 means as many as there is room for. ``cpus`` and ``gpus`` are for one actor; fractions share one.
-    ``address`` joins a running cluster: whoever may use that can run code in this run and read what it sends, unless it
-    was started with a token (Ray's RAY_AUTH_MODE=token) that this process was given too.
-    ``threads``: torch threads in each actor.
+    ``actors``: the number of actors; 0 means as many as there is room for. ``cpus`` and ``gpus``: the share of one
+    actor; a fraction means that several actors share one CPU or GPU. ``address``: host:port of a running cluster to
+    join. Every user of that cluster can run code in this run and read its messages, unless the cluster was started with
+    a token (Ray's RAY_AUTH_MODE=token) that this process has, too. ``threads``: the number of torch threads in an
+    actor.
     """
 
     actors: int = 0
@@ -63,9 +64,9 @@ class RayResources:
 
 
 def start_or_join(resources: RayResources, num_clients: int) -> int:
-    """Start or join Ray and return the number of actors to use.
+    """Start or join Ray, and return the number of actors to use.
 
-    Raises UserError where Ray cannot be joined, has no room for an actor or not the GPU asked for.
+    Raises UserError if Ray cannot be joined, or lacks room for an actor or the requested GPU share.
     """
     if not resources.address and not ray.is_initialized():
         # A Ray of our own gets the actors asked for, even where they outnumber the processors.
@@ -83,7 +84,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
 
 
 def stop_or_leave() -> None:
-    """Stop Ray where we started it, leave it where we joined it."""
+    """Stop Ray if this process started Ray, or disconnect from a joined cluster; then end the cleanup process."""
     with _resource_warnings_off():
         ray.shutdown()
     while _cleanups:
@@ -91,12 +92,12 @@ def stop_or_leave() -> None:
 
 
 def head_address() -> str:
-    """Return host:port of Ray's head process, which knows all others (gcs_server)."""
+    """Return host:port of Ray's head process (gcs_server), which manages the cluster."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def check_head(address: str) -> None:
-    """Raise RunError where the head process is gone: Ray itself would wait for a minute and then end this process."""
+    """Raise RunError if Ray's head process is gone: Ray itself would wait for a minute and then end this process."""
     try:
         _connect(address)
     except OSError as error:
@@ -114,7 +115,7 @@ def node_address() -> str:
 
 
 def check_node(address: str) -> None:
-    """Raise RunError where the node process is gone."""
+    """Raise RunError if Ray's node process (raylet) at ``address`` is gone."""
     if address and not own_ray.is_there(address):
         raise RunError(own_ray.node_gone(address))
 
@@ -126,19 +127,22 @@ def last_line(error: BaseException) -> str:
 
 
 def import_path() -> str:
-    """Return the import path without the interpreter's own directories, which other machines have elsewhere."""
+    """Return this process's import path, joined to one string, without the directories of installed packages.
+
+    Other machines have installed packages in other directories.
+    """
     entries = dict.fromkeys(Path(entry).absolute() for entry in sys.path)
     return os.pathsep.join(str(entry) for entry in entries if not is_installed(entry))
 
 
 def is_installed(file: Path) -> bool:
-    """Return True if a file lies in a folder of installed packages, which other machines have elsewhere."""
+    """Return True if a file lies in a directory of the standard library or of installed packages."""
     places = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return any(file.absolute().is_relative_to(place) for place in places)
 
 
 def _start(num_cpus: int) -> None:
-    """Start a Ray that nobody else reaches: on 127.0.0.1, with a random token, its files in a folder of our own."""
+    """Start a private Ray: it listens on 127.0.0.1, requires a random token, and has its files in a new folder."""
     choose_token()
     # A socket's path has at most 107 bytes, on macOS 103; mkdtemp makes a folder that only this user can read.
     short = "/tmp" if os.name == "posix" else None  # noqa: S108
@@ -158,7 +162,10 @@ def _start(num_cpus: int) -> None:
 
 
 def _start_cleanup(folder: str) -> "subprocess.Popen[bytes]":
-    """Start the process that clears ``folder``, and tells the user, when this process is gone; no Ctrl-C ends it."""
+    """Start the cleanup process, and return it. It clears ``folder`` after the end of this process.
+
+    The cleanup process also reports a lost Ray node to the user. Ctrl-C does not end it.
+    """
     command = [sys.executable, "-I", own_ray.__file__, folder]
     _cleanups.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
     return _cleanups[-1]
@@ -191,7 +198,10 @@ def _join(address: str) -> None:
 
 
 def _connect(address: str) -> None:
-    """Raise OSError or ValueError where nobody listens: Ray itself tries for minutes and then ends the process."""
+    """Raise OSError if nothing listens at ``address``, and ValueError if ``address`` is not host:port.
+
+    Without this check Ray would try to connect for minutes and then end the process.
+    """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         raise ValueError("an address is host:port (no ray://), or auto for the cluster on this machine")
@@ -199,7 +209,10 @@ def _connect(address: str) -> None:
 
 
 def _room_for(resources: RayResources) -> int:
-    """Return the number of actors that a cluster of others has room for, at most the number asked for."""
+    """Return the number of actors that fit a joined cluster, at most ``resources.actors`` if that is not 0.
+
+    Raises UserError if the requested actors do not fit.
+    """
     processors = _total("CPU")
     if not processors and resources.address:  # machines join later
         return resources.actors or MANY
@@ -218,7 +231,7 @@ def _total(kind: str) -> float:
 
 @contextmanager
 def _resource_warnings_off() -> Iterator[None]:
-    """Ignore that Ray leaves files on /dev/null open and processes unwaited for, which is no leak of ours."""
+    """Suppress ResourceWarnings that Ray itself causes: it leaves /dev/null open and does not wait for processes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "unclosed file .*/dev/null|subprocess .* is still running", ResourceWarning)
         yield
@@ -226,7 +239,7 @@ def _resource_warnings_off() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set ``values`` in the environment during this block."""
+    """Set environment variables to ``values`` within the ``with`` block, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

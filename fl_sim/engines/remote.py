@@ -1,6 +1,8 @@
-"""Workers on other machines, which see no disk of the driver: their messages, encryption, signed tickets and sources.
+"""Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
-Knows no Ray. Ray keeps objects in a node's memory, and writes them to its disk where that runs short.
+This file has the form of their messages, encryption, signed tickets (proofs that a release was charged to its ledger),
+and the import of modules that are sent along. It does not import Ray. Messages are encrypted because Ray keeps objects
+in the memory of a node, and writes them to the node's disk if memory runs short.
 """
 
 import hashlib
@@ -40,10 +42,10 @@ NO_TICKET: Final = (
 
 @dataclass(frozen=True)
 class Parcel:
-    """The form in which a message goes to a worker.
+    """The parts of a message that is sent to a worker.
 
-    ``content``: the part that all messages of the exchange share, one object for all of them. ``own``: the records of
-    this client's message alone. ``files``: the paths, here, of the files that the content names.
+    ``content``: the records that all messages of the exchange share, one object for all of them. ``own``: the records
+    for this client only. ``files``: {name in the content: path on the driver's disk} of files that the worker needs.
     """
 
     content: RecordDict
@@ -52,27 +54,27 @@ class Parcel:
 
 
 class DriverStore(Protocol):
-    """The driver's part in the work of clients that run elsewhere: their files lie here."""
+    """The driver's storage for clients that run on other machines: client states and files stay on the driver."""
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return the parcel for a worker, or the answer where there is nothing for a worker to do.
+        """Return the parcel to send to a worker, or the finished answer if no worker is needed.
 
-        Asked again where a message is sent again, and then the same.
+        If a message is sent again, this method is called again and must return the same.
         """
         ...
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Store the client state of an answer, and return the message for the server."""
+        """Store the client state that came with an answer, and return the answer for the server."""
         ...
 
 
 @dataclass(frozen=True)
 class RemoteWorkers:
-    """The settings of workers that share no disk with the driver.
+    """The settings of workers that do not share a disk with the driver.
 
-    ``setup``: sent to every worker once, and given to the factories of its app and of its batch handler. It has a
-    dictionary ``files``, in which a worker puts the content of files by name. ``modules``: the user's own that workers
-    need.
+    ``setup``: a value that is sent to every worker once, as the argument of the factories of its app and of its batch
+    handler. It must have a dictionary ``files``, to which a worker adds the content of files by name. ``store``: the
+    driver's storage. ``modules``: names of the user's own modules that workers need.
     """
 
     setup: Any
@@ -82,20 +84,20 @@ class RemoteWorkers:
 
 @dataclass(frozen=True)
 class Encryption:
-    """Encrypts values for the processes that have the key, by AES-GCM; without a key values stay as they are.
+    """Encrypts and decrypts values by AES-GCM. With an empty ``key`` values stay unchanged.
 
-    Nobody without the key can read an encrypted value, or make one that can be decrypted.
+    Nobody without the key can read an encrypted value, or make a value that ``decrypt`` accepts.
     """
 
     key: bytes = field(default=b"", repr=False)
 
     @classmethod
     def with_new_key(cls) -> "Encryption":
-        """Return encryption by a key that nobody else has."""
+        """Return an Encryption with a new random key of 256 bits."""
         return cls(AESGCM.generate_key(256))
 
     def encrypt(self, value: Any) -> Any:
-        """Return ``value`` as others may see it."""
+        """Return the encrypted form of ``value``, or ``value`` itself if there is no key."""
         if not self.key:
             return value
         buffers: list[pickle.PickleBuffer] = []
@@ -111,7 +113,7 @@ class Encryption:
         return whole, sizes, content
 
     def decrypt(self, encrypted: Any) -> Any:
-        """Return the value. Raises RunError where somebody without the key encrypted or changed it."""
+        """Return the decrypted value. Raises RunError if the value was changed or was encrypted with another key."""
         if not self.key:
             return encrypted
         try:
@@ -130,13 +132,13 @@ class Encryption:
 
 
 def encrypted_bytes(encrypted: Any) -> int:
-    """Return the size of an encrypted value."""
+    """Return the size of an encrypted value in bytes."""
     _, _, content = encrypted
     return int(content.nbytes)
 
 
 def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
-    """Return the parts of ``content``, one after another. Raises ValueError where they are not all of it."""
+    """Return consecutive parts of ``content``, of ``sizes`` bytes. Raises ValueError if these are not all of it."""
     ends = list(accumulate(sizes))
     if ends[-1:] != [len(content)]:
         raise ValueError("parts are missing")
@@ -144,16 +146,19 @@ def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _place(whole: bytes, place: int, last: int) -> bytes:
-    """Return the associated data of a part, its value and place: so none can be left out or moved."""
+    """Return the associated data (AES-GCM) of one part: identifier of the whole value, place, and last place.
+
+    With this data, a part that is moved, or a value with a missing part, is refused.
+    """
     return b"%b %d %d" % (whole, place, last)
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """The proof that the driver has paid for a release that a worker makes.
+    """A proof that the driver has charged the ledger for a release that a worker makes.
 
-    ``key``: of its noise, a secret. ``counts``: of a share, the number of records of each class to make. Only a
-    ``Signer`` reads one.
+    ``key``: the secret key of the release's noise. ``counts``: for synthetic records, the number of records to make of
+    each class. Only a ``Signer`` reads a ticket from a message.
     """
 
     key: bytes = field(repr=False)
@@ -163,29 +168,32 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs the tickets of one run, and reads them where the driver started the worker and gave it ``secret``.
+    """Signs and verifies the tickets of one run. Only the driver and the workers that it started have ``secret``.
 
-    A signature holds for one message alone: its kind, its client and all of its content, of which the run and the round
-    are a part. So no server, no other run and no message that was sent before can have a worker release what its client
-    has not paid for.
+    A signature is valid for one message only: its kind, its client and its whole content, which includes the run and
+    the round. So neither a server nor another run nor a repeated old message can make a worker release anything that
+    its client's ledger was not charged for.
     """
 
     secret: bytes = field(repr=False)
 
     @classmethod
     def fresh(cls) -> "Signer":
-        """Return the signer of a run, with a secret that nobody else has."""
+        """Return a signer for a new run, with a new random secret of 32 bytes."""
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
-        """Pack a ticket, signed, to be added to the ``content`` of one client's message of this ``kind``."""
+        """Return a record with the signed ticket, to be added to the ``content`` of one client's message.
+
+        ``kind``: the kind of the message. The signature covers ``kind``, ``client`` and ``content``.
+        """
         record = ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only})
         record["counts"] = list(ticket.counts)
         record["signature"] = self._signature(ticket, kind, client, content)
         return {_TICKET: record}
 
     def read(self, kind: str, client: int, content: RecordDict) -> Ticket:
-        """Unpack the ticket of a message. Raises RunError for one that this run's driver did not sign for it."""
+        """Return the ticket in a message. Raises RunError if this run's driver did not sign it for this message."""
         match dict(content[_TICKET]):
             case {"key": bytes(key), "simulation-only": bool(secret), "counts": list(counts), "signature": bytes(sign)}:
                 ticket = Ticket(key, secret, tuple(int(count) for count in counts))
@@ -201,12 +209,12 @@ class Signer:
 
 
 def has_ticket(content: RecordDict) -> bool:
-    """Return True if a message brings a record named as a ticket."""
+    """Return True if a message contains a ticket record; its signature is not checked."""
     return _TICKET in content
 
 
 def _digests(content: RecordDict) -> list[list[str]]:
-    """Return the names of all records but the ticket, and digests of their content."""
+    """Return [name, SHA-256 digest of the content] for every record of a message except the ticket."""
     found = []
     for name in sorted(content):
         if name == _TICKET:
@@ -224,16 +232,16 @@ def _digests(content: RecordDict) -> list[list[str]]:
 
 
 def importable(sources: Mapping[str, bytes]) -> None:
-    """Let modules be imported from ``sources``, {path on the import path: content}, where there are no others.
+    """Make the modules in ``sources``, {path relative to the import path: content}, importable in this process.
 
-    They stay in memory: nothing is written.
+    Installed modules of the same name come first. The sources stay in memory; no file is written.
     """
     if sources:
         sys.meta_path.append(_ModulesInMemory(sources))
 
 
 class _ModulesInMemory(MetaPathFinder, InspectLoader):
-    """Finds and loads modules in a dictionary; behind all other finders."""
+    """Finds and loads modules from a dictionary of source files. Python asks this finder last."""
 
     def __init__(self, sources: Mapping[str, bytes]) -> None:
         self._sources = sources
@@ -241,7 +249,7 @@ class _ModulesInMemory(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that was sent along."""
+        """Return the import spec of a module in the dictionary, or None for any other module."""
         del path, target
         name = self._file(fullname)
         if name is None:
@@ -249,14 +257,14 @@ class _ModulesInMemory(MetaPathFinder, InspectLoader):
         return importlib.util.spec_from_loader(fullname, self, origin=f"<sent along: {name}>")
 
     def get_source(self, fullname: str) -> str:
-        """Return a module's source."""
+        """Return the source code of a module. Raises ImportError if the dictionary does not have it."""
         name = self._file(fullname)
         if name is None:
             raise ImportError(f"{fullname} was not sent along")
         return importlib.util.decode_source(self._sources[name])
 
     def is_package(self, fullname: str) -> bool:
-        """Return True if a module is a package."""
+        """Return True if a module in the dictionary is a package."""
         return (self._file(fullname) or "").endswith("/__init__.py")
 
     def _file(self, fullname: str) -> str | None:

@@ -1,6 +1,7 @@
-"""The actor that is sent to a node first: it reports the versions there, before anything of ours is imported.
+"""The class of all Ray actors. Before an actor imports this project, it reports the versions on its node.
 
-This file travels by value, to nodes that may have another version of it: it imports Python's own modules, and ray.
+Ray sends this file's code by value, to nodes that may have another version of the project. Therefore the file imports
+the standard library and Ray only.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ LIBRARIES = ("torch", "numpy", "flwr")
 
 
 class CheckedActor:
-    """Lives in a process of Ray: first reports its versions, then handles the messages of a run that they fit."""
+    """A Ray actor that first reports the versions on its node. If these are accepted, it answers a run's messages."""
 
     def versions(self, modules: list[str]) -> dict[str, str]:
-        """Return the versions on this node: see ``versions``."""
+        """Return the versions on this node, by the function ``versions``."""
         return versions(modules)
 
     def start(self, key: bytes, arguments: list[Any]) -> None:
-        """Import the program and make the message handler. ``arguments``: references to its own arguments."""
+        """Import the project and create the message handler.
+
+        ``key``: the encryption key. ``arguments``: the further arguments of ``MessageHandler``.
+        """
         from fl_sim.engines.ray_actor import MessageHandler  # noqa: PLC0415 (not before the versions are known)
         from fl_sim.engines.remote import Encryption  # noqa: PLC0415
 
@@ -40,14 +44,14 @@ class CheckedActor:
 
     @ray.method(concurrency_group="progress")
     def replies_so_far(self) -> Any:
-        """Return the replies of the running call so far; answered while it runs."""
+        """Return the encrypted replies of the running call so far, in a second thread, while the call runs."""
         return self._handler.replies_so_far()
 
 
 def versions(modules: list[str]) -> dict[str, str]:
-    """Return {name: version} of all that may differ from machine to machine and changes numbers.
+    """Return {name: version} of all software that can change the numbers of a run: Python, libraries, this project.
 
-    ``modules``: those of the user's own, which may be missing: they are sent along.
+    ``modules``: names of the user's own modules. A module may be missing on a node, since its source is sent along.
     """
     found = {"Python": ".".join(platform.python_version_tuple()[:2]), "fl-sim": _own_version(), "trainer": _trainer()}
     for library in LIBRARIES:
@@ -62,7 +66,10 @@ def versions(modules: list[str]) -> dict[str, str]:
 
 
 def source_files(module: str) -> dict[str, Path]:
-    """Return {path in the import path: file} of a module, of a package all of its sources; empty without one."""
+    """Return the source files of a module or of a whole package, as {path relative to the import path: file}.
+
+    The result is empty if the module cannot be found.
+    """
     spec = _spec(module)
     if spec is None:
         return {}
@@ -77,7 +84,7 @@ def source_files(module: str) -> dict[str, Path]:
 
 
 def digest_of(files: dict[str, Path]) -> str:
-    """Return a digest of files and their names."""
+    """Return a digest (12 hexadecimal digits of SHA-256) of the names and contents of files."""
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -94,7 +101,10 @@ def _own_version() -> str:
 
 
 def _trainer() -> str:
-    """Return a digest of the compiled trainer for this processor: without it PyTorch trains, with other last bits."""
+    """Return a digest of the compiled trainer for this processor, or "PyTorch's" if it is not installed.
+
+    The versions must be equal, since the compiled trainer and PyTorch differ in the last bits.
+    """
     spec = _spec("fl_sim")
     folders = [Path(folder) / "native" for folder in spec.submodule_search_locations or []] if spec else []
     libraries = [file for folder in folders for file in sorted(folder.glob(f"libkernel-{platform.machine()}.*"))]

@@ -1,8 +1,8 @@
-"""Messages between server and clients as records of Flower.
+"""Messages between server and clients as Flower records.
 
-This file and ``arrays`` spell every record key and convert between our values and records. What a client sends is not
-trusted: the reader of an answer states its form, and any other is Malformed. The reasons quote numbers at most, never a
-client's text.
+This file and ``arrays`` define all record keys, and convert between values of this project and Flower records. Messages
+from clients are not trusted: each reading function states the expected form, and raises Malformed for any other. The
+error messages may quote numbers, never a client's text.
 """
 
 import json
@@ -35,8 +35,8 @@ from fl_sim.params import layout_of
 from fl_sim.types import ClientUpdate, Packed, Params, Payloads, Reply, Size
 
 TRAIN, WHO = "train", "query"
-"""The types of messages: a task for a client, named in the message's configuration, and a question for the partition of
-a node. The task of local training has the name of its message type."""
+"""The two message types. ``TRAIN``: a client task, which the configuration in the message names. ``WHO``: the question
+which partition a node has. The task of local training has the same name as its message type."""
 
 _ORDER, _PARAMS, _REPORT = "order", "params", "report"
 _BROADCAST, _PAYLOAD, _PACKED, _KEPT = "broadcast/", "payload/", "packed/", "kept/"
@@ -53,13 +53,13 @@ _LARGEST_MOMENT: Final = 1e100  # products of float32 numbers, added up
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The configuration in a message, and all that a client has: nodes have no other.
+    """The configuration in a message to a client. A node has no other configuration.
 
-    ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (the clients' shares for the
-    algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker sees, empty where
-    there is none. ``most_steps``: {client: largest number of local steps}, of those who must stop early. ``task``: the
-    name of the client task. For nodes with records of their own: ``run`` names the run among others, and ``facts`` are
-    the public facts about the server's records, as JSON.
+    ``experiment``: the experiment as JSON. ``data_root``, ``state_dir``, ``pool`` (the clients' shares for the
+    algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker can read, or empty.
+    ``most_steps``: {client: largest number of local steps}, for clients that must stop early. ``task``: the name of the
+    client task. For nodes with their own records: ``run`` identifies the run, and ``facts`` are the public facts about
+    the server's records, as JSON.
     """
 
     experiment: str
@@ -76,20 +76,21 @@ class TaskConfig:
 
     @property
     def without_paths(self) -> "TaskConfig":
-        """Return the configuration for workers that see no disk of the driver: no path, but the names of the pools.
+        """Return the configuration for workers that do not share a disk with the driver.
 
-        The names are digests of the content. Client states then come with the message, and go back with the answer.
+        It has no paths. The pools are named by digests of their content. Client states then travel with the message,
+        and back with the answer.
         """
         pool, synthetic = Path(self.pool).name, Path(self.synthetic).name
         return replace(self, data_root="", state_dir="", pool=pool, synthetic=synthetic)
 
 
 BLANK: Final = TaskConfig("", 0, 0.0, "", "")
-"""The configuration of messages that are not sent, of which the size alone matters."""
+"""An empty configuration, for messages that are never sent, but whose size is computed."""
 
 
 def task_content(config: TaskConfig, params: Params, broadcast: Payloads) -> RecordDict:
-    """Pack a round's message; all clients of a round share one."""
+    """Return the content of a round's message, which all clients of the round share."""
     records = RecordDict({_ORDER: _config_record(config), _PARAMS: pack(params)})
     for name, group in broadcast.items():
         records[_BROADCAST + name] = pack(group)
@@ -97,12 +98,12 @@ def task_content(config: TaskConfig, params: Params, broadcast: Payloads) -> Rec
 
 
 def config_content(config: TaskConfig) -> RecordDict:
-    """Pack the message of a task that needs no tensors."""
+    """Return the content of a message for a client task that needs no tensors."""
     return RecordDict({_ORDER: _config_record(config)})
 
 
 def read_task_config(content: RecordDict) -> TaskConfig:
-    """Unpack the configuration of a message."""
+    """Return the configuration in the content of a message."""
     record = content.config_records[_ORDER]
     most_steps = json.loads(str(record[_MOST_STEPS])) if _MOST_STEPS in record else {}
     return TaskConfig(
@@ -121,7 +122,7 @@ def read_task_config(content: RecordDict) -> TaskConfig:
 
 
 def task_of(message: Message) -> str:
-    """Return the name of the task in a message; of a message without a task, its type."""
+    """Return the name of the client task in a message, or the message type for a message without a task."""
     if message.metadata.message_type != TRAIN:
         return message.metadata.message_type
     config = message.content.get(_ORDER)
@@ -129,33 +130,36 @@ def task_of(message: Message) -> str:
 
 
 def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
-    """Return a message's content with another configuration; its tensors are the same ones."""
+    """Return a message's content with another configuration. Tensors are shared, not copied."""
     return RecordDict({**content, _ORDER: _config_record(config)})
 
 
 def state_records(state: Payloads) -> Mapping[str, ArrayRecord]:
-    """Pack a client state, to be added to a content on its way to or from a worker that sees no disk of the driver."""
+    """Return a client state as records, to be added to a message.
+
+    This is for messages to and from workers that do not share a disk with the driver.
+    """
     return {_KEPT + name: pack(group) for name, group in state.items()}
 
 
 def take_state(content: RecordDict) -> Payloads:
-    """Return the client state in ``content``, and remove it: nobody else is to see it."""
+    """Remove the client state from ``content``, and return it. After that, no other reader can see it."""
     names = [name for name in content if name.startswith(_KEPT)]
     return {name.removeprefix(_KEPT): unpack(content.pop(name)) for name in names}
 
 
 def state_in(content: RecordDict) -> Payloads:
-    """Return the client state that came with a message, if any."""
+    """Return the client state in the content of a message; empty if there is none."""
     return {name.removeprefix(_KEPT): unpack(content[name]) for name in content if name.startswith(_KEPT)}
 
 
 def is_same_round(one: RecordDict, other: RecordDict) -> bool:
-    """Return True if the contents differ in nothing but their client states: they were made of one."""
+    """Return True if two contents were derived from the same content and differ at most in their client states."""
     return one[_ORDER] is other[_ORDER]
 
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
-    """Unpack (global model, broadcast groups)."""
+    """Return the pair (global model, broadcast groups by name) in the content of a round's message."""
     # Not by content.array_records, which sorts all records into three new dictionaries.
     groups = {
         name.removeprefix(_BROADCAST): unpack(record) for name, record in content.items() if name.startswith(_BROADCAST)
@@ -164,7 +168,7 @@ def read_task(content: RecordDict) -> tuple[Params, Payloads]:
 
 
 def update_content(update: ClientUpdate) -> RecordDict:
-    """Pack a client's update, without its client state."""
+    """Return the content of a client's answer after training: its update, without its client state."""
     report = MetricRecord({_NUM_EXAMPLES: update.num_examples})
     if update.loss is not None:
         report[_LOSS] = update.loss
@@ -183,10 +187,11 @@ def read_update(
     most_examples: int = sys.maxsize,
     packed: Mapping[str, Size] = MappingProxyType({}),
 ) -> Reply:
-    """Unpack a client's update: the names and shapes of ``template``, from at most ``most_examples`` records.
+    """Return a client's update, whose tensors must have the names and shapes of ``template``.
 
-    ``packed``: the sizes of the groups that travel compressed. A loss may be infinite or NaN, as training that diverges
-    makes it. Raises Malformed for anything else.
+    The stated number of records must be at most ``most_examples``. ``packed``: the sizes of the groups that are sent in
+    compressed form. The loss may be infinite or NaN, since training can diverge. Raises Malformed for any other
+    content.
     """
     check_names(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
@@ -205,46 +210,49 @@ def read_update(
 
 
 def error_of(message: Message) -> str | None:
-    """Return the reason for which a client failed, or None where it did not."""
+    """Return the reason for a client's failure, or None if the client did not fail."""
     return message.error.reason or "no reason given" if message.has_error() else None
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
-    """Pack a client's share before the first round."""
+    """Return the content of a client's answer with the tensors that it shares before the first round."""
     return RecordDict({_POOL: pack(dict(shared))})
 
 
 def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
-    """Unpack a client's share: tensors like ``template``'s, but all of the same number of rows.
+    """Return the tensors that a client shares before the first round.
 
-    Raises Malformed for anything else, more than ``most_rows``, and for numbers that are not finite.
+    Names, and shapes without the number of rows, must be those of ``template``; all tensors must have the same number
+    of rows. Raises Malformed for any other content, for more than ``most_rows`` rows, and for numbers that are not
+    finite.
     """
     check_names(content, {_POOL})
     return read_rows(content[_POOL], {name: tuple(value.shape[1:]) for name, value in template.items()}, most_rows)
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Pack synthetic records on their way to the driver, which adds the facts about them."""
+    """Return a message content with synthetic records from a worker to the driver, which adds the facts about them."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Unpack the content of ``made_content``, from a worker of ours."""
+    """Return the synthetic records in a content of ``made_content``. The worker that sent them is trusted."""
     return unpack(content[_POOL])["inputs"]
 
 
 def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
-    """Pack a client's synthetic records and, as JSON, its facts about them."""
+    """Return a message content with a client's synthetic records and ``said``, its facts about them as JSON."""
     return RecordDict({_POOL: pack({"inputs": inputs}), _SAID: ConfigRecord({_JSON: said})})
 
 
 def read_synthetic(
     content: RecordDict, input_shape: tuple[int, ...], num_classes: int, most_rows: int
 ) -> tuple[torch.Tensor, str]:
-    """Unpack (synthetic records, the client's facts about them as JSON: counts, refused, facts, receipt).
+    """Return the pair (synthetic records, the client's facts about them as JSON).
 
-    Raises Malformed where the records are not ``most_rows`` or fewer of that shape, finite, and as many as the counts
-    add up to. The content of ``facts`` and ``receipt`` is not checked.
+    The JSON object has the keys counts, refused, facts and receipt; the content of ``facts`` and ``receipt`` is not
+    checked. Raises Malformed unless there are at most ``most_rows`` records of shape ``input_shape``, all numbers are
+    finite, and the counts, one for each class, add up to the number of records.
     """
     check_names(content, {_POOL, _SAID})
     inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
@@ -271,12 +279,12 @@ def read_synthetic(
 
 
 def votes_content(votes: NDArray[np.int64]) -> RecordDict:
-    """Pack a teacher's votes, one class a public record."""
+    """Return a message content with a teacher's votes: one class for each public record, shape (records,)."""
     return RecordDict({_VOTES: ArrayRecord({_VOTES: Array(votes)})})
 
 
 def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArray[np.int64]:
-    """Unpack a teacher's votes, shape (records,). Raises Malformed for anything but one class for each record."""
+    """Return a teacher's votes, shape (records,). Raises Malformed unless there is one valid class for each record."""
     votes = _single_array(content, _VOTES, (num_records,), "<i8").astype(np.int64)
     if ((votes < 0) | (votes >= num_classes)).any():
         raise Malformed(f"votes for a class that does not exist: classes are 0 to {num_classes - 1}")
@@ -284,14 +292,15 @@ def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArr
 
 
 def moments_content(moments: NDArray[np.float64]) -> RecordDict:
-    """Pack the moments of a client's features, a row for each class."""
+    """Return a message content with the moments of a client's features, one row for each class."""
     return RecordDict({_MOMENTS: ArrayRecord({_MOMENTS: Array(moments)})})
 
 
 def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int | None = None) -> NDArray[np.float64]:
-    """Unpack the moments of a client's features, of at most that many records; None where there is noise on them.
+    """Return the moments of a client's features, one row for each class; the first column has the numbers of records.
 
-    Raises Malformed for another shape, for absurd numbers, and without noise for counts that are none.
+    ``most_records``: the largest total number of records; None if the moments have noise. Raises Malformed for another
+    shape, for numbers that are not finite or far too large, and, without noise, for invalid numbers of records.
     """
     moments = _single_array(content, _MOMENTS, shape, "<f8").astype(np.float64)
     if not (np.abs(moments) <= _LARGEST_MOMENT).all():
@@ -303,23 +312,26 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
 
 
 def sums_content(sums: Params) -> RecordDict:
-    """Pack a client's answer to a question before the first round: sums over its records."""
+    """Return a message content with sums over a client's records, its answer to a request before the first round."""
     return RecordDict({_SUMS: pack(sums)})
 
 
 def read_sums(content: RecordDict, template: Params) -> Params:
-    """Unpack such an answer: float32 tensors like ``template``'s. Raises Malformed for anything else."""
+    """Return the tensors in a content of ``sums_content``: float32, with the names and shapes of ``template``.
+
+    Raises Malformed for any other content.
+    """
     check_names(content, {_SUMS})
     return read_group(content[_SUMS], layout_of(template))
 
 
 def who_content(partition: int) -> RecordDict:
-    """Pack the number of a node's partition."""
+    """Return a message content with the index of a node's partition."""
     return RecordDict({_REPORT: MetricRecord({_PARTITION: partition})})
 
 
 def read_who(content: RecordDict) -> int:
-    """Unpack the number of a node's partition. Raises Malformed for anything but a number from 0 on."""
+    """Return the index of a node's partition. Raises Malformed for anything but an integer from 0."""
     check_names(content, {_REPORT})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:
@@ -328,7 +340,7 @@ def read_who(content: RecordDict) -> int:
 
 
 def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """Return the numbers of a content that is one array, which has the name of its record."""
+    """Return the numbers in a content of one record with one array, both named ``name``. Raises Malformed otherwise."""
     check_names(content, {name})
     record = content[name]
     if not isinstance(record, ArrayRecord) or set(record) != {name}:

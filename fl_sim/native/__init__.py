@@ -1,1 +1,1 @@
-"""A compiled trainer for one client: kernel.cpp, how it is built (compiling, hatch_build) and called (kernel)."""
+"""The compiled trainer, called the kernel: its C++ sources, its compilation and installation, and calls from Python."""

@@ -1,4 +1,4 @@
-"""``python -m fl_sim.native``: compile the native trainer in place, as an installation does."""
+"""The command ``python -m fl_sim.native``: compile the native trainer in this folder, as an installation does."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Compile the kernel: for x86-64 as one library for AVX2 and AVX-512, for 64-bit ARM as one for NEON.
+"""Compilation of the kernel (the compiled trainer) to one shared library.
 
-Needs nothing but Python, so that an installation can use it.
+The library has code for AVX2 and AVX-512 on x86-64, and for NEON on 64-bit ARM. This file imports the standard library
+only, so that the installation can use it.
 """
 
 import hashlib
@@ -21,40 +22,42 @@ LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
 SOURCES_DIGEST = "8580eb8535df686e508ba1534af4f9e6"
-"""The ``sources_digest`` of this version: a copy of the program without sources knows its kernel by it."""
+"""The ``sources_digest`` of this version. A copy of fl-sim without C++ sources uses it to recognise its kernel."""
 
 COMPILE_SECONDS = 300.0
-"""How long a compiler may take (10 s measured, with a core for each of the two widths)."""
+"""Seconds that one call of the compiler may take (10 s measured, with one core for each of the two widths)."""
 
 WIDTHS = {4: ("asimd",), 8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
-"""The kernel is compiled once for each width, in numbers a vector: with these features of the processor and no others.
+"""{width: processor features}. The kernel is compiled once for each width, with these features and no others.
 
-A library so compiled is the same whichever machine compiles it, and ``lanes_of`` chooses the width where it runs. Wider
-vectors than the processor has are slow: 512 bits made of twice 256 took 12 times as long, more than PyTorch. The
-narrow one is linked first: of the standard library's templates that both hold, the linker keeps the first, which
-every processor that is fit for either can run.
+The width is the number of float32 numbers in a vector. So every machine compiles the same library, and ``lanes_of``
+chooses the width at run time. Vectors that are wider than the processor's are slow: 512 bits emulated by two times 256
+took 12 times as long, more than PyTorch. The code for narrow vectors is linked first: if both have the same template of
+the C++ standard library, the linker keeps the first one, and every processor that supports either width can run it.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
-"""The ``WIDTHS`` in the library for an architecture, the narrowest first."""
+"""The ``WIDTHS`` that the library contains for each architecture, the narrowest first."""
 
 BFLOAT16, BFLOAT16_OPTIONS = "avx512_bf16", ("-mavx512bf16", "-DFL_SIM_BFLOAT16")
-"""The trainer is compiled once more, for vectors of 16 on processors with this feature: with products of bfloat16."""
+"""The processor feature and compiler options of a second build for vectors of 16, with products of bfloat16 numbers."""
 
 AMX, AMX_OPTIONS = "amx_bf16", ("-mamx-tile", "-mamx-bf16", "-DFL_SIM_AMX")
-"""And once more for processors with this one too, by compilers that know it: with such products by AMX."""
+"""The processor feature and compiler options of a third build, with bfloat16 products by AMX (matrix instructions). It
+needs a compiler that supports these options."""
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
-    """There is no compiler, or it failed; the message says which."""
+    """The error for a missing or failed compiler. The message says which of the two."""
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
-    """Compile the kernel for all widths of an architecture into ``library``, at once or not at all. Raises NoCompiler.
+    """Compile the kernel for all widths of an architecture, and write ``library`` in one atomic step.
 
-    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++. ``options``: more of them.
-    ``architecture``: of ``ARCHITECTURES``, what the compiler makes code for; None: this machine's. The same compiler
-    makes the same bytes of the same sources, wherever they lie.
+    The environment variable ``CXX`` names the compiler, with options if needed; the default is g++, c++ or clang++.
+    ``options``: more compiler options. ``architecture``: the compiler's target, a key of ``ARCHITECTURES``; None means
+    this machine's. The same compiler makes the same bytes from the same sources in any folder. Raises NoCompiler if the
+    compilation fails.
     """
     architecture = architecture or platform.machine()
     if architecture not in ARCHITECTURES:
@@ -87,7 +90,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
 
 
 def compile_plain(source: Path, library: Path, lanes: int, options: Sequence[str] = ()) -> None:
-    """Compile one file by itself into ``library``, for vectors of ``lanes`` numbers. Raises NoCompiler."""
+    """Compile one source file to ``library``, for vectors of ``lanes`` numbers. Raises NoCompiler if this fails."""
     flags = ["-O3", *_options(lanes), *options, "-std=c++17", "-fPIC", "-shared"]
     _call([*_compiler(), *flags, str(source), "-o", str(library)])
 
@@ -100,7 +103,7 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
 
 
 def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
-    """Return True if a compiler takes these options, as older ones do not."""
+    """Return True if a compiler supports these options; older compilers may not."""
     try:
         _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
     except NoCompiler:
@@ -126,10 +129,10 @@ def _call(command: list[str]) -> None:
 
 
 def find_library() -> Path:
-    """Return the path of the kernel: beside this file, or in another copy of fl-sim on the import path.
+    """Return the path of the kernel library: beside this file, or in another copy of fl-sim on the import path.
 
-    Flower runs the app from a copy that holds neither the kernel nor its sources; there, that of the fl-sim that is
-    installed serves, if it is made of the very same sources. Where there is none, returns where it would lie.
+    Flower runs the app from a copy of fl-sim without kernel and C++ sources. Then the kernel of the installed fl-sim is
+    used, if it has the same sources. If there is no kernel, the function returns the path beside this file.
     """
     if LIBRARY.exists():
         return LIBRARY
@@ -141,7 +144,7 @@ def find_library() -> Path:
 
 
 def sources_digest(folder: Path = FOLDER) -> str:
-    """Return a digest of the kernel's C++ sources in ``folder``, by their names and contents."""
+    """Return a digest of the names and contents of the kernel's C++ sources in ``folder``."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -149,7 +152,7 @@ def sources_digest(folder: Path = FOLDER) -> str:
 
 
 def processor() -> frozenset[str]:
-    """Return this machine's architecture and its processor's features; none where they cannot be told."""
+    """Return this machine's architecture and its processor's features; an empty set if they are unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -159,12 +162,12 @@ def processor() -> frozenset[str]:
 
 
 def lanes_of(features: frozenset[str]) -> int:
-    """Return the widest of ``WIDTHS`` for which a processor has all the features; 0 where it has none."""
+    """Return the largest width of ``WIDTHS`` whose features a processor has, in numbers per vector; 0 if none fits."""
     return max((lanes for lanes, needed in WIDTHS.items() if features.issuperset(needed)), default=0)
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return the features that even the narrowest vectors of its architecture miss, in words."""
+    """Return the missing processor features for the narrowest vectors of its architecture, as text."""
     narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
     return ", ".join(sorted(set(WIDTHS[narrowest]) - features))
 
@@ -180,7 +183,7 @@ def _compiler() -> list[str]:
 
 
 def main() -> int:
-    """Compile the kernel where it lies."""
+    """Compile the kernel in this folder, print the result, and return the exit code: 0 for success, else 1."""
     try:
         compile_kernel()
     except NoCompiler as reason:

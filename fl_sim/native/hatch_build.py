@@ -1,4 +1,7 @@
-"""Hatchling's hook: compile the native trainer while fl-sim is installed, or go on without where that fails."""
+"""The build hook for Hatchling: compile the native trainer during installation of fl-sim.
+
+If the compilation fails, the installation continues without the native trainer.
+"""
 
 import importlib.util
 import platform
@@ -11,12 +14,15 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeTrainer(BuildHookInterface[Any]):
-    """Puts the compiled trainer into wheels, which then fit one architecture; editable installations get it here."""
+    """Adds the compiled trainer to wheels, which are then for one architecture only.
+
+    For an editable installation the trainer is compiled in the source folder.
+    """
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile before the files are collected."""
+        """Compile the trainer before Hatchling collects the files."""
         del version
         compiling = _compiling()
         compiling.LIBRARY.unlink(missing_ok=True)  # never the leftover of another compiler
@@ -28,7 +34,7 @@ class NativeTrainer(BuildHookInterface[Any]):
 
 
 def _compiling() -> ModuleType:
-    """Load the neighbour by its path: while fl-sim is built it cannot be imported."""
+    """Load and return the module compiling.py by its path, since fl_sim cannot be imported during its build."""
     spec = importlib.util.spec_from_file_location("fl_sim_compiling", Path(__file__).with_name("compiling.py"))
     assert spec is not None
     assert spec.loader is not None

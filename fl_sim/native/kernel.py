@@ -1,4 +1,4 @@
-"""Call the compiled trainer, where there is one for this processor."""
+"""Calls of the compiled trainer (the kernel), if there is one for this processor."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -22,16 +22,17 @@ Rows: TypeAlias = Literal["logits", "features"]
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
-"""The result of fl_sim_layout in a library that has the same fields of a request."""
+"""The expected result of the C function fl_sim_layout: it shows that the library's request has the same fields."""
 
 _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """Clients whose training is laid out for one call of the library. ``params``, ``buffers``: where results go.
+    """The training of several clients, prepared in memory for one call of the library.
 
-    ``held``: what the ``requests`` point to.
+    ``params``, ``buffers``: the tensors that receive the results of each client. ``held``: the owner of the memory that
+    ``requests`` point to. ``function``: the C function to call.
     """
 
     stack: Stack
@@ -43,7 +44,7 @@ class PreparedTraining:
     function: Callable[..., int]
 
     def train(self) -> list[Trained]:
-        """Train them, as ``Kernel.train`` does. Other threads run meanwhile."""
+        """Train the clients as ``Kernel.train`` does; return the results. Other Python threads can run meanwhile."""
         losses = (ctypes.c_double * len(self.jobs))()
         if failed := self.function(self.requests, ctypes.c_int64(len(self.jobs)), losses):
             raise _failure(failed, self.stack, "local training")
@@ -60,10 +61,11 @@ class PreparedTraining:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The loaded library, and how many numbers its vectors hold on this processor: a key of ``compiling.WIDTHS``.
+    """The loaded library of the compiled trainer.
 
-    ``has_bfloat16``: whether the processor has products of bfloat16 numbers; ``has_amx``: whether it has AMX for them,
-    and the system and the library let this process use it.
+    ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
+    ``has_bfloat16``: True if the processor has products of bfloat16 numbers. ``has_amx``: True if it also has AMX for
+    such products, and the operating system and the library allow its use.
     """
 
     library: ctypes.CDLL
@@ -72,20 +74,20 @@ class Kernel:
     has_amx: bool = False
 
     def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
-        """Train clients, one after another, each as ``fl_sim.training.loop.train`` does but for float32 rounding.
+        """Train clients one after another; each result equals ``fl_sim.training.loop.train`` up to float32 rounding.
 
         With ``precision`` "bfloat16", which needs ``has_bfloat16``, the factors of products are rounded to 8 bits, and
-        their sums are float32: in linear layers, and in convolutions on the way forward and back to their input.
-        Exact are the way back through pooling, the gradient of a convolution's weights unless it reads the records and
-        pools, and convolutions of 3 x 3 pixels of 8 channels or more, most of which go by Winograd's algorithm. With
-        ``has_amx`` all these products are rounded, too.
-        Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
-        tensors of other lengths or types than the model and the task ask for, and a precision that is not here.
+        their sums are float32: in linear layers, and in convolutions for the output and for the gradient of the input.
+        Not rounded are: the backward pass through pooling, the gradient of a convolution's weights (unless the
+        convolution reads the records and pools), and convolutions with kernels of 3 x 3 pixels and 8 or more channels,
+        most of which use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
+        Other Python threads can run meanwhile. Raises IndexError for a label outside the model's classes, and
+        ValueError for tensors of wrong length or type, or for an unsupported precision.
         """
         return self.prepare(stack, jobs, precision).train()
 
     def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
-        """Return the rest of ``train`` after the jobs are checked and laid out in memory: little in Python.
+        """Check the jobs and write them to memory in C layout; return an object that trains by one call of the library.
 
         Raises ValueError as ``train`` does.
         """
@@ -98,12 +100,12 @@ class Kernel:
         return PreparedTraining(stack, jobs, params, buffers, held, requests, self.function("train", precision))
 
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
-        """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
+        """Return the logits, (n, classes), or the features, (n, d), of records, equal to PyTorch's up to rounding.
 
-        Or the features, (n, d): what enters the last layer.
-        ``params``: float32, as one vector in the stack's layout; ``inputs``: float32, (n, *input shape). The same bits
-        for the same records in the same order; last bits of a record's logits depend on who it goes through with.
-        Raises ValueError as ``train`` does.
+        ``params``: float32, one vector in the stack's layout. ``inputs``: float32, (n, *input shape). ``what``:
+        "logits", or "features", the inputs of the last layer. The same records in the same order give the same bits;
+        the last bits of a record's logits depend on the other records in its batch. Other Python threads can run
+        meanwhile. Raises ValueError as ``train`` does.
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
@@ -124,9 +126,9 @@ class Kernel:
         return rows
 
     def weighted_sum(self, vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-        """Return sum_i factors_i * vectors_i, (n,), in float64 as ``fl_sim.native.mean.weighted_mean`` defines it.
+        """Return the sum over i of factors_i * vectors_i, (n,), added in float64 as ``weighted_mean`` defines.
 
-        ``vectors``: at least one, float32, (n,) each. Raises ValueError for others.
+        ``vectors``: at least one vector, each float32 of shape (n,). Raises ValueError for other types or shapes.
         """
         size, held, pointers = vectors[0].numel(), [], (ctypes.c_void_p * len(vectors))()
         for place, vector in enumerate(vectors):
@@ -140,7 +142,7 @@ class Kernel:
         return total
 
     def is_this_versions(self) -> bool:
-        """Return True if the library is of this version's sources, and has the same fields of a request."""
+        """Return True if the library was compiled from this version's sources and has the same request fields."""
         try:
             sources, layout = self.function("sources"), self.function("layout")
         except AttributeError:
@@ -149,16 +151,17 @@ class Kernel:
         return bool(sources() == SOURCES_DIGEST.encode() and layout() == _LAYOUT)
 
     def function(self, name: str, precision: Precision = "float32") -> Any:
-        """Return the function ``fl_sim_NAME`` of C, compiled for this processor's vectors and for ``precision``."""
+        """Return the C function ``fl_sim_NAME`` that is compiled for this processor's vectors and for ``precision``."""
         halves = "_amx" if self.has_amx else "_bfloat16"
         return getattr(self.library, f"fl_sim_{name}_{self.lanes}{halves if precision == 'bfloat16' else ''}")
 
 
 @lru_cache(maxsize=1)
 def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
-    """Return (the kernel, nothing), or (None, why there is none here). ``path``: unless given, ``find_library``'s.
+    """Return the pair (kernel, ""), or (None, reason) if no kernel can be used here.
 
-    The kernel is that of the widest vectors that this processor has.
+    ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that this
+    processor has.
     """
     path, features = path or find_library(), processor()
     lanes = lanes_of(features)
@@ -179,22 +182,25 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
 
 @dataclass(frozen=True)
 class CompiledNormals:
-    """The normal numbers of normals.h; other threads run while they are made."""
+    """Normally distributed numbers by compiled code (normals.h). Other Python threads can run meanwhile."""
 
     kernel: Kernel
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return one N(0, 1) number for each pair of words. Raises ValueError where they are none."""
+        """Return one N(0, 1) number for each pair of 64-bit words (first_i, second_i), shape (n,).
+
+        Raises ValueError for arrays of wrong type, or of different lengths.
+        """
         count, made = len(first), np.empty(len(first))
         words = _row(first, np.uint64, count), _row(second, np.uint64, count)
         self.kernel.function("normals")(*words, _LONG(count), _row(made, np.float64, count))
         return made
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write the numbers times ``ratio``, rounded to whole ones, into ``out``, and return the places to decide.
+        """Write normal numbers times ``ratio``, rounded to integers, to ``out``; return the indices of undecided ones.
 
-        They are where ``first`` and float64 do not tell which way to round. Raises ValueError where there are not as
-        many words as numbers.
+        A number is undecided if its word in ``first`` and float64 precision do not determine the direction of rounding.
+        Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)
@@ -204,12 +210,12 @@ class CompiledNormals:
 
 
 def _may_use_amx(library: ctypes.CDLL) -> bool:
-    """Ask the system for AMX's registers, which are large, so that processes must ask for them."""
+    """Request permission from the operating system to use AMX's registers; return True if it was granted."""
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:
-    """Return the error for the library's ``code``."""
+    """Return the exception for an error ``code`` of the library. ``what``: the action that failed."""
     if code == 2:
         return MemoryError(f"no memory for {what}: take a smaller local.batch_size, or fewer clients at a time")
     if code == 3:

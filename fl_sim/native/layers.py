@@ -1,4 +1,4 @@
-"""A torch module as the numbers that kernel.cpp reads, where the kernel can train it, and the work of its layers."""
+"""Conversion of a torch module to the integers that kernel.cpp reads, and the amount of work in each layer."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ from fl_sim.models import ResidualBlock
 from fl_sim.params import Layout, layout_of
 
 KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
-"""The layers' kinds, in the order of their numbers."""
+"""The kinds of layers. The index of a kind is its number in kernel.cpp."""
 
 _CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE, _DROP = range(len(KINDS))
 _KINDS: dict[type[nn.Module], int] = {
@@ -27,18 +27,20 @@ FIELDS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_OF_ONE_PIXEL, _MOST_OF_MANY = 300, 1400
-"""PyTorch is faster where an output is of more products: with kernels of 1 pixel, and with those of more than 3 x 3.
+"""The numbers of products per output above which PyTorch is faster: for kernels of 1 pixel, and of more than 3 x 3.
 
-``benchmarks/large_layers.py`` measures it. 3 x 3 kernels are never slower here, and neither are linear layers.
+``benchmarks/large_layers.py`` measures these limits. For 3 x 3 convolutions and linear layers the compiled code is
+never slower.
 """
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A model as the kernel sees it.
+    """The description of a model for the kernel.
 
-    ``layers``: int32, (layers, 17), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
-    or (features, 1, 1). ``layout``: the parameters' names and shapes, in the order in which they lie one after another.
+    ``layers``: int32, (layers, 17), one row per layer with the columns ``FIELDS``. ``input_shape``: int32, (3,): either
+    (channels, height, width) or (features, 1, 1). ``layout``: the names and shapes of the parameters, in their order in
+    memory.
     """
 
     layers: NDArray[np.int32]
@@ -47,12 +49,12 @@ class Stack:
 
     @cached_property
     def pointers(self) -> tuple[int, int]:
-        """Return the addresses of ``layers`` and ``input_shape``."""
+        """Return the memory addresses of ``layers`` and ``input_shape``."""
         return int(self.layers.ctypes.data), int(self.input_shape.ctypes.data)
 
     @property
     def num_classes(self) -> int:
-        """Return the number of classes, which is that of a record's logits."""
+        """Return the number of classes, equal to the number of outputs of the last layer."""
         return int(self.layers[-1, FIELDS.index("outputs")])
 
     @property
@@ -62,16 +64,19 @@ class Stack:
 
     @cached_property
     def is_piecewise_linear(self) -> bool:
-        """Return True if all layers are linear but for ReLU and pooling: the kernel then knows second derivatives."""
+        """Return True if the model has no normalisation layer.
+
+        Then all layers are piecewise linear, and the kernel can compute the second derivatives that FedMix needs.
+        """
         return not bool((self.layers[:, 0] == _NORM).any())
 
 
 def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
-    """Return ``model`` for the kernel; None where it holds more than the layers that the kernel knows.
+    """Return the kernel's description of ``model``, or None if the kernel does not support the model.
 
-    Those are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our ResidualBlock
-    in (nested) Sequential, ending in Linear, nothing frozen, nothing shared, no hooks. ``input_shape``: of one record,
-    (channels, height, width) or (features,).
+    Supported are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our
+    ResidualBlock in (nested) Sequential, with Linear as the last layer, and without frozen parameters, shared
+    parameters or hooks. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
@@ -86,12 +91,12 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
 
 
 def rows_of(stack: Stack) -> list[dict[str, int]]:
-    """Return every layer's numbers by their names."""
+    """Return one dictionary per layer, {field name: number}, with the names in ``FIELDS``."""
     return [dict(zip(FIELDS, numbers, strict=True)) for numbers in stack.layers.tolist()]
 
 
 def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
-    """Return channels, height and width of the input and of every layer's output."""
+    """Return (channels, height, width) of the model's input and then of every layer's output."""
     shapes = [(int(stack.input_shape[0]), int(stack.input_shape[1]), int(stack.input_shape[2]))]
     for row in rows_of(stack):
         channels, height, width = shapes[row["source"]]
@@ -109,14 +114,14 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
 
 
 def products_in_output(row: dict[str, int]) -> int:
-    """Return the number of products in an output of a layer; 0 where it is no sum of products."""
+    """Return the number of products in one output number of a layer; 0 unless it is a convolution or linear."""
     if KINDS[row["kind"]] not in ("conv", "linear"):
         return 0
     return row["inputs"] * max(1, row["kernel_y"] * row["kernel_x"])
 
 
 def products_of(stack: Stack) -> list[int]:
-    """Return the products that every layer computes for a record on its way forward."""
+    """Return, for every layer, the number of products that its forward pass of one record computes."""
     return [
         products_in_output(row) * channels * height * width * (4 if row["pooled"] else 1)
         for row, (channels, height, width) in zip(rows_of(stack), shapes_of(stack)[1:], strict=True)
@@ -124,7 +129,7 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return the layers that PyTorch computes faster, in words, if they are half of the model's work or more."""
+    """Return, as text, the layers that PyTorch computes faster; empty if these are less than half of the work."""
     products, slow = products_of(stack), dict[int, dict[str, int]]()
     for index, row in enumerate(rows_of(stack)):
         side = max(row["kernel_y"], row["kernel_x"])
@@ -142,10 +147,11 @@ def slower_here(stack: Stack) -> str:
 
 @dataclass
 class _Rows:
-    """The layers described so far, fused. A row's ``source`` is what it reads: 0 the input, i + 1 what row i wrote.
+    """The layers described so far, some of them fused. Nodes are numbered: 0 is the input, i + 1 the output of row i.
 
-    ``is_flat``: what the next layer reads has no planes; ``node``: which that is. ``is_fork``: others read it too, so
-    that nothing may be fused with the row that wrote it. ``seen``: ids of the modules.
+    A row's ``source`` is the node that it reads. ``node``: the node that the next layer reads. ``is_flat``: True if
+    that node is a vector, without height and width. ``is_fork``: True if other layers read that node, too, so that no
+    layer may be fused with the row that computes the node. ``seen``: the ids of all modules so far.
     """
 
     is_flat: bool
@@ -155,9 +161,9 @@ class _Rows:
     is_fork: bool = True
 
     def append(self, row: dict[str, int]) -> None:
-        """Add a layer, or fuse it with the one before: a ReLU with any, 2 x 2 pooling with a convolution.
+        """Add a layer, or fuse it with the previous layer: a ReLU with most layers, 2 x 2 pooling with a convolution.
 
-        ReLU and pooling may change places: the largest of rectified numbers is the rectified largest.
+        ReLU and pooling may change their order, since the maximum of rectified numbers equals the rectified maximum.
         """
         last = {"kind": _RELU} if self.is_fork else self.rows[-1]
         halves = row["kind"] == _POOL and row.items() >= _HALVING.items()
@@ -170,9 +176,9 @@ class _Rows:
             self.node, self.is_fork = len(self.rows), False
 
     def drop(self, probability: float) -> bool:
-        """Let the layer before leave numbers out, or a layer of its own where others read them all.
+        """Add dropout to the previous layer, or add a separate dropout layer if other layers read that output, too.
 
-        Return whether the kernel knows it: not twice, not all of them.
+        Returns True if the kernel supports this: it does not support two dropouts of one output, or probability 1.
         """
         if not probability:
             return True
@@ -183,12 +189,12 @@ class _Rows:
         return bool(is_known)
 
     def fork(self, node: int) -> None:
-        """Let the next layer read ``node``, which another layer reads too."""
+        """Make ``node``, which another layer reads, too, the input of the next layer."""
         self.node, self.is_fork = node, True
 
 
 def _add(rows: _Rows, module: nn.Module) -> bool:
-    """Add what ``module`` consists of; return whether all of it is known."""
+    """Add the layers of ``module`` to ``rows``; return True if the kernel supports all of them."""
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         return False
     if type(module) is nn.Sequential:
@@ -220,7 +226,7 @@ def _add_block(rows: _Rows, block: ResidualBlock) -> bool:
 
 
 def _row(module: nn.Module) -> dict[str, int] | None:
-    """Return a layer's description; None where the kernel does not know it, or not with these settings."""
+    """Return the description of a layer, or None if the kernel does not support the layer or its settings."""
     kind = _KINDS.get(type(module))
     if kind is None:
         return None
@@ -242,12 +248,12 @@ def _row(module: nn.Module) -> dict[str, int] | None:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a float32: all fields are integers."""
+    """Return the bits of a float32 number as an integer, since all fields are integers."""
     return int(np.float32(number).view(np.int32))
 
 
 def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
-    """Add the window's sizes; return False where it is dilated, or padded by more than it covers."""
+    """Add kernel size, stride and padding to ``row``; return False if dilation or padding is not supported."""
     for name in ("kernel_size", "stride", "padding", "dilation"):
         value, short = getattr(window, name), name.removesuffix("_size")
         row[f"{short}_y"], row[f"{short}_x"] = value if isinstance(value, tuple) else (value, value)

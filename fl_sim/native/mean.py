@@ -1,4 +1,4 @@
-"""The mean of clients' updates: exact, and the same bits with the compiled code as without it."""
+"""The weighted mean of clients' updates, in float64. Compiled code and PyTorch give the same bits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fl_sim.types import Params
 
 
 def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
-    """Return sum_i weights_i * items_i / sum_i weights_i.
+    """Return the weighted mean, sum_i weights_i * items_i / sum_i weights_i.
 
-    Exactly: a float64 sum in the given order, one fused multiply-add for each item, with the float64 factor
-    weights_i / sum(weights); rounded to the items' own type at the end. Raises ValueError where the weights add up to
-    nothing.
+    The definition for equal bits: a float64 sum in the given order, with one fused multiply-add for each item and the
+    float64 factor weights_i / sum(weights); the sum is rounded to the items' own type at the end. Raises ValueError if
+    the sum of the weights is not positive.
     """
     total = math.fsum(weights)
     if total <= 0:
@@ -37,7 +37,10 @@ def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
 
 
 def by_torch(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    """Return sum_i factors_i * values_i by PyTorch, which reads and writes the float64 sum once for every item."""
+    """Return sum_i factors_i * values_i, computed by PyTorch.
+
+    This is slower than the compiled code, since PyTorch reads and writes the whole float64 sum once for every item.
+    """
     total = torch.zeros_like(values[0], dtype=torch.float64)
     for value, factor in zip(values, factors, strict=True):
         total.add_(value, alpha=factor)

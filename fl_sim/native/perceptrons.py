@@ -1,4 +1,4 @@
-"""Perceptrons in compiled code: a generator, clipped gradient sums of a discriminator, and Adam steps of both."""
+"""Multilayer perceptrons in compiled code: a generator, a discriminator with clipped gradient sums, and Adam steps."""
 
 import ctypes
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _LEAST = 1e-8  # what Adam adds to the root of a mean square
 
 
 class _Linear(ctypes.Structure):
-    """``Linear`` of perceptron.h."""
+    """The C structure ``Linear`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("weights", _POINTER), ("bias", _POINTER), *((name, _LONG) for name in ("inputs", "outputs", "stride")),
@@ -28,7 +28,7 @@ class _Linear(ctypes.Structure):
 
 
 class _Perceptron(ctypes.Structure):
-    """``Perceptron`` of perceptron.h."""
+    """The C structure ``Perceptron`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("layers", ctypes.POINTER(_Linear)), ("num_layers", _LONG), ("num_classes", _LONG)
@@ -36,19 +36,19 @@ class _Perceptron(ctypes.Structure):
 
 
 class _Generator(ctypes.Structure):
-    """``Generator`` of generator.h."""
+    """The C structure ``Generator`` of generator.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("curved", _Perceptron), ("straight", _Perceptron)]
 
 
 class _NetworkRows(ctypes.Structure):
-    """``Shown`` of perceptron.h."""
+    """The C structure ``Shown`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("values", _POINTER), ("classes", _POINTER), ("count", _LONG)]
 
 
 class _Adam(ctypes.Structure):
-    """``Adam`` of adam.h."""
+    """The C structure ``Adam`` of adam.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, _POINTER) for name in ("weights", "means", "squares", "gradient")), ("count", _LONG),
@@ -57,9 +57,10 @@ class _Adam(ctypes.Structure):
 
 
 class Shown:
-    """Rows that networks are shown, float32 (n, width), and each row's class, int64 (n,), unless all are of one.
+    """The input rows of a network.
 
-    Raises ValueError for arrays of another kind.
+    ``values``: float32, (n, width). ``classes``: int64, (n,), the class of each row; None if there is one class only.
+    Raises ValueError for arrays of another type or shape.
     """
 
     def __init__(self, values: NDArray[np.float32], classes: NDArray[np.int64] | None = None) -> None:
@@ -77,7 +78,7 @@ class Shown:
 
 
 def is_perceptron(net: nn.Module) -> bool:
-    """Return True if the compiled code takes a network: linear layers, ReLU or LeakyReLU between them, float32."""
+    """Return True if the compiled code supports a network: float32 linear layers, ReLU or LeakyReLU between them."""
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False
@@ -95,10 +96,10 @@ def is_perceptron(net: nn.Module) -> bool:
 
 
 class Perceptron:
-    """A network that ``is_perceptron``, as compiled code finds it: its weights must stay where they are.
+    """A network for the compiled code, for which ``is_perceptron`` is True. Its weights must keep their addresses.
 
-    ``num_classes``: 0, or of how many blocks the first layer's inputs are: a row's values and a one go into the block
-    of its class, and zeros into all others.
+    ``num_classes``: 0, or the number of blocks in the input of the first layer, one block for each class. A row's
+    values and a one fill the block of the row's class; all other blocks are zero.
     """
 
     def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
@@ -117,12 +118,12 @@ class Perceptron:
             self._layers[place] = _Linear(layer.weight.data_ptr(), bias, inputs, layer.out_features, inputs, slope)
 
     def described(self) -> _Perceptron:
-        """Return the addresses of the weights, valid while this object lives."""
+        """Return the C structure with the addresses of the weights. It is valid while this object exists."""
         assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError for rows of another width, or without classes where there are some."""
+        """Raise ValueError if ``rows`` have another width than the network, or no classes although it needs them."""
         if rows.values.shape[1] != self.width or (self.num_classes > 0 and rows.classes is None):
             kind = f"{self.width} numbers and a class" if self.num_classes else f"{self.width} numbers"
             raise ValueError(f"the network takes rows of {kind}, not of the shape {rows.values.shape}")
@@ -130,12 +131,13 @@ class Perceptron:
     def clipped_sum(
         self, real: Shown, fake: Shown, bound: float, chosen: NDArray[np.int64] | None = None
     ) -> NDArray[np.float64]:
-        """Return the sum over pairs of the gradients of softplus(-D(real)) + softplus(D(fake)), each clipped.
+        """Return the sum, over all pairs (real, fake), of the clipped gradients of the discriminator loss.
 
-        Each pair's gradient is clipped to ``bound`` as one vector; one that is not finite counts as the zero vector.
-        ``chosen``: which rows of ``real`` make pairs with ``fake``, in order; None: all. The sum is flat, in the order
-        of the network's parameters. Raises ValueError for rows of another kind or number, and IndexError for rows and
-        classes that are not there.
+        The loss of a pair is softplus(-D(real)) + softplus(D(fake)). Each pair's gradient, as one vector, is clipped to
+        an L2 norm of ``bound``; a gradient that is not finite counts as the zero vector. ``chosen``: the row indices of
+        ``real`` for the pairs with ``fake``, in order; None means all rows. The sum is one vector in the order of the
+        network's parameters. Raises ValueError for rows of wrong type or number, and IndexError for rows or classes
+        that do not exist.
         """
         self.check(real)
         self.check(fake)
@@ -149,7 +151,10 @@ class Perceptron:
 
 
 class TwoWays:
-    """A generator that makes sigmoid(2 (curved(x) + straight(x))) of x, (n, inputs): as ``Perceptron``."""
+    """A generator of two networks: its output for x, (n, inputs), is sigmoid(2 (curved(x) + straight(x))).
+
+    The arguments are those of ``Perceptron``.
+    """
 
     def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential, num_classes: int = 0) -> None:
         self.kernel = kernel
@@ -158,13 +163,13 @@ class TwoWays:
         self.num_parameters = sum(weight.numel() for weight in self.weights)
 
     def described(self) -> _Generator:
-        """Return the addresses of the weights, valid while this object lives."""
+        """Return the C structure with the addresses of the weights. It is valid while this object exists."""
         return _Generator(self.curved.described(), self.straight.described())
 
     def generate(self, latents: Shown) -> NDArray[np.float32]:
-        """Return the generator's outputs for ``latents``, (n, outputs).
+        """Return the generator's outputs, (n, outputs), for the n rows of ``latents``.
 
-        Raises ValueError for rows of another kind, and IndexError for classes that are not there.
+        Raises ValueError for rows of wrong width, and IndexError for classes that do not exist.
         """
         self.curved.check(latents)
         made = np.empty((len(latents), self.straight.num_outputs), np.float32)
@@ -174,7 +179,10 @@ class TwoWays:
 
 
 def call(kernel: Kernel, name: str, *arguments: Any) -> None:
-    """Call a function of the library; other threads run meanwhile. Raises MemoryError and IndexError."""
+    """Call the C function ``fl_sim_NAME`` of the library. Other Python threads can run meanwhile.
+
+    Raises MemoryError if memory runs short, and IndexError for rows or classes that do not exist.
+    """
     outcome = kernel.function(name)(*arguments)
     if outcome == _STRANGE:
         raise IndexError("a step of the generator names records or classes that are not there")
@@ -183,14 +191,15 @@ def call(kernel: Kernel, name: str, *arguments: Any) -> None:
 
 
 def address(values: NDArray[Any]) -> int:
-    """Return the address of an array's numbers, valid while it lives."""
+    """Return the memory address of an array's numbers. It is valid while the array exists."""
     return values.ctypes.data
 
 
 class CompiledAdam:
-    """Adam on a vector of ``weights``, which it keeps; ``kept``: what a step leaves of its running means.
+    """The state of Adam for one vector of ``weights``, which is updated in place.
 
-    ``gradient`` is that of the last step. Raises ValueError for anything but a row of float32 numbers.
+    ``kept``: Adam's decay rates for the running means of gradients and of squared gradients. ``gradient``: the gradient
+    of the last step. Raises ValueError unless ``weights`` are a contiguous float32 vector.
     """
 
     def __init__(self, weights: torch.Tensor, kept: tuple[float, float], learning_rate: float) -> None:
@@ -203,9 +212,10 @@ class CompiledAdam:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The (real, fake) pairs of a step: the ``chosen`` rows of ``real``, and what G makes of as many ``latents``.
+    """The (real, fake) pairs of one discriminator step.
 
-    Each pair's gradient is clipped to ``bound``.
+    The real records are the rows of ``real`` with the indices ``chosen``. The fakes are the generator's outputs for the
+    same number of ``latents``. Each pair's gradient is clipped to an L2 norm of ``bound``.
     """
 
     real: Shown
@@ -216,10 +226,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """The noise and the divisor that make a gradient of a sum: see ``add_noise`` of fl_sim/privacy/mechanisms.py.
+    """The noise and the divisor that turn a sum of clipped gradients into a gradient.
 
-    ``noise`` is in steps of the grid, which are ``spacing``; None: the sum as it is. The noised sum is divided by
-    ``divisor``.
+    ``noise``: the noise of each coordinate in multiples of ``spacing``, the step of the rounding grid; None means the
+    sum without noise. See ``add_noise`` in fl_sim/privacy/mechanisms.py. The noised sum is divided by ``divisor``.
     """
 
     noise: NDArray[np.float64] | None
@@ -228,10 +238,10 @@ class GradientNoise:
 
 
 class Adversaries:
-    """A discriminator, a generator, and Adam on each, over all their parameters in a row.
+    """A discriminator and a generator, each with Adam on one vector of all its parameters.
 
-    ``mean``: the moving mean of the generator's weights. ``total``: the last sum of clipped gradients. Raises
-    ValueError where the parts do not fit.
+    ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``: the
+    discriminator's last sum of clipped gradients. Raises ValueError if the parts do not fit together.
     """
 
     def __init__(
@@ -255,10 +265,10 @@ class Adversaries:
             raise ValueError(f"the discriminator does not take what the generator makes: {made} numbers and classes")
 
     def discriminator_step(self, pairs: Pairs, release: GradientNoise) -> None:
-        """Take Adam's step on the discriminator by the noised sum of its pairs' clipped gradients, ``total``.
+        """Update the discriminator by one Adam step with the noised sum of the pairs' clipped gradients.
 
-        Raises ValueError for rows or noise of another kind or number, and IndexError for rows and classes that are not
-        there.
+        The attribute ``total`` receives the sum. Raises ValueError for rows or noise of wrong type or number, and
+        IndexError for rows or classes that do not exist.
         """
         adam, noise, number = self.discriminator_adam, release.noise, len(pairs.latents)
         self.discriminator.check(pairs.real)
@@ -279,9 +289,9 @@ class Adversaries:
         )  # fmt: skip
 
     def generator_step(self, latents: Shown, kept: float) -> None:
-        """Take Adam's step on mean softplus(-D(G(latents))) by the generator's weights, and their mean's.
+        """Update the generator by one Adam step on the loss mean softplus(-D(G(latents))), then its moving average.
 
-        ``kept``: what stays of the mean. Raises ValueError and IndexError as ``TwoWays.generate`` does.
+        ``kept``: the decay rate of the moving average. Raises ValueError and IndexError as ``TwoWays.generate`` does.
         """
         adam = self.generator_adam
         self.generator.curved.check(latents)
@@ -294,7 +304,10 @@ class Adversaries:
 
 
 def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
-    """Return the same memory as an array. Raises ValueError for anything but float32 numbers in a row."""
+    """Return a tensor as a NumPy array on the same memory.
+
+    Raises ValueError unless the tensor is a contiguous float32 vector.
+    """
     if numbers.dtype is not torch.float32 or numbers.ndim != 1 or not numbers.is_contiguous():
         raise ValueError(f"compiled steps want float32 numbers in a row, not {numbers.dtype} {tuple(numbers.shape)}")
     vector: NDArray[np.float32] = numbers.detach().numpy()
@@ -302,7 +315,7 @@ def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> bool:
-    """Return True if ``weights`` lie one behind the other in all of ``vector``."""
+    """Return True if ``weights``, in their order, occupy exactly the memory of ``vector`` without gaps."""
     starts = np.cumsum([0, *(weight.numel() for weight in weights)])
     places = [weight.data_ptr() - address(vector) for weight in weights]
     return places == [4 * start for start in starts[:-1]] and len(vector) == starts[-1]

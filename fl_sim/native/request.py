@@ -1,4 +1,4 @@
-"""The input of the compiled trainer: checked against the model, then laid out as numbers and pointers."""
+"""The input of the compiled trainer: checks against the model, and conversion to C structures."""
 
 import ctypes
 from dataclasses import dataclass, field
@@ -19,13 +19,14 @@ TAKES = frozenset({
     "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
     "class_features",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
+"""The fields of LocalSettings and LocalPlan that the compiled trainer supports."""
 
 TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
-"""The fields of them that need unmixed records: the compiled trainer does not combine them with mixing."""
+"""The fields of LocalPlan that need unmixed records: the compiled trainer does not combine them with mixing."""
 
 RECEIVED = frozenset({"distillation", "contrast"})
-"""The fields that need another model's outputs, computed once for all epochs: with them no record may move."""
+"""The fields of LocalPlan that need another model's outputs. The compiled trainer computes these outputs once for all
+epochs, so it does not combine these fields with image augmentation."""
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
@@ -38,10 +39,10 @@ _SPARE = 16  # numbers behind the last parameter that the kernel reads and write
 class Draws:
     """The random choices in one client's training.
 
-    ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
-    (steps,), records of the mixing pool, empty where the plan does not mix. ``moves``: (passes, n, 3), what
-    ``Augment.draw`` gives for the records in the order of each epoch, empty where images stay as they are. ``masks``:
-    the key, 0 .. 2^63 - 1, of the generator that says what dropout leaves out (dropout.h).
+    ``order``: (passes, n), the permutation of the records in every epoch; the last epoch may be used in part only.
+    ``partners``: (steps,), indices into the mixing pool; empty if the plan does not mix. ``moves``: (passes, n, 3), the
+    result of ``Augment.draw`` for the records in the order of each epoch; empty without augmentation. ``masks``: the
+    key, 0 to 2^63 - 1, of the random generator for dropout masks (dropout.h).
     """
 
     order: NDArray[np.int64]
@@ -51,7 +52,7 @@ class Draws:
 
     @classmethod
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
-        """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records, and the masks last."""
+        """Return the choices for ``count`` records, drawn in the order of ``training.loop.train``, the masks last."""
         settings = task.settings
         passes, batches = settings.num_passes(count), settings.num_batches(count)
         order = np.empty((passes, count), np.int64)
@@ -67,7 +68,7 @@ class Draws:
 
 
 class KernelJob(NamedTuple):
-    """One client's training: the arguments of ``fl_sim.training.loop.train``, with all random choices made.
+    """The training of one client: the arguments of ``fl_sim.training.loop.train``, with all random choices made.
 
     ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
     """
@@ -80,17 +81,17 @@ class KernelJob(NamedTuple):
 
     @property
     def has_momentum(self) -> bool:
-        """Return True if the optimizer has momentum buffers."""
+        """Return True if the job uses momentum buffers."""
         return bool(self.task.settings.momentum or self.plan.momentum_buffers)
 
 
 def unknown_settings(settings: LocalSettings) -> list[str]:
-    """Return the settings in use that the compiled trainer does not take."""
+    """Return the names of the settings in use that the compiled trainer does not support."""
     return sorted(fields_in_use(settings) - TAKES)
 
 
 class Distilled(ctypes.Structure):
-    """``Distillation`` of distillation.h."""
+    """The C structure ``Distillation`` of distillation.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("classes", _POINTER), ("received", _POINTER), ("weight", _FLOAT), ("temperature", _FLOAT),
@@ -99,13 +100,13 @@ class Distilled(ctypes.Structure):
 
 
 class Suppressed(ctypes.Structure):
-    """``Suppression`` of suppression.h."""
+    """The C structure ``Suppression`` of suppression.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("shares", _POINTER), ("weight", _FLOAT)]
 
 
 class Contrasted(ctypes.Structure):
-    """``Contrast`` of contrast.h."""
+    """The C structure ``Contrast`` of contrast.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("previous", _POINTER), ("leads", _POINTER), ("weight", _FLOAT), ("temperature", _FLOAT)
@@ -113,13 +114,13 @@ class Contrasted(ctypes.Structure):
 
 
 class Pulled(ctypes.Structure):
-    """``Pull`` of pull.h."""
+    """The C structure ``Pull`` of pull.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("prototypes", _POINTER), ("present", _POINTER), ("weight", _FLOAT)]
 
 
 class LossTerms(ctypes.Structure):
-    """``Terms`` of terms.h."""
+    """The C structure ``Terms`` of terms.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("scale", _POINTER), ("shift", _POINTER), ("distillation", Distilled), ("suppression", Suppressed),
@@ -128,19 +129,19 @@ class LossTerms(ctypes.Structure):
 
 
 class Climbed(ctypes.Structure):
-    """``Ascent`` of ascent.h."""
+    """The C structure ``Ascent`` of ascent.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("radius", _FLOAT), ("share", _FLOAT), ("adaptive", _LONG)]
 
 
 class Moved(ctypes.Structure):
-    """``Moves`` of moves.h."""
+    """The C structure ``Moves`` of moves.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("places", _POINTER), ("black", _POINTER), ("crop", _LONG)]
 
 
 class Request(ctypes.Structure):
-    """``Request`` of kernel.cpp."""
+    """The C structure ``Request`` of kernel.cpp: the training or evaluation of one client."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
@@ -159,7 +160,7 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """The memory that the kernel reads during a call; the model and all else that clients share is there once."""
+    """The owner of the memory that the kernel reads during a call. Values that clients share are stored once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -167,7 +168,10 @@ class RequestBuffers:
         self._tensors: list[torch.Tensor] = []
 
     def request(self, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor) -> Request:
-        """Ask for one client's training, whose results go to ``params`` and, with momentum, ``buffers``."""
+        """Return the C request for one client's training, which writes its results to ``params`` and ``buffers``.
+
+        ``buffers`` receives the momentum buffers, if the job uses them.
+        """
         check_job(self._stack, job)
         task, plan, inputs, labels, draws = job
         settings, stack = task.settings, self._stack
@@ -220,16 +224,16 @@ class RequestBuffers:
         return terms
 
     def _pointer(self, values: torch.Tensor | NDArray[np.int64] | None) -> int | None:
-        """Keep ``values`` as contiguous numbers; return their address."""
+        """Store ``values`` as a contiguous tensor, and return its memory address; None for None."""
         if values is None:
             return None
         self._tensors.append(torch.as_tensor(values).contiguous())
         return self._tensors[-1].data_ptr()
 
     def _vector(self, what: str, params: Params | None) -> int | None:
-        """Keep ``params`` as one vector in the order of the layout, with the kernel's padding; return its address.
+        """Store ``params`` as one padded vector in the order of the model's layout; return its memory address.
 
-        Raises ValueError, which names ``what`` they are, where names, shapes, type or device are not the model's.
+        Raises ValueError, with the noun ``what``, if names, shapes, type or device differ from the model's.
         """
         if params is None:
             return None
@@ -243,14 +247,17 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return the padded length of a vector of ``size`` numbers: the next one begins where the kernel's vectors do."""
+    """Return the padded length of a vector of ``size`` numbers, a multiple of 16 with at least 16 spare numbers.
+
+    So the next vector in memory is aligned to the kernel's widest SIMD vectors.
+    """
     return -(-size // _SPARE) * _SPARE + _SPARE
 
 
 def check_job(stack: Stack, job: KernelJob) -> None:
-    """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model.
+    """Raise ValueError if the job's records, random choices, mixing pool or settings do not fit the model.
 
-    UserError where momentum stands beside an optimiser that has its own.
+    Raises UserError for momentum together with an optimizer other than SGD.
     """
     task, plan, inputs, labels, draws = job
     count, settings = len(labels), task.settings
@@ -280,7 +287,7 @@ def check_job(stack: Stack, job: KernelJob) -> None:
 
 
 def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]]:
-    """Return (name, values, required type, required shape) of the tensors of the terms in use."""
+    """Return (name, values, required type, required shape) for each tensor of the loss terms that the plan uses."""
     distillation, suppression, pull = plan.distillation, plan.suppression, plan.pull
     found = []
     for what, values, dtype, num_axes in (
@@ -297,14 +304,14 @@ def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, t
 
 
 def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:
-    """Raise ValueError where ``inputs`` are not ``count`` records of the shape that the model takes."""
+    """Raise ValueError, with the noun ``what``, unless ``inputs`` are ``count`` records of the model's input shape."""
     shape = (*inputs.shape[1:], 1, 1)
     has_axes = inputs.ndim in {2, 4} and tuple(stack.input_shape.tolist()) == shape[:3]
     check_tensor(what, inputs, _REAL, (count, *(inputs.shape[1:] if has_axes else stack.input_shape.tolist())))
 
 
 def check_tensor(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError, which names ``what`` it is, where ``values`` are not of this type and shape in main memory."""
+    """Raise ValueError, with the noun ``what``, unless ``values`` have this type and shape and are in main memory."""
     is_plain = values.layout is torch.strided and values.device.type == "cpu" and values.dtype is dtype
     if is_plain and tuple(values.shape) == shape:
         return

@@ -1,1 +1,1 @@
-"""Local training: the loop, one client or a stack of clients at a time."""
+"""Local training of one client, or of a stack of clients in one computation; evaluation and feature extraction."""

@@ -1,4 +1,8 @@
-"""Discriminant analysis, in closed form: normal classes of one covariance, or each of a covariance of its own."""
+"""Linear and quadratic discriminant analysis in closed form.
+
+Each class has a normal distribution: in the linear form with one covariance for all classes, in the quadratic form with
+one covariance for each class.
+"""
 
 from dataclasses import dataclass
 
@@ -9,20 +13,25 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""The ridge on the covariance's diagonal, in units of its mean variance."""
+"""The number that is added to the covariance's diagonal (ridge), as a multiple of the mean variance."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
-"""The share of a class's own covariance, the rest being that of all classes; and its ridge, in the same units."""
+"""For the quadratic form: the weight of a class's own covariance (the pooled covariance has the rest), and the ridge as
+a multiple of the mean variance."""
 
 _MOST_NUMBERS = 500_000_000  # of a model: 2 GB
 
 NEVER = -1e4
-"""The logit of a class without records."""
+"""The logit of a class without records, so low that the class is never predicted."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Classes:
-    """``counts``: (C,), records of each class; ``means``: (C, d); ``within``: (n, d), records without their means."""
+    """Statistics of labelled records with d features in C classes.
+
+    ``counts``: (C,), the number of records of each class. ``means``: (C, d), the class means. ``within``: (n, d), the
+    records minus the means of their classes.
+    """
 
     counts: torch.Tensor
     means: torch.Tensor
@@ -44,11 +53,11 @@ def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
 
 
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
-    """Return the weights of the model ``logistic`` that tells (n, *shape) inputs with (n,) labels apart.
+    """Return the weights of the model ``logistic`` that separate (n, *shape) inputs with (n,) labels by class.
 
     With the mean mu_c of class c, the covariance S within classes and the share p_c of class c, the logit of class c is
     x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` keeps S
-    invertible where there are fewer records than numbers in one. Sums are float64.
+    invertible if there are fewer records than features. Sums are float64.
     """
     classes = _classes_of(inputs, labels, num_classes)
     covariance = classes.pooled()
@@ -60,7 +69,10 @@ def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes:
 
 
 class QuadraticDiscriminant(nn.Module):
-    """The model whose weights ``quadratic_discriminant`` returns, for records of ``size`` numbers."""
+    """The model of quadratic discriminant analysis, for records of ``size`` features.
+
+    ``quadratic_discriminant`` returns its weights.
+    """
 
     def __init__(self, size: int, num_classes: int) -> None:
         super().__init__()
@@ -69,7 +81,7 @@ class QuadraticDiscriminant(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_classes))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (batch, *shape) to logits, (batch, classes)."""
+        """Return the logits, (batch, classes), of inputs (batch, *shape)."""
         records = inputs.flatten(start_dim=1)
         squares = [
             ((records - mean) @ whitening.T).square().sum(dim=1)
@@ -85,12 +97,12 @@ def quadratic_discriminant(
     own_share: float = OWN_SHARE,
     ridge: float = OWN_RIDGE,
 ) -> Params:
-    """Return the weights of a ``QuadraticDiscriminant`` that tells (n, *shape) inputs with (n,) labels apart.
+    """Return the weights of a ``QuadraticDiscriminant`` that separate (n, *shape) inputs with (n,) labels by class.
 
     The logit of class c is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and
-    Friedman 2009, eq. 4.12), and S_c is regularised: ``own_share`` of the class's own covariance and the rest of the
-    covariance within all classes (eq. 4.13; Friedman 1989), with ``ridge`` on the diagonal. Sums are float64. Raises
-    UserError where these are more numbers than a model should have.
+    Friedman 2009, eq. 4.12). S_c is regularised: ``own_share`` times the class's own covariance, plus 1 - ``own_share``
+    times the pooled covariance (eq. 4.13; Friedman 1989), plus ``ridge`` times the mean variance on the diagonal. Sums
+    are float64. Raises UserError if the matrices have too many numbers for a model.
     """
     size = inputs[:1].numel()
     if num_classes * size**2 > _MOST_NUMBERS:
@@ -116,5 +128,5 @@ def quadratic_discriminant(
 
 
 def _scale_of(covariance: torch.Tensor) -> float:
-    """Return the mean variance, 1 where nothing varies."""
+    """Return the mean variance of a covariance matrix, or 1 if all variances are 0."""
     return float(covariance.diagonal().mean()) or 1.0

@@ -25,15 +25,15 @@ EVALUATION_BATCH = 500
 """Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
 
 EVALUATION_BATCH_ON_GPU = 2_000
-"""The same where launches cost more than arithmetic does."""
+"""Records per forward pass of an evaluation on a GPU, where kernel launches cost more than arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The predictions of a model on n records.
 
-    ``loss``: the mean cross-entropy. ``labels``: (n,), the classes of the records; ``predicted``: (n,), the predicted
-    classes. ``margins``: (n,), for two classes, the logit of class 1 less that of class 0.
+    ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
+    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes.
     """
 
     loss: float
@@ -56,17 +56,17 @@ def evaluate(
     scale: Scale | None = None,
     workers: int = 1,
 ) -> Scores:
-    """Return the scores of ``params`` on (n, *input shape) inputs and (n,) labels.
+    """Return the scores of a model with weights ``params`` on (n, *input shape) inputs and (n,) labels.
 
-    ``scale`` normalises inputs that are bytes. ``workers`` threads share out the batches; the numbers are the same for
-    any number of them. Products are float32 on a GPU, too, whatever the training's are.
+    ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the batches;
+    the scores do not depend on it. Products are float32 on a GPU, too, also if training uses a lower precision.
     """
     network, source = ready(model, params), Source(inputs, labels, scale)
     return score(lambda batch: network(source.normalised(batch)), inputs, labels, workers=workers)
 
 
 def ready(model: nn.Module, params: Params) -> nn.Module:
-    """Return ``model`` with the weights ``params``, running statistics among them if it has any, in evaluation mode."""
+    """Load ``params`` (weights, and running statistics if any) into ``model``; return the model in evaluation mode."""
     running = running_in(model)
     statistics = {name: value for name, value in params.items() if name in running}
     weights = {name: value for name, value in params.items() if name not in running} if statistics else params
@@ -77,7 +77,7 @@ def ready(model: nn.Module, params: Params) -> nn.Module:
 
 
 def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> Scores:
-    """Return the scores of the logits that ``logits_of`` returns: see ``evaluate``."""
+    """Return the scores of the function ``logits_of``, which maps a batch of inputs to logits; see ``evaluate``."""
     threads = torch.get_num_threads()
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,7 +100,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
 @dataclass(frozen=True, eq=False)
 class Confusion:
-    """A confusion matrix. ``counts[i, j]``: the number of records of class i with the prediction j."""
+    """A confusion matrix. ``counts[i, j]`` is the number of records of class i that are predicted as class j."""
 
     counts: NDArray[np.int64]
 
@@ -128,14 +128,15 @@ class Confusion:
 
     @property
     def majority_share(self) -> float:
-        """Return the share of the most frequent class, the accuracy of a constant prediction."""
+        """Return the share of the most frequent class among all records: the majority-class baseline."""
         return float(self.counts.sum(1).max() / self.counts.sum())
 
 
 def area_under_roc(scores: Scores) -> float | None:
-    """Return the share of pairs in which the record of class 1 has the larger margin; equal margins count half.
+    """Return the area under the ROC curve, or None unless there are two classes, each with records.
 
-    None where there are not two classes, or no record of one of them.
+    The area is the share of pairs (record of class 1, record of class 0) in which the record of class 1 has the larger
+    margin; equal margins count half.
     """
     if scores.margins is None:
         return None
@@ -148,9 +149,9 @@ def area_under_roc(scores: Scores) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class OverClients:
-    """The accuracies of clients: mean, standard deviation, and mean of the worst tenth, rounded up.
+    """Statistics of the accuracies of clients: mean, standard deviation, and mean of the lowest tenth of the clients.
 
-    ``ascending``: all of them, from the lowest to the highest.
+    The number of clients in the lowest tenth is rounded up. ``ascending``: all accuracies, the lowest first.
     """
 
     mean: float
@@ -160,12 +161,12 @@ class OverClients:
 
     @property
     def quantiles(self) -> tuple[float, ...]:
-        """Return the quantiles of the accuracies at 0, 10, 20, ..., 100 %."""
+        """Return the quantiles of the accuracies at 0 %, 10 %, 20 %, ..., 100 %."""
         return tuple(float(value) for value in np.quantile(self.ascending, np.linspace(0, 1, 11)))
 
     @classmethod
     def of(cls, accuracies: NDArray[np.float64]) -> Self:
-        """Return the statistics of at least one accuracy."""
+        """Return the statistics of ``accuracies``, which must have at least one value."""
         ascending = np.sort(accuracies)
         worst = ascending[: -(-len(accuracies) // 10)]
         return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()), ascending)
@@ -173,7 +174,10 @@ class OverClients:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Clients' class counts: ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``; no pair comes twice."""
+    """The class counts of all clients.
+
+    Client ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``. Each pair of client and class occurs once.
+    """
 
     owners: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -181,7 +185,7 @@ class Holdings:
 
     @classmethod
     def of(cls, splits: Sequence[Parts], labels: NDArray[np.int64]) -> Self:
-        """Return the class counts over ``splits``, whose records are indices into ``labels``."""
+        """Return the class counts of the clients, summed over ``splits``, whose records are indices into ``labels``."""
         owners = np.concatenate([split.owners for split in splits])
         records = np.concatenate([split.records for split in splits])
         num_classes = int(labels.max()) + 1
@@ -189,11 +193,11 @@ class Holdings:
         return cls(pairs // num_classes, pairs % num_classes, counts)
 
     def by_client(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return each client's accuracy: the ``recalls`` of the classes, weighted by its shares of them.
+        """Return each client's accuracy: the mean of the class recalls, weighted by the client's class distribution.
 
-        That is the accuracy on test records of which each counts as often as its class does with the client, exactly,
-        with nothing drawn. Records of classes that no test record is of (a recall of NaN) count nowhere; clients
-        without others have NaN, and those after the last that has some are left out.
+        This equals the test accuracy with test records weighted by the client's class distribution; no records are
+        sampled. Classes without test records (recall NaN) are ignored. A client with records of such classes only has
+        accuracy NaN. The result ends with the last client that has an accuracy.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)
@@ -204,23 +208,24 @@ class Holdings:
         return found
 
     def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the accuracies of the clients that have one."""
+        """Return the accuracies of ``by_client`` that are not NaN."""
         return known(self.by_client(recalls))
 
 
 @dataclass(frozen=True, eq=False)
 class OwnTests:
-    """The clients' own test records. ``owners``: the client of each test record, -1 for none."""
+    """The assignment of test records to clients. ``owners``: the client of each test record, or -1 for no client."""
 
     owners: NDArray[np.int64]
     num_clients: int
 
     @classmethod
     def of(cls, shards: Parts, groups: NDArray[np.int64], tested: NDArray[np.int64]) -> Self | None:
-        """Return the own test records by ``groups`` of training records, and ``tested``, those of test records.
+        """Return the assignment of test records to clients by groups, such as writers.
 
-        ``shards``: each client's training records. A test record belongs to the client that holds its group; None where
-        a group is spread over several clients.
+        ``groups``: the group of each training record. ``tested``: the group of each test record. ``shards``: each
+        client's training records. A test record belongs to the client with the training records of the same group.
+        Returns None if several clients have training records of one group.
         """
         owner_of = np.full(len(groups), -1)
         owner_of[shards.records] = shards.owners
@@ -237,11 +242,11 @@ class OwnTests:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return the number of each client's test records."""
+        """Return the number of test records of each client."""
         return np.bincount(self.owners[self.owners >= 0], minlength=self.num_clients)
 
     def by_client(self, scores: Scores) -> NDArray[np.float64]:
-        """Return the accuracy of every client on its own test records, NaN without any."""
+        """Return the accuracy of every client on its own test records; NaN for a client without test records."""
         owned = self.owners >= 0
         right = (scores.labels == scores.predicted)[owned]
         counts = self.counts
@@ -261,13 +266,13 @@ def known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean(shares: NDArray[np.float64]) -> float:
-    """Return the mean of those that are not NaN; np.nanmean takes ten times as long."""
+    """Return the mean of the values that are not NaN. np.nanmean takes ten times as long."""
     values = known(shares)
     return float(values.sum() / len(values))
 
 
 def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return ``part`` / ``whole``, NaN where both are 0."""
+    """Return the elementwise ratio ``part`` / ``whole``; NaN where ``whole`` is 0."""
     shares = np.full(len(whole), np.nan)
     np.divide(part, whole, out=shares, where=whole > 0)
     return shares

@@ -1,4 +1,4 @@
-"""Features, the input of the last linear layer of a model, and the Fréchet distance between two sets of them."""
+"""Features (the input of a model's last linear layer), and the Fréchet distance between two sets of features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Network:
-    """A model's function of records, (n, *input shape), and parameters."""
+    """A model as a function of parameters and records, (n, *input shape)."""
 
     model: nn.Module
 
     def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (n, classes), and leave the model's running statistics alone.
+        """Return the logits, (n, classes), without changing the model's running statistics.
 
-        ``params`` may hold others, which are then those that count.
+        Running statistics in ``params``, if any, replace the model's own in this computation.
         """
         copies = {name: buffer.clone() for name, buffer in running_in(self.model).items()}
         logits: torch.Tensor = functional_call(self.model, {**copies, **params}, (records,))
         return logits
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return the features, (n, d)."""
+        """Return the features, (n, d), of records for weights ``params``."""
         return with_features(self.model, partial(self.logits_of, params, records))[1]
 
     def batch(
@@ -45,10 +45,11 @@ class Network:
         params: Params,
         anchor: Params,
     ) -> Batch:
-        """Return the batch for loss terms: ``records`` with labels and weights, and the ``outputs`` under ``params``.
+        """Return the ``Batch`` that loss terms receive.
 
-        ``outputs``: logits, and features if a term asks for them. The data of a term is not there yet. Outputs under
-        other parameters are computed without dropout, as a teacher's are.
+        ``records``: inputs, labels and weights. ``outputs``: logits and, if a term needs them, features, computed with
+        ``params``. The terms' own data is empty here and is added later. If a term computes outputs with other
+        parameters, such as a teacher's, dropout is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -68,9 +69,9 @@ class Network:
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Return the module whose input is the features: the model's attribute ``head``, else its last nn.Linear.
+    """Return the module whose input is the features: the model's attribute ``head``, else the last nn.Linear.
 
-    Raises UserError where there is neither.
+    Raises UserError if the model has neither.
     """
     head = getattr(model, "head", None)
     if isinstance(head, nn.Module):
@@ -86,7 +87,11 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of ``forward``, a forward pass of ``model``, (n, classes), and the features in it, (n, d)."""
+    """Return the pair (logits (n, classes), features (n, d)) of one forward pass of ``model``.
+
+    ``forward``: a function that runs the forward pass and returns the logits. Raises UserError unless the pass calls
+    the model's head exactly once.
+    """
     entering: list[torch.Tensor] = []
     hook = head_of(model).register_forward_pre_hook(lambda _, given: entering.append(given[0].flatten(1)))
     try:
@@ -102,9 +107,10 @@ def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tupl
 
 
 def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return, on the CPU, the sum over the records of each class of their features under ``params``, (classes, d).
+    """Return the sums of the features of each class, computed with weights ``params``: (classes, d), on the CPU.
 
-    ``inputs``: (n, *input shape), normalised; ``labels``: (n,). n may be 0. ``model`` is left in evaluation mode.
+    ``inputs``: (n, *input shape), normalised; ``labels``: (n,). n may be 0. The function leaves ``model`` in evaluation
+    mode.
     """
     model.eval()
     placed = {name: value.to(inputs.device) for name, value in params.items()}
@@ -117,17 +123,17 @@ def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels:
 
 
 def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the sum over the records of each class of their (n, d) features, (classes, d)."""
+    """Return the sums of (n, d) features over the records of each class, shape (classes, d)."""
     of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
     # A product of matrices adds up in the same order each time; index_add does not on a GPU.
     return of_class.T.to(features.dtype) @ features
 
 
 def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Return d, how many features a record of ``input_shape`` has. ``model`` is left in evaluation mode.
+    """Return d, the number of features of one record of ``input_shape``. Leaves ``model`` in evaluation mode.
 
-    Raises UserError for a model whose head cannot be trained by itself: which does not make the logits of features
-    (n, d) alone, or has no parameters that are trained.
+    Raises UserError if the model's head cannot be trained alone: if the head does not compute the logits from features
+    (n, d) only, or has no trainable parameters.
     """
     model.eval()
     head = head_of(model)
@@ -149,9 +155,9 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
 def features_of(
     model: nn.Module, params: Params, inputs: torch.Tensor, *, records_at_once: int = _BATCH
 ) -> torch.Tensor:
-    """Return the features of all records under ``params``, (n, d), on the CPU.
+    """Return the features of all records, computed with weights ``params``: (n, d), on the CPU.
 
-    ``inputs``: (n, *input shape), normalised; n may be 0. ``model`` is left in evaluation mode.
+    ``inputs``: (n, *input shape), normalised; n may be 0. The function leaves ``model`` in evaluation mode.
     """
     model.eval()
     placed = {name: value.to(inputs.device) for name, value in params.items()}
@@ -162,10 +168,12 @@ def features_of(
 
 
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) of (n, d) and (m, d) vectors, at least 0.
+    """Return the Fréchet distance between two sets of vectors, of shapes (n, d) and (m, d); at least 0.
 
-    Heusel et al. 2017 (eq. 6), whose vectors are features of a network that was trained on ImageNet (FID). Here they
-    are whatever the caller gives, so figures compare with one another alone. Sums are float64; n and m are 2 or more.
+    With the means mu and covariances S of the sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2))
+    (Heusel et al. 2017, eq. 6). For the published measure FID, the vectors are features of a network that was trained
+    on ImageNet. Here the vectors are arbitrary, so results are not comparable with published values of FID. Sums are
+    float64; n and m must be at least 2.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = _moments(first), _moments(second)
     root = _root(covariance_1)
@@ -180,7 +188,7 @@ def _moments(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _root(symmetric: torch.Tensor) -> torch.Tensor:
-    """Return the root of a matrix that is symmetric and, up to rounding, has no negative eigenvalue."""
+    """Return the square root of a symmetric matrix without negative eigenvalues, apart from rounding errors."""
     values, vectors = torch.linalg.eigh((symmetric + symmetric.T) / 2)
     root: torch.Tensor = vectors * values.clamp(min=0).sqrt() @ vectors.T
     return root

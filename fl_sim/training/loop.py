@@ -1,4 +1,4 @@
-"""The local loop: minibatch SGD on one client's records, the same for every algorithm."""
+"""The plain PyTorch training loop: minibatch SGD or Adam on one client's records, for every algorithm."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,17 +36,18 @@ TAKES = frozenset({
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that ``train`` knows: all of them, as other trainers hand on to it."""
+"""The fields of LocalSettings and LocalPlan that ``train`` supports: all of them, since other trainers fall back to
+this one."""
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""An averaged record of the mixing pool, (*input shape), and its class proportions, (classes,)."""
+"""One averaged record of the mixing pool: its input, (*input shape), and its class proportions, (classes,)."""
 
 
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (normalised float32 inputs, int64 labels) of ``examples``.
+    """Return the pair (normalised float32 inputs, int64 labels) of ``examples``.
 
-    Bytes become (b / 255 - mean) / std with the data set's public constants; float features are taken as they are,
-    less mean over std.
+    With the data set's public constants mean and std, a byte b becomes (b / 255 - mean) / std, and a float feature x
+    becomes (x - mean) / std.
     """
     inputs = torch.from_numpy(np.array(examples.inputs, order="C")).to(torch.float32)
     scale = Scale.of(dataset, examples.inputs.dtype, inputs.ndim)
@@ -54,7 +55,10 @@ def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torc
 
 
 def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Source:
-    """Return ``examples`` on ``device``, where they are to stay: as bytes on a GPU, if bytes they are."""
+    """Copy ``examples`` to ``device`` and return them as a ``Source``.
+
+    On a GPU, inputs of bytes stay bytes; all other inputs become normalised float32.
+    """
     if not stays_bytes(examples, device):
         inputs, labels = to_tensors(examples, dataset)
         return Source(inputs.to(device), labels.to(device))
@@ -64,7 +68,7 @@ def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Sour
 
 
 def stays_bytes(examples: Examples, device: torch.device) -> bool:
-    """Return True if ``resident`` keeps bytes: on a GPU alone, as the compiled trainer wants float32 in main memory."""
+    """Return True if ``resident`` keeps inputs as bytes: only on a GPU, since the compiled trainer needs float32."""
     return device.type != "cpu" and examples.inputs.dtype == np.uint8
 
 
@@ -76,13 +80,13 @@ def train(
     labels: torch.Tensor,
     generator: np.random.Generator,
 ) -> Trained:
-    """Take ``task.settings.num_steps(n)`` steps from ``task.params``.
+    """Train one client for ``task.settings.num_steps(n)`` local steps from ``task.params``, and return the result.
 
-    Parameters that are frozen (``requires_grad=False``) stay as they are in ``model``, or in ``task.params`` where they
-    are named there. ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its
-    weights are overwritten. ``generator`` shuffles records, moves images and picks mixing partners. With n = 0 nothing
-    is trained.
-    Raises ValueError where tensors are not the model's, UserError where the plan asks for what no trainer knows.
+    ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``) are
+    not trained: they have the values in ``task.params`` if named there, else those in ``model``. ``inputs``: (n, *input
+    shape), normalised; ``labels``: (n,). n may be 0: then nothing is trained. ``generator``: the random generator for
+    shuffling, image augmentation and mixing partners. Raises ValueError for tensors that do not fit the model, and
+    UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
     trained = trainable(model)
@@ -127,7 +131,10 @@ def train(
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a model with its present weights: the plan's tensors lie on the device of the records."""
+    """The training loss of a model with its current weights.
+
+    The tensors of the plan are on the device of the records.
+    """
 
     network: Network
     plan: LocalPlan
@@ -144,7 +151,7 @@ class Objective:
     ) -> Self:
         """Return the objective of ``plan``; ``anchor``: the model that the client received, on ``device``.
 
-        ``smoothing``: that of labels. Raises UserError for what ``check_smoothing`` refuses.
+        ``smoothing``: the label smoothing. Raises UserError if ``check_smoothing`` refuses the plan.
         """
         check_smoothing(plan, smoothing)
         terms = terms_of(plan)
@@ -153,14 +160,14 @@ class Objective:
         return cls(Network(model), plan, anchor, terms, data, scale, shift, smoothing)
 
     def partner(self, generator: np.random.Generator) -> Partner | None:
-        """Draw the record that the next batch is mixed with, where the plan mixes."""
+        """Return a random averaged record to mix with the next batch, or None if the plan does not mix records."""
         if (mix := self.plan.mix) is None:
             return None
         chosen, device = int(generator.integers(len(mix.labels))), next(iter(self.anchor.values())).device
         return mix.inputs[chosen].to(device), mix.labels[chosen].to(device)
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor, partner: Partner | None) -> torch.Tensor:
-        """Return the loss, (), of records (n, *input shape) with labels (n,), to be differentiated."""
+        """Return the differentiable loss, a tensor of shape (), of inputs (n, *input shape) with labels (n,)."""
         if (mix := self.plan.mix) is None or partner is None:
             outputs = self._outputs(inputs)
             shifted = adjusted(outputs[0], self.scale, self.shift)
@@ -187,9 +194,9 @@ class Objective:
 def _batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw the places of the records of each step, and how they are moved.
+    """Yield, for each step, the indices of its records and the random moves of their images (augmentation).
 
-    A pass is drawn when it begins, between other draws.
+    The random numbers of an epoch are drawn at its beginning, so other draws can come between two epochs.
     """
     left = settings.num_steps(count)
     while left:
@@ -205,9 +212,10 @@ def _gradients(
     running: dict[str, torch.Tensor],
     ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss and the gradients of those weights that it depends on.
+    """Return the loss, and the gradients of all weights that the loss depends on, by name.
 
-    Of the ``running`` statistics a step makes what the batch at the weights themselves does, not uphill.
+    With an ``ascent`` (sharpness-aware minimisation) the gradients also use a second point. The ``running`` statistics
+    are updated at the weights themselves only, not at that second point.
     """
     loss = loss_of()
     gradients = _differentiated(loss, weights)
@@ -277,9 +285,10 @@ def _step(
     drift: Params,
     settings: LocalSettings,
 ) -> None:
-    """Take torch.optim.SGD's step, bit for bit, or Adam's; their classes cost over a second of imports at first use.
+    """Update one parameter in place by a step of SGD, Adam or AdamW.
 
-    ``drift``: the plan's step offset, empty where it has none.
+    The SGD step equals torch.optim.SGD's in every bit. The classes of torch.optim are not used, since their import
+    takes over a second. ``drift``: the plan's step offset, empty if the plan has none.
     """
     if settings.weight_decay and settings.optimizer == "adamw":
         weight.mul_(1 - settings.learning_rate * settings.weight_decay)

@@ -1,6 +1,7 @@
-"""The loss of a batch, each part written once, for one client and for a stack of clients.
+"""The parts of the training loss of a batch, for the plain loop of one client and for stacked clients.
 
-Records of weight 0, which fill batches up, add nothing, and no part makes a number of them that is not finite.
+Records with weight 0 are padding of a batch. They add nothing to the loss, and no part computes a non-finite number
+from them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +19,21 @@ from fl_sim.training.features import with_features
 from fl_sim.types import Params
 
 LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""(n, *input shape) records -> (n, classes) logits."""
+"""A function from records, (n, *input shape), to logits, (n, classes)."""
 
 Slope: TypeAlias = Callable[
     [LogitsOf, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ]
 
 _FAR_BELOW = -1e30
-"""Stands for minus infinity where all of a row or a column may be left out: a softmax of -inf alone is not a number."""
+"""A finite number in place of minus infinity, for rows in which all classes may be left out: the softmax of a row of
+minus infinities is NaN."""
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return each record's cross-entropy, (n,); ``labels``: (n,), or (n, classes) proportions.
+    """Return the cross-entropy of each record, (n,). ``labels``: classes, (n,), or class proportions, (n, classes).
 
-    ``smoothing``: the part of a label that is spread evenly over all classes, as torch.nn.CrossEntropyLoss has it.
+    ``smoothing``: the share of a label that is spread evenly over all classes, as in torch.nn.CrossEntropyLoss.
     """
     return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
 
@@ -39,7 +41,10 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float
 def by_autograd(
     logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, each record's cross-entropy, its gradient by the record), differentiable once more."""
+    """Return (logits, cross-entropy of each record, gradient of the cross-entropy with respect to each record's input).
+
+    The results can be differentiated once more.
+    """
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
@@ -59,10 +64,11 @@ def mixed_losses(
     slope: Slope = by_autograd,
     smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return, per record, FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021), (n,).
+    """Return the FedMix loss (``linearise`` True) or the NaiveMix loss of each record, (n,) (Yoon et al. 2021).
 
-    ``partner``: one averaged record, (*input shape), and its (classes,) proportions; ``weight``: lambda.
-    ``smoothing``: see ``cross_entropies``; it smooths own and averaged labels alike.
+    ``partner``: one averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of the
+    paper. ``slope``: the function for the gradient by the input. ``smoothing``: see ``cross_entropies``; it applies to
+    the records' own labels and to the averaged labels.
     """
     mean_input, mean_label = partner
     if not linearise:
@@ -96,12 +102,12 @@ def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
 def outputs_for(
     terms: Sequence[LossTerm], model: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits of ``forward``, a forward pass of ``model``, and its features if a term asks for them."""
+    """Return the logits of a forward pass of ``model``, and its features if a loss term needs them, else None."""
     return with_features(model, forward) if any(term.features for term in terms) else (forward(), None)
 
 
 def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
-    """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf takes a class out of a softmax."""
+    """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf removes a class from softmax."""
     if scale is not None:
         _check("logit_scale", scale, logits.shape[1:])
         logits = logits * scale
@@ -112,7 +118,10 @@ def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tens
 
 
 def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
-    """Raise UserError where labels are spread over a class that is not in the softmax: its loss would be infinite."""
+    """Raise UserError if labels are smoothed and the plan removes a class from the softmax.
+
+    The smoothed label would give that class a share, so the loss would be infinite.
+    """
     if smoothing and plan.logit_shift is not None and bool((plan.logit_shift == -torch.inf).any()):
         raise UserError(
             f"local.label_smoothing={smoothing:g} gives every class a part of a label, and the plan takes classes out "
@@ -121,9 +130,10 @@ def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
 
 
 def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
-    """Return the sum of ``loss``, (), and ``terms`` for ``batch``; ``data``: the tensors of each, on the device.
+    """Return ``loss``, a tensor of shape (), plus the values of all ``terms`` for ``batch``.
 
-    Raises UserError for a term that is not a tensor of one number per record, or of one for all of them.
+    ``data``: the tensors of each term, on the device. Raises UserError unless a term returns a tensor of one number per
+    record, or of one number for the batch.
     """
     count = len(batch.labels)
     for term, own in zip(terms, data, strict=True):
@@ -141,7 +151,7 @@ def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Par
 
 
 def distilled(batch: Batch, weight: float, temperature: float, exclude_true: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return each record's part of Distillation, (n,)."""
+    """Return the loss term ``Distillation`` of each record, (n,)."""
     own, received = batch.logits, batch.logits_of(batch.anchor, batch.inputs).detach()
     left_out = torch.zeros_like(own, dtype=torch.bool)
     if "classes" in batch.data:
@@ -158,7 +168,7 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 
 
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
-    """Return Suppression, (): a mean over the batch inside of a logarithm."""
+    """Return the loss term ``Suppression``, one number, (), since it has a mean over the batch inside a logarithm."""
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
     usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
@@ -168,7 +178,7 @@ def suppressed(batch: Batch, weight: float) -> torch.Tensor:
 
 
 def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
-    """Return each record's part of Contrast, (n,)."""
+    """Return the loss term ``Contrast`` of each record, (n,)."""
     assert batch.features is not None
     check_layout("the contrast's previous weights", batch.data, layout_of(batch.anchor))
     own, previous, received = (
@@ -183,7 +193,7 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
 
 
 def pulled(batch: Batch, weight: float) -> torch.Tensor:
-    """Return each record's part of Pull, (n,)."""
+    """Return the loss term ``Pull`` of each record, (n,)."""
     assert batch.features is not None
     prototypes, present = batch.data["prototypes"], batch.data["present"]
     shape = batch.logits.shape[1], batch.features.shape[1]
@@ -195,7 +205,7 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _With:
-    """A function of a batch and of settings, the same as another one that has the same of both."""
+    """A function of a batch with fixed settings. Two such objects are equal if function and settings are equal."""
 
     function: Callable[..., torch.Tensor]
     settings: tuple[Any, ...]
@@ -205,14 +215,17 @@ class _With:
 
 
 def _directions(features: torch.Tensor) -> torch.Tensor:
-    """Return the rows with length 1; a row of zeros (all ReLUs before it are dead) stays, and is not differentiated."""
+    """Return the rows of ``features``, each scaled to length 1.
+
+    A row of zeros (all ReLUs before it are inactive) stays zero and has no gradient.
+    """
     lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
     has_any = lengths > 0
     return torch.where(has_any, features, 0.0) / torch.where(has_any, lengths, 1.0)
 
 
 def _of_class(batch: Batch) -> torch.Tensor:
-    """Return the labels as a mask, (n, classes)."""
+    """Return a boolean mask, (n, classes), that is True at the label of each record."""
     return batch.labels.unsqueeze(1) == torch.arange(batch.logits.shape[1], device=batch.labels.device)
 
 

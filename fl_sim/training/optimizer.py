@@ -1,4 +1,4 @@
-"""The parts of an optimizer step, for one client and for a stack of clients: Adam, sharpness-aware ascent, clipping."""
+"""Parts of an optimizer step, for one client or stacked clients: Adam, sharpness-aware ascent, gradient clipping."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,20 +9,24 @@ import torch
 from fl_sim.local_plan import Ascent, LocalPlan
 
 BETAS = 0.9, 0.999
-"""The shares of the running means of gradients and of their squares that stay in a step."""
+"""Adam's decay rates for the running means of gradients and of squared gradients (beta_1 and beta_2)."""
 
 EPSILON = 1e-8
 
 _TINY_ASCENT = 1e-12
-"""Keeps a gradient of length 0 from becoming no number."""
+"""A number that is added to the length of a gradient in an ascent, so that a length of 0 does not give NaN."""
 
 _TINY_NORM = 1e-6
-"""torch's own: keeps a gradient of length 0 from becoming no number."""
+"""A number that clipping adds to the norm of gradients against division by 0, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The running means of gradients and of their squares, and the steps taken, (1,): written to in place."""
+    """The state of Adam for one parameter; it is updated in place.
+
+    ``first`` and ``second``: the running means of gradients and of squared gradients. ``num_steps``: (1,), the number
+    of steps so far.
+    """
 
     first: torch.Tensor
     second: torch.Tensor
@@ -30,16 +34,16 @@ class Moments:
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Self:
-        """Return the moments before the first step."""
+        """Return the moments before the first step, all zero, for a parameter of the shape of ``tensor``."""
         num_steps = torch.zeros(1, dtype=torch.float64, device=tensor.device)
         return cls(torch.zeros_like(tensor), torch.zeros_like(tensor), num_steps)
 
     def of_first(self, width: int) -> Self:
-        """Return views of the moments of the first ``width`` clients of a stack."""
+        """Return views (without a copy) of the moments of the first ``width`` clients of a stack."""
         return type(self)(self.first[:width], self.second[:width], self.num_steps)
 
     def direction(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Take in a step's ``gradient``; return the direction of the step, in units of the learning rate."""
+        """Update the moments by a ``gradient``; return Adam's step before multiplication by the learning rate."""
         self.num_steps.add_(1)
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
@@ -49,7 +53,7 @@ class Moments:
 
 
 def ascent_of(plan: LocalPlan) -> Ascent | None:
-    """Return the plan's ascent, None where it changes nothing."""
+    """Return the plan's ascent, or None if the plan has none or its radius or share is 0."""
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None
 
@@ -57,7 +61,10 @@ def ascent_of(plan: LocalPlan) -> Ascent | None:
 def uphill(
     weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], ascent: Ascent
 ) -> dict[str, torch.Tensor]:
-    """Return the weights, of those that have a gradient, at which the second gradient is computed."""
+    """Return the weights after the ascent step of sharpness-aware minimisation.
+
+    The second gradient is computed at these weights. Weights without a gradient are left out.
+    """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
     # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives
@@ -69,14 +76,17 @@ def uphill(
 def blended(
     gradients: Mapping[str, torch.Tensor], above: Mapping[str, torch.Tensor], ascent: Ascent
 ) -> dict[str, torch.Tensor]:
-    """Return (1 - share) * gradients + share * above; exactly ``above`` where the share is 1."""
+    """Return (1 - share) * gradients + share * above; exactly ``above`` if the share is 1.
+
+    ``above``: the gradients at the weights of ``uphill``.
+    """
     if ascent.share == 1:
         return dict(above)
     return {name: (1 - ascent.share) * value + ascent.share * above[name] for name, value in gradients.items()}
 
 
 def clipped(gradients: Mapping[str, torch.Tensor], clip_norm: float) -> dict[str, torch.Tensor]:
-    """Return ``gradients``, scaled down together to an L2 norm of ``clip_norm`` if theirs is larger; 0: as they are."""
+    """Return ``gradients``, scaled down together if their joint L2 norm exceeds ``clip_norm``; 0 means no clipping."""
     if not clip_norm:
         return dict(gradients)
     # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives

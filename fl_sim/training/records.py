@@ -1,4 +1,4 @@
-"""Records on a device: the shards of clients as ranges of one source, augmentation, and the precision of products."""
+"""Records on a device: clients' shards as ranges of one source, image augmentation, and the precision of products."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,33 +14,42 @@ from fl_sim.types import Augment, Dataset, Precision
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """The public constants that normalise inputs x, (x - ``offset``) / ``divisor``: tensors of (1, channels, 1, 1)."""
+    """The public constants that normalise inputs: x becomes (x - ``offset``) / ``divisor``.
+
+    For images, both are tensors of shape (1, channels, 1, 1).
+    """
 
     offset: torch.Tensor
     divisor: torch.Tensor
 
     @classmethod
     def of(cls, dataset: Dataset, dtype: np.dtype[np.generic], ndim: int) -> Self:
-        """Return the data set's for arrays of ``dtype`` with ``ndim`` axes: bytes count in 255ths, floats in units."""
+        """Return the data set's constants for input arrays of ``dtype`` with ``ndim`` axes.
+
+        Bytes are divided by 255 first; floats are not.
+        """
         unit, shape = (255.0 if dtype == np.uint8 else 1.0), (1, -1) + (1,) * (ndim - 2)
         mean, std = (torch.tensor(part, dtype=torch.float32).reshape(shape) for part in (dataset.mean, dataset.std))
         return cls(mean * unit, std * unit)
 
     def to(self, device: torch.device) -> "Scale":
-        """Return the same on ``device``; there, too, as tensors: PyTorch multiplies by a number's reciprocal."""
+        """Return the same constants on ``device``.
+
+        They stay tensors, since PyTorch would multiply by the reciprocal of a Python number instead of dividing.
+        """
         return Scale(self.offset.to(device), self.divisor.to(device))
 
     def normalise_(self, values: torch.Tensor) -> torch.Tensor:
-        """Normalise float32 ``values``, (..., channels, height, width), where they are."""
+        """Normalise float32 ``values``, (..., channels, height, width), in place, and return them."""
         return values.sub_(self.offset).div_(self.divisor)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Records on a device, of one client or of all, to which nobody writes.
+    """Read-only records on a device, of one client or of all clients.
 
-    ``inputs``: (n, *input shape), normalised float32; or bytes, a quarter of the memory, with the ``scale`` that
-    normalises them to the same bits. ``labels``: (n,) int64.
+    ``inputs``: (n, *input shape), either normalised float32, or bytes, which need a quarter of the memory. ``scale``:
+    for bytes, the constants that normalise them to the same bits. ``labels``: (n,), int64.
     """
 
     inputs: torch.Tensor
@@ -48,7 +57,7 @@ class Source:
     scale: Scale | None = None
 
     def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return some of ``self.inputs``, in any arrangement of the records, as networks take them."""
+        """Return ``inputs``, a selection of ``self.inputs`` with any leading axes, as normalised float32."""
         return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
 
     def __len__(self) -> int:
@@ -56,19 +65,19 @@ class Source:
         return len(self.labels)
 
     def whole(self) -> "Records":
-        """Return all records."""
+        """Return all records of this source."""
         return Records(((self, range(len(self))),))
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The training records of one client: ranges of one source or of several."""
+    """The training records of one client, as ranges of one or several sources."""
 
     parts: tuple[tuple[Source, range], ...]
 
     @classmethod
     def of(cls, inputs: torch.Tensor, labels: torch.Tensor) -> "Records":
-        """Return normalised ``inputs`` (n, *input shape) and ``labels`` (n,) as they are."""
+        """Return normalised ``inputs`` (n, *input shape) and ``labels`` (n,) as ``Records``, without a copy."""
         return Source(inputs, labels).whole()
 
     def __len__(self) -> int:
@@ -76,7 +85,7 @@ class Records:
         return sum(len(rows) for _, rows in self.parts)
 
     def __add__(self, other: "Records") -> "Records":
-        """Return these records and then ``other``."""
+        """Return these records followed by the records of ``other``."""
         return Records(self.parts + other.parts)
 
     @property
@@ -90,7 +99,7 @@ class Records:
         return self.parts[0][0].inputs.device
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normalised float32 inputs, labels): without a copy where one source holds them so."""
+        """Return the pair (normalised float32 inputs, labels), without a copy if one source has them in this form."""
         inputs, labels = [], []
         for source, rows in self.parts:
             inputs.append(source.normalised(source.inputs[rows.start : rows.stop]))
@@ -103,12 +112,15 @@ class Records:
         return tuple(torch.bincount(labels, minlength=num_classes).tolist())
 
     def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
-        """Return these records' places in the sources laid end to end, the first row of each in ``first_of``."""
+        """Return the row indices of these records in the concatenation of all sources.
+
+        ``first_of``: the index of the first row of each source.
+        """
         return np.concatenate([first_of[source] + np.arange(rows.start, rows.stop) for source, rows in self.parts])
 
 
 def merged(sources: list[Source]) -> Source:
-    """Return ``sources``, all bytes or all normalised, laid end to end; a single one is not copied."""
+    """Return the concatenation of ``sources``, which must be all bytes or all normalised; one source is not copied."""
     first = sources[0]
     if len(sources) == 1:
         return first
@@ -118,15 +130,16 @@ def merged(sources: list[Source]) -> Source:
 
 
 def black_of(augment: Augment, device: torch.device) -> torch.Tensor:
-    """Return the value of pixels beyond an image's edge, (channels, 1, 1)."""
+    """Return the value of the pixels outside an image, (channels, 1, 1)."""
     return torch.tensor(augment.black, dtype=torch.float32, device=device).reshape(-1, 1, 1)
 
 
 def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: torch.Tensor) -> torch.Tensor:
-    """Return ``images``, (..., channels, height, width), normalised, each moved as its row of ``moves`` says.
+    """Return augmented ``images``: each one is cropped and mirrored by its row of ``moves``.
 
-    ``moves``: (..., 3), drawn by ``augment``; ``black``: see ``black_of``. Where nothing moves, records may have any
-    shape.
+    ``images``: (..., channels, height, width), normalised. ``moves``: (..., 3), drawn by ``augment``: offset of the
+    window down and right, and 1 for mirroring. ``black``: see ``black_of``. If ``augment`` moves nothing, records may
+    have any shape.
     """
     if not augment.moves:
         return images
@@ -145,11 +158,12 @@ def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: to
 
 @contextmanager
 def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterator[None]:
-    """Compute with ``precision`` in this block, and put PyTorch's settings back.
+    """Set PyTorch's ``precision`` of products within the ``with`` block, and restore the settings afterwards.
 
-    On a GPU "float32" means all 24 bits, in convolutions too, where PyTorch by itself takes TF32. "tf32" rounds the
-    factors of products to 11 bits; "bfloat16" rounds to 8 what PyTorch's autocast does, forward and backward. Weights
-    and their steps stay float32. On a CPU "float32" and "tf32" change nothing (and threads may be in here at once).
+    On a GPU "float32" means all 24 bits, also in convolutions, for which PyTorch's default is TF32. "tf32" rounds the
+    factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits, forward and backward.
+    Weights and optimizer steps stay float32. On a CPU "float32" and "tf32" change nothing, and several threads may use
+    this at once.
     """
     if device.type == "cpu" and precision != "bfloat16":
         yield
@@ -165,13 +179,13 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
 
 
 _LEGACY = not hasattr(torch.backends.cudnn, "conv")
-"""True for PyTorch before 2.9; a newer one does not let the old settings be read beside the new ones."""
+"""True for PyTorch before 2.9. A newer PyTorch does not allow reading the old settings beside the new ones."""
 _NAME, _TF32, _IEEE = ("allow_tf32", True, False) if _LEGACY else ("fp32_precision", "tf32", "ieee")
 _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn))
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the pixels whose values stand at ``places`` beyond the edges."""
+    """Return pixel indices inside the image for ``places`` that may lie outside, reflected at the edges."""
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 
 

@@ -1,8 +1,8 @@
-"""Local training of many clients as one computation over stacked parameters: for GPUs, where launches are what costs.
+"""Local training of many clients in one computation over stacked parameters, for GPUs, where kernel launches dominate.
 
-Does what ``fl_sim.training.loop.train`` does for each client, to float32 rounding. Clients that have more steps than
-others come first, so that those still training are always the first few: nobody's steps are padding. Only the smaller
-last batch of an epoch is filled up, with records of weight zero.
+For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are sorted by
+their number of steps, the most first, so that the clients still in training are always the first ones of the stack.
+Only the smaller last batch of an epoch is padded, with records of weight zero.
 """
 
 import warnings
@@ -25,27 +25,30 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Params, Precision, Trained
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns a function that reads and writes the same memory at each call into one launch that does the same."""
+"""A function that records a step, which uses the same memory at each call, and returns a function that replays it in
+one launch (CUDA graph)."""
 
 SAME_STEP = 0.01
-"""The largest distance between a graph's result and its step's, as a share of the step's own length."""
+"""The largest accepted difference between the results of a graph and of the plain step, relative to the length of the
+step."""
 
 ROUNDING = 2.0**-22
-"""The largest rounding error, as a share of the numbers themselves: four times that of one float32 operation."""
+"""The largest accepted rounding error, relative to the numbers: four times that of one float32 operation."""
 
 PLAIN_STEPS = 8
-"""Steps with one number of clients before a graph is made for it: making one costs about as much as six plain steps."""
+"""Plain steps with one number of clients before a graph is captured for it. A capture costs about six plain steps."""
 
 WARM_UP_STEPS = 3
-"""Steps before a capture, in which libraries set themselves up, as PyTorch's documentation has it."""
+"""Steps before a capture, in which libraries initialise themselves, as PyTorch's documentation demands."""
 
 
 class Launcher:
-    """Takes steps with the first clients of a stack, as one launch for each of a few numbers of clients.
+    """Executes steps for the first clients of a stack, if possible as one launch of a CUDA graph.
 
-    A step with fewer clients takes the launch of the next larger number, and the surplus stays as it is. A launch is
-    made for a number of clients once there were ``plain_steps`` steps with it. Where a graph cannot be made, or does
-    something else than the step, there is a warning, and no more graphs.
+    Graphs exist for a few numbers of clients only (``width_for``). A step for another number of clients uses the graph
+    of the next larger number, which leaves the surplus clients unchanged. A graph is captured after ``plain_steps``
+    plain steps with its number of clients. If a capture fails, or a graph's result differs from the plain step's, the
+    launcher warns, and uses plain steps from then on.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -57,11 +60,11 @@ class Launcher:
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of graphs."""
+        """Return the number of captured graphs."""
         return len(self._replays)
 
     def __call__(self, active: int) -> None:
-        """Take a step with the first ``active`` clients."""
+        """Execute one step for the first ``active`` clients."""
         self._step.active.fill_(active)
         width = width_for(active, self._step.capacity)
         if self._capture is None:
@@ -75,7 +78,7 @@ class Launcher:
             self._record(self._capture, width, active)
 
     def _record(self, capture: Capture, width: int, active: int) -> None:
-        """Take this step both ways, and keep the graph if it is right."""
+        """Execute one step by a new graph and by the plain code, and keep the graph if both results agree."""
         before = self._copied()
         self._step.active.zero_()  # whatever capturing runs, nobody moves
         try:
@@ -106,7 +109,7 @@ class Launcher:
 
 
 def width_for(active: int, capacity: int) -> int:
-    """Return the least of ``capacity``, its half, its quarter, ... (rounded up) that is at least ``active``."""
+    """Return the smallest of ``capacity``, its half, its quarter, ... (rounded up) that is at least ``active``."""
     width = capacity
     while width > 1 and (width + 1) // 2 >= active:
         width = (width + 1) // 2
@@ -114,7 +117,10 @@ def width_for(active: int, capacity: int) -> int:
 
 
 def capture_on_cuda(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture ``step`` in a CUDA graph, by the book of PyTorch's notes on CUDA. Raises RuntimeError where it fails."""
+    """Capture ``step`` in a CUDA graph as PyTorch's notes on CUDA describe; return a function that replays the graph.
+
+    Raises RuntimeError if the capture fails.
+    """
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -128,12 +134,13 @@ def capture_on_cuda(step: Callable[[], None]) -> Callable[[], None]:
 
 
 class StackedTrainer:
-    """Trains all clients of a round together, on ``model``, which lends its architecture.
+    """Trains all clients of a round together in stacks.
 
-    The model must draw no random numbers and treat every record by itself (no batch statistics). ``graphs``: whether a
-    GPU is given a step as one launch, after ``plain_steps`` of them with the same records, kind of plan and number of
-    clients; ``capture`` says how. ``alone`` trains the clients whose plans no stack knows; PyTorch does unless it is
-    given. Not for several threads at once.
+    ``model``: provides the architecture; it must draw no random numbers and treat every record separately (no batch
+    statistics). ``alone``: the trainer for clients whose plans stacks do not support; by default PyTorch's loop.
+    ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain steps with the same
+    records, kind of plan and number of clients. ``capture``: the function that captures a graph. Several threads must
+    not use one trainer at the same time.
     """
 
     def __init__(
@@ -157,10 +164,10 @@ class StackedTrainer:
         self._launcher: Launcher | None = None
 
     def train(self, jobs: Sequence[LocalJob]) -> list[Trained]:
-        """Train every client from its own ``task.params``; returns one result per job, on the CPU.
+        """Train every client from its own ``task.params``; return one result per job, on the CPU.
 
-        Clients whose settings and plans are of one kind (``Kind``) are one stack; learning rates may differ. A client
-        whose plan asks for what stacks do not know is trained by itself.
+        Clients with equal ``Kind`` of settings and plan form one stack; their learning rates may differ. A client whose
+        plan stacks do not support is trained separately.
         """
         proximal = any(job.plan.proximal_mu for job in jobs)
         groups: dict[Kind | None, list[int]] = {}
@@ -176,7 +183,7 @@ class StackedTrainer:
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of graphs: of the numbers of clients for which a step is one launch."""
+        """Return the number of captured graphs, one for each number of clients in a step."""
         return 0 if self._launcher is None else self._launcher.num_graphs
 
     def _train_stack(self, kind: Kind, jobs: list[LocalJob]) -> list[Trained]:
@@ -222,7 +229,7 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return the step, a new one where the last one does not fit, and its launcher."""
+        """Return a step for these jobs and its launcher: the last ones if they fit, else new ones."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
@@ -236,12 +243,12 @@ class StackedTrainer:
 
 
 def captures_on(device: torch.device) -> bool:
-    """Return True if a step on ``device`` can be captured: on GPUs alone."""
+    """Return True if a step on ``device`` can be captured in a graph: True for GPUs only."""
     return device.type == "cuda"
 
 
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
-    """Return True if each tensor ends in the same place, but for rounding; False where numbers are not finite."""
+    """Return True if plain step and graph give equal tensors up to rounding; False if numbers are not finite."""
     return all(
         _norm(end - other) <= SAME_STEP * _norm(end - start) + ROUNDING * _norm(end)
         for start, end, other in zip(before, by_step, by_graph, strict=True)
@@ -254,10 +261,12 @@ def _norm(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The records of every step, steps x clients x batch, and the mixing partners, steps x clients.
+    """The random choices of all clients for all steps.
 
-    ``rows`` counts through the records of all sources; ``weights`` are 1 / n for the n records of a batch and 0 for
-    what fills it up. ``moves``: steps x clients x batch x 3, how images are moved, no steps where they are not.
+    ``rows``: (steps, clients, batch), the indices of the records in the concatenation of all sources. ``weights``:
+    (steps, clients, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (steps, clients),
+    indices into the mixing pool. ``moves``: (steps, clients, batch, 3), the moves of images; empty without
+    augmentation.
     """
 
     rows: torch.Tensor
@@ -267,7 +276,7 @@ class _Schedule:
 
 
 def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> _Schedule:
-    """Draw from every client's generator as ``fl_sim.training.loop.train`` does, in the same order."""
+    """Return the random choices of all clients, drawn in the same order as in ``fl_sim.training.loop.train``."""
     size = jobs[0].task.settings.batch_size
     rows = np.zeros((steps[0], len(jobs), size), dtype=np.int64)
     weights = np.zeros(rows.shape, dtype=np.float32)
@@ -293,7 +302,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
 
 
 def _rows(stacked: Params, count: int) -> list[Params]:
-    """Return each of the first ``count`` clients' tensors as one vector on the CPU, all of them moved at once."""
+    """Return the tensors of each of the first ``count`` clients, on the CPU, copied there in one transfer."""
     if not stacked:
         return [{}] * count
     layout = layout_of({name: value[0] for name, value in stacked.items()})

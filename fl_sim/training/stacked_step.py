@@ -1,7 +1,7 @@
-"""One step of local SGD for many clients, over buffers that stay where they are from step to step and round to round.
+"""One optimizer step for many clients at once, on buffers with fixed addresses in GPU memory for all steps and rounds.
 
-So the step can be captured in a CUDA graph: it allocates nothing that outlives it, asks the device nothing, and takes
-the clients, their records and how many are still training from the buffers alone.
+Therefore the step can be captured in a CUDA graph: it keeps no new memory, never waits for the device, and reads the
+clients, their records and the number of clients still in training from these buffers only.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -37,17 +37,17 @@ TAKES = frozenset({
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that stacks know."""
+"""The fields of LocalSettings and LocalPlan that stacked training supports."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings that all clients of a stack share, and that decide the computation of a step.
+    """The settings that all clients of one stack share; they determine the computation of a step.
 
-    ``warm``: the optimiser starts from buffers that the plans bring; ``offset``, ``drift``, ``proximal``: the
-    plans have offsets of the gradient, of the step, a proximal term.
-    ``mixing``: the mixing pool and how it is mixed in, as a key; ``adjusting``: the shapes of what scales and shifts
-    logits; ``terms``: of each term of the loss its function and the names, shapes and types of its data.
+    ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if the
+    plans have gradient offsets, step offsets, a proximal term. ``mixing``: a key of the mixing pool and its settings.
+    ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for each loss term, its function and the
+    names, shapes and types of its data.
     """
 
     layout: Layout
@@ -70,7 +70,7 @@ class Kind:
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
-        """Return the kind of ``job``, in a stack of which some are ``proximal``."""
+        """Return the kind of ``job``. ``proximal``: True if any client of the round has a proximal term."""
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
         # Two plans mix alike if they have the very same pool.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
@@ -91,12 +91,12 @@ def adjustment_of(plan: LocalPlan) -> dict[str, torch.Tensor]:
 
 
 class StackedStep:
-    """A step of up to ``capacity`` clients, the first of which are still training.
+    """An optimizer step for up to ``capacity`` clients. The clients still in training come first.
 
-    Written from outside: ``rows``, ``weights``, ``partners`` of the step, (capacity, batch), (capacity, batch) and
-    (capacity,): places in ``source``; 1 / n for each of the n records of a batch and 0 for what fills it up; places in
-    the mixing pool. ``moves``, (capacity, batch, 3): how images are moved. If ``padded``, a step may be taken with more
-    clients than are still training: those from ``active`` on stay as they are.
+    The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
+    ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (capacity,),
+    indices into the mixing pool. ``moves``: (capacity, batch, 3), the moves of images. If ``padded``, a step may
+    include clients that are no longer in training: the clients from number ``active`` on stay unchanged.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StackedStep:
         self._pool = [part.to(device) for part in pool]
 
     def load(self, jobs: Sequence[LocalJob]) -> None:
-        """Put the clients where they start. Raises UserError for settings that the plan has no place for."""
+        """Copy the initial values of the clients to the buffers. Raises UserError if settings contradict a plan."""
         for job in jobs:
             check_smoothing(job.plan, self.kind.label_smoothing)
             check_optimizer(job.plan, job.task.settings)
@@ -153,7 +153,7 @@ class StackedStep:
         self.losses.zero_()
 
     def __call__(self, width: int) -> None:
-        """Take a step with the first ``width`` clients, all of them still training unless the step is padded."""
+        """Execute a step for the first ``width`` clients, which are all in training unless the step is padded."""
         live = self._places[:width] < self.active if self.padded else None
         rows = self.rows[:width]
         inputs = self._source.normalised(self._source.inputs[rows])
@@ -168,7 +168,7 @@ class StackedStep:
         self.losses[:width] += losses if live is None else torch.where(live, losses, torch.zeros_like(losses))
 
     def state(self) -> list[torch.Tensor]:
-        """Return all tensors that a step changes."""
+        """Return all tensors that a step changes: parameters, optimizer state and losses."""
         return [*self.params.values(), *self.buffers.values(), *self._moments(), self.losses]
 
     def _moments(self) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ class StackedStep:
     def _gradients(
         self, width: int, records: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[Params, torch.Tensor]:
-        """Return the gradients and losses of all clients, by ``vmap`` over one client's."""
+        """Return the gradients and losses of the first ``width`` clients: ``vmap`` applied to ``_gradient``."""
         moving = {name: self.params[name][:width] for name in self._trainable}
         fixed = {name: value[:width] for name, value in self.params.items() if name not in moving}
         pool_inputs, pool_labels = self._pool
@@ -221,7 +221,7 @@ class StackedStep:
         return found
 
     def _gradient(self, moving: Params, *rest: Any) -> tuple[Params, torch.Tensor]:
-        """Return one client's gradients and its loss."""
+        """Return the pair (gradients, loss) of one client."""
         found: Params
         found, loss = grad_and_value(self._loss)(moving, *rest)
         if self.kind.ascent is None:
@@ -262,7 +262,7 @@ class StackedStep:
         return outputs_for(self._terms, self._network.model, lambda: self._network.logits_of(params, records))
 
     def _moved_by_the_loss(self) -> list[str]:
-        """Return the parameters that the loss depends on: local SGD, weight decay included, leaves the others alone."""
+        """Return the names of the parameters that the loss depends on. Training changes no others, even by decay."""
         weights = placed_in(self._network.model, dict(self.kind.layout).keys())
         named = trainable(self._network.model)
         inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
@@ -285,7 +285,10 @@ def _shapes(tensors: Params) -> tuple[Hashable, ...]:
 def _slope(
     logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, each record's cross-entropy, its gradient by the record), differentiable once more."""
+    """Return (logits, cross-entropy of each record, gradient of the cross-entropy with respect to each record's input).
+
+    The results can be differentiated once more.
+    """
 
     def total(records: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         logits = logits_of(records)
@@ -305,7 +308,7 @@ def _room_like(tensors: Params, capacity: int, device: torch.device) -> dict[str
 
 
 def _fill(buffers: Params, parts: Sequence[Params]) -> None:
-    """Copy each client's tensors to its place; tensors that all of them share go to the device once."""
+    """Copy each client's tensors to its row of the buffers. Tensors that all clients share are transferred once."""
     shared = all(part is parts[0] for part in parts)
     for name, buffer in buffers.items():
         value = parts[0][name] if shared else torch.stack([part[name] for part in parts])

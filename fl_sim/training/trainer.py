@@ -1,7 +1,7 @@
-"""Local training of one client or many, and evaluation, by compiled code where the model allows it, else by PyTorch.
+"""Local training and evaluation, by the compiled trainer if it supports the model, else by PyTorch.
 
-Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding. With dropout they agree in
-distribution alone, as each draws in its own way what is left out.
+Both take a LocalPlan, so an algorithm need not know the choice. Their results agree up to float32 rounding. With
+dropout they agree in distribution only, since each has its own random masks.
 """
 
 import copy
@@ -35,15 +35,16 @@ _PLAIN = {
     nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
 }  # fmt: skip
-"""Layers that draw no random numbers."""
+"""The classes of layers that are known to draw no random numbers."""
 
 
 @dataclass(frozen=True)
 class LocalJob:
-    """One client's local training: the arguments of ``fl_sim.training.loop.train`` besides the model.
+    """The local training of one client: the arguments of ``fl_sim.training.loop.train`` without the model.
 
-    ``seed`` is called before PyTorch trains, for what a model draws by itself (dropout) from the generators of torch,
-    NumPy or Python. The compiled trainer's dropout is keyed by a last draw from ``generator``.
+    ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use (dropout);
+    it is called before PyTorch trains. The compiled trainer derives its dropout masks from a last draw of
+    ``generator``.
     """
 
     task: LocalTask
@@ -54,7 +55,7 @@ class LocalJob:
 
     @cached_property
     def asks_for(self) -> frozenset[str]:
-        """Return the fields of the settings and of the plan that a trainer must know in order to take this job."""
+        """Return the fields of settings and plan that this job uses, and that its trainer must support."""
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
 
     @property
@@ -64,34 +65,35 @@ class LocalJob:
 
 
 class LocalTrainer(Protocol):
-    """A trainer of clients. The first of a runtime's trainers that supports a job trains it."""
+    """The interface of a trainer. The first trainer in a client runtime's list that supports a job executes it."""
 
     def supports(self, job: LocalJob) -> bool:
-        """Return True if it does all that ``job`` asks for: its settings, its plan, its records."""
+        """Return True if this trainer supports the settings, the plan and the records of ``job``."""
         ...
 
     def train(self, job: LocalJob) -> Trained:
-        """Train one client; all it draws comes from ``job.generator``."""
+        """Train one client and return the result. All random numbers must come from ``job.generator``."""
         ...
 
 
 @runtime_checkable
 class Training(Protocol):
-    """An algorithm with trainers of its own, which are asked before the project's."""
+    """The interface of an algorithm with its own trainers, which take precedence over the project's trainers."""
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
-        """Return them; ``model`` is theirs: it lends its architecture, and its weights may be overwritten."""
+        """Return the algorithm's trainers. ``model``: provides the architecture; its weights may be overwritten."""
         ...
 
 
 class Trainer:
-    """Trains and evaluates; ``model`` lends its architecture, and its weights may be overwritten.
+    """Trains and evaluates models, by the compiled trainer or by PyTorch.
 
-    May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on
-    models that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the
-    process's, or an algorithm's own loss that draws when it is first asked, PyTorch takes one client after another.
-    ``kernel`` None: always PyTorch. ``precision``: how exactly products are computed where models are trained; a
-    compiled trainer takes "bfloat16" where ``kernel.has_bfloat16``.
+    ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
+    always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
+    ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of them in parallel,
+    and so does PyTorch for models that draw no random numbers, with one copy of the model per thread. With dropout,
+    which uses the global generator of the process, or with an algorithm's loss that drew random numbers at its first
+    use, PyTorch trains one client at a time.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -111,32 +113,32 @@ class Trainer:
         plan: LocalPlan = LocalPlan(),  # noqa: B008 (frozen)
         settings: LocalSettings | None = None,
     ) -> bool:
-        """Return True if the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``.
+        """Return True if the compiled trainer supports this model, records of ``input_shape``, and ``plan``.
 
-        ``settings``: how clients train, plainly where they are not given.
+        ``settings``: the local settings to support; None means plain SGD.
         """
         asked = fields_in_use(plan) | (frozenset() if settings is None else fields_in_use(settings))
         return self._taken(input_shape, plan, asked) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return the reason, in words, to leave the model to PyTorch because that is faster; empty where it is not."""
+        """Return the reason, as text, for which PyTorch trains this model faster; empty if PyTorch is not faster."""
         self._stack(input_shape)
         return self._slower[input_shape]
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
-        """Return True if several threads train at once."""
+        """Return True if several threads can train clients in parallel."""
         return self._draws_nothing or self.is_native(input_shape)
 
     def is_stackable(self) -> bool:
-        """Return True if stacks can train this model: no random numbers, and no record looks at another."""
+        """Return True if ``StackedTrainer`` supports this model: no random numbers and no batch statistics."""
         return self._draws_nothing and not all_norms_in(self._model)
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
-        """Train clients, one after another, in as few calls of the compiled trainer as may be."""
+        """Train clients one after another, in as few calls of the compiled trainer as possible; return the results."""
         return self.prepare(jobs)()
 
     def prepare(self, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
-        """Return a function that trains, as ``train_all`` does, after all work in Python for the compiled trainer."""
+        """Prepare the input of the compiled trainer, and return a function that then trains as ``train_all`` does."""
         stacks = [self._native(job) for job in jobs]
         stack, kernel = next((one for one in stacks if one is not None), None), self._kernel
         if stack is None or kernel is None:
@@ -170,7 +172,7 @@ class Trainer:
         return train
 
     def train(self, job: LocalJob) -> Trained:
-        """Train one client."""
+        """Train one client and return the result."""
         if self._native(job) is not None:
             return self.train_all([job])[0]
         inputs, labels = job.records.tensors()
@@ -195,9 +197,10 @@ class Trainer:
         scale: Scale | None = None,
         workers: int = 1,
     ) -> Scores:
-        """Return the scores of ``params``, as ``fl_sim.training.evaluation.evaluate`` does.
+        """Return the scores of ``params``, equal to ``fl_sim.training.evaluation.evaluate`` up to float32 rounding.
 
-        To float32 rounding, and the same for any number of ``workers``; where one is not finite it is PyTorch's.
+        The scores do not depend on the number of ``workers`` (threads). If the compiled code gives a loss that is not
+        finite, PyTorch computes the scores.
         """
         if (logits_of := self._compiled(params, inputs)) is not None:
             scores = score(logits_of, inputs, labels, workers=workers)
@@ -207,17 +210,17 @@ class Trainer:
             return evaluate(self._model, params, inputs, labels, scale=scale, workers=workers)
 
     def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits of (n, *input shape) records under ``params``, (n, classes).
+        """Return the logits, (n, classes), of records (n, *input shape) for weights ``params``.
 
-        ``model``, of this trainer's architecture, is the caller's own: PyTorch runs on it, and overwrites its weights,
-        where the compiled trainer does not take the records.
+        ``model``: the caller's own model of this trainer's architecture. If the compiled trainer does not support the
+        records, PyTorch uses this model, and overwrites its weights.
         """
         logits_of = self._compiled(params, inputs) or ready(model, params)
         with torch.inference_mode(), arithmetic(inputs.device):
             return torch.cat([logits_of(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
 
     def _compiled(self, params: Params, inputs: torch.Tensor) -> LogitsOf | None:
-        """Return the compiled model; None where there is none, or where PyTorch decides about a NaN."""
+        """Return a compiled function from records to logits; None if unsupported or if ``params`` are not finite."""
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
             return None
@@ -225,7 +228,7 @@ class Trainer:
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
 
     def _native(self, job: LocalJob) -> Stack | None:
-        """Return the model as the compiled trainer takes it; None where it does not take ``job``."""
+        """Return the model in the compiled trainer's form, or None if the compiled trainer does not support ``job``."""
         warm = job.plan.momentum_buffers
         if warm and warm.keys() != job.task.params.keys():
             return None
@@ -234,7 +237,7 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the model as the compiled trainer takes it; None where it does not know all that is ``asked``."""
+        """Return the model in the compiled trainer's form; None if ``plan`` or a field in ``asked`` is unsupported."""
         stack = self._stack(input_shape) if self._kernel is not None else None
         if stack is None or not asked <= TAKES or ("augment" in asked and asked & RECEIVED):
             return None
@@ -259,7 +262,7 @@ class Trainer:
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Return True if ``module`` is known to draw no random numbers: the user's own may do anything."""
+    """Return True if ``module`` is known to draw no random numbers; a module class of the user is not known."""
     kind = type(module)
     return kind in _PLAIN or kind.__module__ == models.__name__
 
