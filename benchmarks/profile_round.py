@@ -82,8 +82,8 @@ def watched(clock: Clock) -> Iterator[None]:
     import clients.client_task
     import clients.train
     import fl_sim.native.kernel
-    import fl_sim.simulation.client_runtime
     import fl_sim.simulation.rounds
+    import fl_sim.training.records
     import fl_sim.training.trainer
     from fl_sim.engines import wire
     from fl_sim.native.kernel import load_kernel
@@ -97,7 +97,7 @@ def watched(clock: Clock) -> Iterator[None]:
         ("training kernel", fl_sim.training.trainer, "train"),  # PyTorch, where there is no kernel
         ("around the kernel", fl_sim.training.trainer.Trainer, "prepare"),
         ("around the kernel", fl_sim.native.kernel.PreparedTraining, "train"),
-        ("records", fl_sim.simulation.client_runtime, "_records"),
+        ("records", fl_sim.training.records.Records, "tensors"),
         ("client states", clients.client_task, "load_state"),
         ("client states", clients.train, "save_state"),
         ("generators", clients.train, "rng"),
@@ -105,7 +105,7 @@ def watched(clock: Clock) -> Iterator[None]:
         ("sampling", FixedSize, "sample"),
         ("aggregation", WeightedMean, "mean"),
         ("evaluation", fl_sim.training.trainer.Trainer, "evaluate"),
-        ("checkpoint and log", fl_sim.simulation.rounds, "_keep"),
+        ("checkpoint and log", fl_sim.simulation.rounds, "_write_round"),
         *(("algorithm", kind, name) for kind in (Averaging, Scaffold) for name in ("plan", "finish", "merge")),
     ]
     if kernel is not None:

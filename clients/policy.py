@@ -162,7 +162,7 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges`` at the fixed Renyi order.
 
-        The first charges, those that share the noise key of the very first one, determine the order.
+        The leading charges, up to the first with another noise key, determine the order.
         """
         if not charges:
             return 0.0

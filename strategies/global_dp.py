@@ -106,8 +106,9 @@ def _no_raw_median(value: Any) -> Any:
 class GlobalDP(Settings):
     """Client-level differential privacy for any algorithm whose clients send tensors.
 
-    ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm; 0 clips only and
-    guarantees nothing. "from-epsilon" finds the least z with which all rounds together cost no more than ``epsilon``.
+    ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm (with adaptive
+    clipping the updates get more noise, so that updates and counts together cost z); 0 clips only and guarantees
+    nothing. "from-epsilon" finds the least z with which all rounds together cost no more than ``epsilon``.
     ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
     the bound in the first round).
     ``epsilon``: the budget at ``delta``, a ceiling: training stops before the round that would exceed it, and rounds
@@ -352,9 +353,9 @@ def _clipped_sum(
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
     """Return the float64 sum of the updates clipped to ``limit``, and the centred count of updates within the norm.
 
-    The centred count is the number of updates within ``clipping_norm`` minus half the number of all updates that are
-    not zero. An update of zeros, which a client without records sends, changes neither result. Any other update changes
-    the sum by at most ``limit``, and the count by exactly 1/2.
+    The centred count is the number of updates within ``clipping_norm`` minus half the number of all updates that count
+    (finite and not zero). An update of zeros, which a client without records sends, or one that is not finite changes
+    neither result. Any other update changes the sum by at most ``limit``, and the count by exactly 1/2.
     """
     total = torch.zeros(size, dtype=torch.float64)
     centred = 0.0

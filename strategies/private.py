@@ -1,4 +1,7 @@
-"""Rounds under Global DP: charge the ledger, draw a secret cohort, then release the noised mean and nothing else."""
+"""Rounds under Global DP: charge the ledger, draw a secret cohort, then release nothing about its clients but the mean.
+
+The mean is noised.
+"""
 
 import itertools
 import math
@@ -124,7 +127,7 @@ class PrivateRounds(Layer):
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Let the failed clients count as zeros. Raises RunError if no client sends a valid update any more."""
+        """Let the failed clients count as zeros. Raises RunError as ``note`` does."""
         del server_round
         self.note(failed, answered=answered)
 
@@ -138,7 +141,7 @@ class PrivateRounds(Layer):
 
     @property
     def hides_clients(self) -> bool:
-        """Return True: participation is secret, and only the noised mean depends on it."""
+        """Return True: the number of clients that took part leaves the rounds only in the noised mean."""
         return True
 
     def state(self) -> Mapping[str, Any]:
@@ -179,8 +182,9 @@ class PrivateRounds(Layer):
     def note(self, failed: Mapping[int, Malformed], *, answered: bool) -> None:
         """Record the failed clients of a round. ``answered``: True if at least one client sent a valid update.
 
-        Raises RunError if two clients have failed since the last valid update: then the set-up is at fault. A single
-        failed client never ends the run, because the end and its reason would reveal something about its records.
+        Raises RunError if two clients (one, if there is only one) have failed since the last valid update: then the
+        set-up is at fault. A single failed client among several never ends the run, because the end and its reason
+        would reveal something about its records.
         """
         self.failed = {} if answered else {**self.failed, **failed}
         if len(self.failed) >= min(2, self.num_clients):

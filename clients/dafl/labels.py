@@ -233,7 +233,7 @@ def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
 def _mass(near: Floats, length: Floats, epsilon: float) -> Floats:
     """Return the probability that two-sided geometric noise is one of ``length`` successive values.
 
-    ``near``: the value among them that is nearest to 0.
+    ``near``: the distance from 0 of the value among them that is nearest to 0.
     """
     mass: Floats = np.exp(-epsilon * near) * -np.expm1(-epsilon * length) / (1 + math.exp(-epsilon))
     return mass

@@ -1,1 +1,1 @@
-"""Privacy: mechanisms, the events that they release, accountants, ledgers, privacy statements and audits."""
+"""Privacy: mechanisms, the events that state their costs, accountants, ledgers, privacy statements and audits."""

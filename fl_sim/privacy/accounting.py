@@ -256,7 +256,10 @@ def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
 
 
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Return the least x with ``spent(x) <= target``, or slightly more; ``spent`` falls about as a power of x."""
+    """Return the least x with ``spent(x) <= target``, never a smaller one; ``spent`` falls about as a power of x.
+
+    The result may be slightly too large: the search approaches it from above.
+    """
     high = start
     while spent(high) > target:
         high *= 2

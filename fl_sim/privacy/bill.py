@@ -381,7 +381,10 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 
 
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
-    """Return the joint epsilon at ``delta``; where units were charged differently, the largest divergence counts."""
+    """Return the joint epsilon at ``delta``.
+
+    Where units were charged differently, the largest divergence at each order counts.
+    """
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)
         return epsilon_of_curve(np.sum(list(curves), axis=0), delta)

@@ -28,7 +28,7 @@ from torch.nn import functional
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
 
 MARGIN: Final = 1e-5
-"""Pairs are clipped to (1 - MARGIN) C. The margin leaves room for float64 rounding of a sum: 1e-6 C in 1,000 pairs."""
+"""Pairs are clipped to (1 - MARGIN) C: room for float64 rounding of a sum, which is less than 1e-6 C in 1,000 pairs."""
 
 _SLACK: Final = 2.0**-32
 """The largest rounding error of a squared norm, relative to the sum of both rows' squared norms, up to 2^20 terms."""
