@@ -26,6 +26,7 @@ from fl_sim.settings import read_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.resuming import on_trust, set_aside
 from fl_sim.simulation.rounds import procedure_of
+from fl_sim.simulation.run_log import Silent
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables import file_or_preset
@@ -225,20 +226,26 @@ def table(
     return TableResult(directory, conclude(board, directory)[0])
 
 
-class _ProgressObserver:
+class _ProgressObserver(Silent):
     """An observer that passes the events of a run to its progress display."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self._shown = ""
-        self.replied = progress.replied
-        self.finished_round = progress.finished_round
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         del experiment
         self._shown = engine
         self._progress.say(engine)
         self._progress.started(first_round)
+
+    def replied(self, replies: int) -> None:
+        """Show the number of replies."""
+        self._progress.replied(replies)
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Show the round."""
+        self._progress.finished_round(record)
 
     def preparing(self, what: str) -> None:
         self._shown += f"\n{what}"

@@ -1,6 +1,6 @@
-"""Rounds under Global DP: charge the ledger, draw a secret cohort, then release nothing about its clients but the mean.
+"""Rounds under Global DP: charge the ledger, draw a secret cohort, and release the noised mean.
 
-The mean is noised.
+Nothing else about the clients is released.
 """
 
 import itertools

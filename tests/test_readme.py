@@ -2,7 +2,9 @@
 
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -85,3 +87,16 @@ def _directories(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> l
         assert re.findall(r"^results in (.*)$", printed.out, re.MULTILINE) == beforehand
         found.append(Path(beforehand[0]))
     return found
+
+
+def test_the_main_jobs_settings_are_among_those_its_search_tries(load_benchmark: Callable[[str], ModuleType]) -> None:
+    search, found = load_benchmark("digits_tuned"), set()
+    plan = plan_table(read_settings(file_or_preset("digits")[0], []), None)
+    for experiment in (cell.experiment for cell in plan.cells if cell.experiment.algorithm.kind != "centralized"):
+        method = "da-fl" if experiment.preprocess.kind == "da-fl" else experiment.algorithm.kind
+        own, _ = search.OWN.get(method, ("kind", []))
+        tried = [(one["local"], one["algorithm"][own]) for one in search.trials_of(method)]
+        local = {name: getattr(experiment.local, name) for name in ("learning_rate", "momentum")}
+        assert (local, getattr(experiment.algorithm, own)) in tried, method
+        found.add(method)
+    assert found == set(search.METHODS)

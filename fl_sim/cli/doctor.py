@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -17,22 +17,22 @@ import torch
 import fl_sim
 from fl_sim.cli.screen import say, waiting
 from fl_sim.data import NAMES, find, roots
+from fl_sim.data.features import features_root
 from fl_sim.errors import RunError
 from fl_sim.interface import run
 from fl_sim.native.compiling import ARCHITECTURES, WIDTHS, find_library, lanes_of, processor
 from fl_sim.native.kernel import load_kernel
-from fl_sim.store.files import user_folder
+from fl_sim.simulation.client_ledgers import ledgers_root
+from fl_sim.simulation.stage import pools_root
 
 PACKAGES: Final = (
     "torch", "torchvision", "numpy", "flwr", "ray", "opacus", "dp-accounting", "scikit-learn", "pydantic",
 )  # fmt: skip
 EXTRAS: Final = ("datasets", "pyarrow", "optuna", "mlflow", "wandb", "tensorboard", "trackio")
-FOLDERS: Final = {
-    "pools": ("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache"),
-    "features": ("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache"),
-    "ledgers": ("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state"),
-}
-"""{permanent folder: (environment variable of the folder, variable of its parent folder, default parent folder)}."""
+FOLDERS: Final[Mapping[str, Callable[[], Path]]] = {
+    "pools": pools_root, "features": features_root, "ledgers": ledgers_root,
+}  # fmt: skip
+"""{permanent folder: function that returns its place}."""
 
 _SELF_TEST: Final = {
     "data": "digits", "model": "logistic", "partition": "iid", "clients": 4, "rounds": 5, "seed": 0,
@@ -61,7 +61,7 @@ def examine(data_root: Path | None, *, json_output: bool) -> None:
                 for root in roots(data_root)
             ],
             "data": {name: source.layout if (source := find(name, data_root)) else None for name in NAMES},
-            "folders": {name: _folder(name, *where) for name, where in FOLDERS.items()},
+            "folders": {name: _folder(place()) for name, place in FOLDERS.items()},
         }
         show("trains a small model twice")
         report["self_test"] = _self_test()
@@ -116,8 +116,7 @@ def _gpu() -> list[str]:
     return []
 
 
-def _folder(name: str, variable: str, base_variable: str, base: str) -> dict[str, Any]:
-    path = user_folder(variable, base_variable, base, name)
+def _folder(path: Path) -> dict[str, Any]:
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else []
     return {
         "path": str(path),

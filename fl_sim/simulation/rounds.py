@@ -27,7 +27,7 @@ from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
-from fl_sim.simulation.run_log import Observer, RunLog, own_metrics_of
+from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.stage import Procedure, Run, Stage, done, prepared_strategy, stages_of, tasks_of
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
@@ -78,7 +78,7 @@ class Rounds(Procedure):
                 if preparing := stage.preparing(log):
                     observer.preparing(preparing)
             strategy = prepared_strategy(self.job, self.algorithm, self._on_clients, grid, out, log, observer)
-            run = Run(self.job, strategy, grid, out, log, own_metrics_of(observer))
+            run = Run(self.job, strategy, grid, out, log, observer.own_metrics)
             exchange = self._exchange(strategy, grid, out, log)
             while len(log.rounds) < experiment.rounds and not strategy.layer.ended(log.rounds):
                 start, server_round = time.perf_counter(), len(log.rounds) + 1

@@ -21,7 +21,7 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
 from fl_sim.simulation.rounds import procedure_of
-from fl_sim.simulation.run_log import Observer, RunLog, Silent, error_fields, own_metrics_of, result_of
+from fl_sim.simulation.run_log import Observer, RunLog, Silent, error_fields, result_of
 from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
@@ -79,7 +79,7 @@ def _check_budgets(job: Job) -> None:
 
 def _check_metrics(job: Job, observer: Observer) -> None:
     """Raise UserError if the observer defines its own metrics and this run would never compute them."""
-    for name in own_metrics_of(observer):
+    for name in observer.own_metrics:
         if not type(procedure_of(job)).has_rounds:
             raise UserError(
                 f"observer {name} has metrics of a round's model, and algorithm {kind_of(job.experiment.algorithm)} "

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,7 +103,12 @@ class RunLog:
 
 
 class Observer(Protocol):
-    """The interface of an observer: its methods are called as a run makes progress."""
+    """The interface of an observer: its methods are called as a run makes progress.
+
+    ``own_metrics``: the user's own metric functions, {name of their owner: function}.
+    """
+
+    own_metrics: Mapping[str, OwnMetrics]
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Receive a description of the engine and the number of the first round (above 1 in a resumed run)."""
@@ -128,14 +134,10 @@ class Observer(Protocol):
         ...
 
 
-def own_metrics_of(observer: Observer) -> Mapping[str, OwnMetrics]:
-    """Return the user's own metric functions of an observer, {name of their owner: function}."""
-    found = getattr(observer, "own_metrics", {})
-    return found if isinstance(found, Mapping) else {}  # what answers to any name has none
-
-
 class Silent:
-    """An observer that shows nothing."""
+    """An observer that shows nothing and has no metrics."""
+
+    own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Ignore the start."""

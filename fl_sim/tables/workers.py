@@ -25,6 +25,7 @@ from fl_sim.experiment.job import resolved
 from fl_sim.own_code import with_place
 from fl_sim.simulation.client_runtime import cores
 from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
 from fl_sim.store import run_directory
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import RoundRecord
@@ -316,7 +317,7 @@ class _TimeIsUp(KeyboardInterrupt):
     """Exception that ends a run after a round, in the same way as Ctrl-C."""
 
 
-class _Reporter:
+class _Reporter(Silent):
     """Sends the progress of a run to the parent, and stops the run before a round that would exceed ``seconds``."""
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:

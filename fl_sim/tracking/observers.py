@@ -248,7 +248,7 @@ class ObserverList:
                     f"observer {name!r} is a {type(observer).__name__} with none of the methods {', '.join(EVENTS)}"
                 )
         self._observers, self._own = observers, own
-        self.own_metrics: dict[str, OwnMetrics] = {
+        self.own_metrics: Mapping[str, OwnMetrics] = {
             name: getattr(observer, METRICS) for name, observer in own if callable(getattr(observer, METRICS, None))
         }
         self.has_started = False

@@ -18,6 +18,7 @@ from fl_sim.privacy.audit import EPSILONS, audit_profile, run_mechanism
 from fl_sim.privacy.events import amplify_poisson
 from fl_sim.privacy.mechanisms import Noise, grid_spacing
 from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import LEDGER, ROUNDS
 from fl_sim.types import Cohort, Reply
 from strategies.correlated_noise import CorrelatedNoise, coefficients
@@ -243,10 +244,7 @@ def test_a_run_has_such_noise_and_goes_on_after_a_stop_and_says_what_that_means(
     assert said["steps"] == 3
     stopped = tmp_path / "stopped"
 
-    class Stopping:
-        def __getattr__(self, name):
-            return lambda *_, **__: None
-
+    class Stopping(Silent):
         def finished_round(self, record):
             if record.round == 3:
                 raise KeyboardInterrupt
