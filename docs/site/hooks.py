@@ -112,7 +112,9 @@ def _class_of(group: Group) -> type:
 
 
 def _source(group: Group) -> Path:
-    return Path(inspect.getfile(_class_of(group))).resolve()
+    """Return the file of a kind's class in this checkout, also where another checkout is installed."""
+    path = TOP.joinpath(*_class_of(group).__module__.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _command(group: Group) -> str:
