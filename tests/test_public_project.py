@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -105,6 +106,17 @@ def test_a_release_is_refused_with_changes_without_notes_and_twice(checkout: Pat
     commit(checkout)
     git(checkout, "tag", f"v{version}")
     assert f"the tag v{version} is there already" in refused()
+
+
+def test_the_release_script_looks_for_no_modules_on_the_path_of_its_caller(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin/python"
+    stub.write_text('#!/bin/sh\necho "PYTHONPATH ${PYTHONPATH-is not set}" >&2\nexit 1\n')
+    stub.chmod(0o755)
+    searched = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "PYTHONPATH": "/another/checkout"}
+    command = [".ci/release", "--dry-run"]
+    done = subprocess.run(command, cwd=checkout, env=searched, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "PYTHONPATH is not set\n")
 
 
 def test_a_wrong_option_of_the_release_script_is_named(checkout: Path) -> None:

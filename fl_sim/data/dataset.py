@@ -179,15 +179,18 @@ def most_bytes() -> int:
 def listed_classes(own: OwnName) -> tuple[str, ...]:
     """Return the classes of ``data.classes`` in order, empty if it is not set; the value ``10`` means 0 to 9.
 
-    Raises UserError for fewer than two classes, and for a class that is listed twice.
+    ``+`` separates classes; without any ``+``, commas do. Raises UserError for fewer than two classes, and for a class
+    that is listed twice.
     """
     given = own.options.get("classes", ())
+    if len(given) == 1 and "," in given[0]:
+        given = tuple(name.strip() for name in given[0].split(","))
     if len(given) == 1 and given[0].isascii() and given[0].isdigit() and 2 <= int(given[0][:5]) <= _MOST_LISTED:
         return tuple(map(str, range(int(given[0]))))
     if given and ("" in given or len(set(given)) < max(2, len(given))):
         raise UserError(
-            f"data.classes = {'+'.join(given)!r}: it lists two classes or more, each once, with + between "
-            f"(data.classes=ill+well), or is their number, at most {_MOST_LISTED}, where they are 0, 1, 2, ..."
+            f"data.classes = {'+'.join(given)!r}: it lists two classes or more, each once, with + or , between "
+            f"(data.classes=ill,well), or is their number, at most {_MOST_LISTED}, where they are 0, 1, 2, ..."
         )
     return given
 

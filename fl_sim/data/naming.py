@@ -67,7 +67,7 @@ ABOUT: Final[Mapping[str, str]] = {
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "label": ("a column", "The column with the class, texts or whole numbers; left out: the one called label."),
-    "classes": ("names, with + between", "The classes, in order, or their number; left out: read off the records."),
+    "classes": ("names, with + or , between", "The classes in order, or their number; left out: read off the records."),
     "client": ("a column", "The column with the client, for partition=natural; left out: client, if there is one."),
     "split": ("a column", "A column that says train or test; left out: the one called split, if any."),
     "test": ("number, above 0, below 1", "The share of records for testing, of every client's or class's if known."),
@@ -284,6 +284,18 @@ def own_name(name: str) -> OwnName | None:
         between = _separator(key)
         group[where] = tuple(map(unquote, value.split(between))) if between else (unquote(value),)
     return OwnName(kind, place, options, columns)
+
+
+def same_but_place(first: str, second: str) -> bool:
+    """Return True if two names of the user's own files differ at most in the locations of the files."""
+    names = [own_name(first), own_name(second)]
+    return None not in names and len({_without_places(name) for name in names if name}) == 1
+
+
+def _without_places(own: OwnName) -> str:
+    options = {key: value for key, value in own.options.items() if key != "test_file"}
+    columns = {key: sorted(of.items()) for key, of in sorted(own.columns.items())}
+    return repr((own.kind, sorted(options.items()), "test_file" in own.options, columns))
 
 
 def is_own(name: str) -> bool:

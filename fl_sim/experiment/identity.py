@@ -62,6 +62,10 @@ class Identity:
                 changes.append(f"other code ({', '.join(names[:3])}{more} changed since)")
         return " and ".join(changes)
 
+    def has_records_of(self, recorded: Mapping[str, Any]) -> bool:
+        """Return True if the digests show that the present records are those of the stored identity ``recorded``."""
+        return bool(self._same_records(recorded))
+
     def untold(self, recorded: Mapping[str, Any]) -> str:
         """Return a phrase that names the parts ("records", "code") for which ``recorded`` has no comparable digest."""
         untold = []

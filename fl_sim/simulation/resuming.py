@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim.data import fingerprint, is_own
+from fl_sim.data.naming import same_but_place
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
@@ -35,7 +36,7 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
     A run with another number of rounds does not count. ``now``: the identity of the present records and code. Raises
     UserError if ``out`` holds a run with other settings, records or code, or a result that does not fit its rounds.
     """
-    earlier = earlier_run(experiment, out)
+    earlier = earlier_run(experiment, out, now)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
         return None
     result = run_directory.read_result(out)
@@ -84,7 +85,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
         return ""
     with suppress(UserError):
         found = experiment_of_run(read_table(out / run_directory.CONFIG))
-        if changed := _other_settings(experiment, found):
+        if changed := _other_settings(experiment, found, out, now):
             return f"{out} holds a run with {changed}: choose another --out, or delete it"
         if changed := now.changed(run_directory.read_identity(out)):
             return f"{out} holds a run of {changed}: put that back as it was; {CURE}"
@@ -100,15 +101,16 @@ def on_trust(out: Path, now: Identity) -> str:
     )
 
 
-def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
+def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) -> Experiment | None:
     """Return the stored experiment of the run in ``out``; None if there is no run. Its number of rounds may differ.
 
+    The location of the user's own files may differ, too, if ``now``, the present identity, shows the same records.
     Raises UserError if ``out`` holds a run with other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
     if path.exists():
         found = experiment_of_run(read_table(path))
-        if changed := _other_settings(experiment, found):
+        if changed := _other_settings(experiment, found, out, now):
             raise UserError(f"{out} holds a run with {changed}: choose another --out, or delete it")
         return found
     if out.exists() and any(not is_partial(found) and found.name != LOCK for found in out.iterdir()):
@@ -124,7 +126,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     experiment = procedure.job.experiment
     now = identity_of(experiment, procedure.job.root)
     log = RunLog(procedure.beginning(), records=_records_key(procedure.job))
-    there = earlier_run(experiment, out)
+    there = earlier_run(experiment, out, now)
     if there is not None:
         _check_records(out, log, now)
     if there is not None and there.rounds != experiment.rounds:
@@ -207,12 +209,19 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
         raise UserError(f"{out} holds a run of other records (what its data name has changed since): {CURE}")
 
 
-def _other_settings(experiment: Experiment, found: Experiment) -> str:
-    """Return a phrase that names the settings in which ``found`` differs from ``experiment``; empty without any."""
+def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: Identity | None) -> str:
+    """Return a phrase that names the settings in which ``found`` differs from ``experiment``; empty without any.
+
+    ``found``: the stored experiment of the run in ``out``. A path is no setting: files that were moved, or that another
+    machine has elsewhere, are the same data set if their digest is the stored one.
+    """
     compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
     settings, earlier = compared
-    changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
-    return f"other settings ({changed})" if changed else ""
+    changed = [key for key, value in settings.items() if earlier[key] != value]
+    if "data" in changed and same_but_place(experiment.data, found.data) and now is not None:
+        is_moved = now.has_records_of(run_directory.read_identity(out))
+        changed = [key for key in changed if key != "data" or not is_moved]
+    return f"other settings ({', '.join(changed)})" if changed else ""
 
 
 def _clear(out: Path) -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 from fl_sim.data import load
 from fl_sim.data.dataset import CLASSES_READ_OFF, COLOUR_READ_OFF, SIZE_READ_OFF, card_of
 from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.types import Dataset, Examples
 
 TABLE = "x,label,split\n1,ill,train\n2,well,train\n3,ill,test\n4,well,test\n"
@@ -57,6 +58,14 @@ def test_listed_classes_are_the_labels_in_their_order_and_nothing_is_read_off(tm
     assert (found.train.labels.tolist(), found.test.labels.tolist()) == ([2, 0], [2, 0])
     assert found.read_off == ()
     assert "label label: well, rare, ill;" in found.note
+
+
+def test_commas_separate_classes_unless_a_plus_sign_does(tmp_path):
+    assert load(f"{csv(tmp_path)}:classes=well,rare, ill").classes == ("well", "rare", "ill")
+    settings = with_overrides({}, [f"data={csv(tmp_path)}", "data.classes=well,ill"])
+    assert load(experiment_from(settings).data).classes == ("well", "ill")
+    with pytest.raises(UserError, match=r"a class that data\.classes does not list"):
+        load(f"{csv(tmp_path)}:classes=well,rare+ill")
 
 
 def test_classes_that_are_not_listed_show_their_number_and_no_name(tmp_path):
@@ -131,9 +140,9 @@ def test_features_of_images_keep_what_was_read_off_them(tmp_path, monkeypatch):
     assert found.counted == ("4 files that are no images by their names are left out",)
 
 
-@pytest.mark.parametrize("given", ["ill", "ill+ill", "ill+", "1", "1001", "ill,well"])
+@pytest.mark.parametrize("given", ["ill", "ill+ill", "ill+", "1", "1001", "ill,ill", "ill,"])
 def test_what_lists_no_two_classes_is_refused(given, tmp_path):
-    with pytest.raises(UserError, match=r"data\.classes = .*two classes or more.* \+ between"):
+    with pytest.raises(UserError, match=r"data\.classes = .*two classes or more.* \+ or , between"):
         load(f"{csv(tmp_path)}:classes={given}")
 
 

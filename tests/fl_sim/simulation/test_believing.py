@@ -17,6 +17,7 @@ from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import read_table
 from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
 from fl_sim.stages.dafl.pool import pool_key
 from fl_sim.store import run_directory
 
@@ -70,6 +71,40 @@ def forget() -> None:
 
 def made(**changes: Any) -> Any:
     return experiment_from({**QUICK, **changes})
+
+
+class _Stopping(Silent):
+    def finished_round(self, record: run_directory.RoundRecord) -> None:
+        if record.round == 1:
+            raise KeyboardInterrupt
+
+
+def _moved(tmp_path: Path, **settings: Any) -> tuple[Path, str]:
+    """Interrupt a run after its first round, move it and its records, and return the new directory and data set."""
+    old, new = tmp_path / "here", tmp_path / "there"
+    old.mkdir()
+    name = table(old / "t.csv")
+    with pytest.raises(KeyboardInterrupt):
+        run(made(data=name, **settings), old / "run", observer=_Stopping())
+    run(made(data=name, **settings), tmp_path / "whole")
+    old.rename(new)
+    return new / "run", name.replace(str(old), str(new))
+
+
+def test_an_interrupted_run_goes_on_with_its_records_at_another_place(tmp_path: Path) -> None:
+    out, name = _moved(tmp_path, algorithm="scaffold")
+    assert run(made(data=name, algorithm="scaffold"), out)["rounds"] == 2
+    assert (out / run_directory.MODEL).read_bytes() == (tmp_path / "whole" / run_directory.MODEL).read_bytes()
+    assert run(made(data=name, algorithm="scaffold"), out)["rounds"] == 2  # and is found finished
+    with pytest.raises(UserError, match=r"other settings \(data\)"):
+        run(made(data=f"{name}:drop=b", algorithm="scaffold"), out)
+
+
+def test_records_at_another_place_have_to_be_the_same(tmp_path: Path) -> None:
+    out, name = _moved(tmp_path)
+    table(out.parent / "t.csv", noise=True)
+    with pytest.raises(UserError, match=r"other settings \(data\)"):
+        run(made(data=name), out)
 
 
 def test_a_finished_run_of_other_records_is_not_given_again(tmp_path: Path) -> None:
