@@ -1,4 +1,7 @@
-"""Partitions: rules that split a data set over clients, from labels to disjoint index arrays. Requires only numpy."""
+"""Partitions: rules that assign the records of a data set to clients, mostly by their labels. Requires only numpy.
+
+A partition returns one array of record indices for each client; no record belongs to two clients.
+"""
 
 from partitions.assign import label_counts
 from partitions.feature_skew import FeatureNoise, Natural

@@ -1,4 +1,4 @@
-"""Feature skew: different noise for each client (NIID-Bench, Li et al. 2022, 4.2), or a split by sources of records."""
+"""Feature skew: clients have different inputs, by noise (NIID-Bench, Li et al. 2022, 4.2) or by the records' origin."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ from partitions.scheme import ImpossibleSplit, Indices, Inputs, Parts
 
 @dataclass(frozen=True)
 class FeatureNoise:
-    """Equal IID parts with Gaussian noise on the inputs, of different strength for each client, in units of raw inputs.
+    """IID shards of equal size. Each client's inputs have Gaussian noise of a different strength.
 
-    ``variant`` "paper": client i of K has noise of *variance* ``sigma`` * i / K, i = 1..K, and test records have no
-    noise. "niid-bench" follows the published program: client i has noise of *standard deviation* ``sigma`` * i / (K -
-    1), i = 0..K-1, and test records are noisy, too. The program tests on one copy of the test set for each client; here
-    test record j has the noise of client j mod K.
+    The noise is in units of raw inputs (a pixel value is between 0 and 1). ``variant`` "paper": client i of K has noise
+    of *variance* ``sigma`` * i / K, i = 1..K, and test records have no noise. "niid-bench" follows NIID-Bench's code:
+    client i has noise of *standard deviation* ``sigma`` * i / (K - 1), i = 0..K-1, and test records are noisy, too.
+    NIID-Bench's code makes one copy of the test set for each client; here test record j has the noise of client j mod
+    K.
     """
 
     kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
@@ -34,29 +35,29 @@ class FeatureNoise:
 
     @property
     def title(self) -> str:
-        """The short form of this partition, such as ``feature-noise:0.1``."""
+        """The short name of this partition in tables and plots, such as ``feature-noise:0.1``."""
         return f"feature-noise:{self.sigma}"
 
     def remarks(self, experiment: object) -> list[str]:
-        """Return a sentence for the user if ``sigma`` is 0, so that no input is noisy."""
+        """Return a warning for the user if ``sigma`` is 0: then no input is noisy."""
         del experiment
-        return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and parts are iid"]
+        return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and shards are as with iid"]
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record; sizes differ by at most 1.
+        """Return the record indices of every client, as ``Iid.split`` does; sizes differ by at most 1.
 
         Raises ImpossibleSplit for more clients than records.
         """
         return Iid().split(labels, num_partitions, rng)
 
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return ``inputs`` plus the noise of ``client``; see ``partitions.scheme.FeatureSkew``."""
+        """Return ``inputs``, normalised training inputs, with the noise of ``client`` (``FeatureSkew.seen_by``)."""
         noise = rng.standard_normal(inputs.shape, dtype=np.float32)
         seen: Inputs = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
         return seen
 
     def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return the test ``inputs``, noisy in the variant "niid-bench"; see ``partitions.scheme.EvaluationSkew``."""
+        """Return the test ``inputs``, with noise only in the variant "niid-bench" (``EvaluationSkew.evaluated_on``)."""
         if self.variant == "paper":
             return inputs
         seen = inputs.copy()
@@ -78,11 +79,10 @@ class FeatureNoise:
 
 @dataclass(frozen=True)
 class Natural:
-    """All records of one writer, hospital or device belong to one client (LEAF, Caldas et al. 2018).
+    """Each client receives all records of one or more sources, such as hospitals (LEAF, Caldas et al. 2018).
 
-    The records of one source form a group. If there are as many groups as clients, client i receives the group with the
-    i-th smallest number. If there are more groups, every client receives equally many groups (within 1), drawn at
-    random.
+    If there are as many sources as clients, client i receives the source with the i-th smallest number. If there are
+    more sources, each client receives equally many, drawn at random; their numbers differ by at most 1.
     """
 
     kind: Literal["natural"] = field(default="natural", kw_only=True)
@@ -91,22 +91,22 @@ class Natural:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Raise ImpossibleSplit: this partition needs the source of each record, which labels do not contain."""
+        """Raise ImpossibleSplit: called only for a data set without sources of records, which this partition needs."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
-            "this data set does not say where its records come from; name the column of a table, data.client=COLUMN, "
-            "add an array client_train to an npz file (in Python: Examples.groups), or take another split"
+            "this data set does not say where its records come from; set data.client=COLUMN for a table, "
+            "add an array client_train to an npz file (in Python: Examples.groups), or choose another partition"
         )
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record; none is empty.
+        """Return the sorted record indices of every client. Every record has a client, and every client has a record.
 
-        Raises ImpossibleSplit for more clients than groups.
+        ``groups``: the number of each record's source. Raises ImpossibleSplit for more clients than sources.
         """
         check_sizes(len(labels), num_partitions)
         numbers, group_of = np.unique(groups, return_inverse=True)
         if len(numbers) < num_partitions:
-            raise ImpossibleSplit(f"its records come from {len(numbers)} groups; use at most {len(numbers)} clients")
+            raise ImpossibleSplit(f"its records come from {len(numbers)} sources; use at most {len(numbers)} clients")
         order = np.arange(len(numbers)) if len(numbers) == num_partitions else rng.permutation(len(numbers))
         owner = np.empty(len(numbers), dtype=np.int64)
         owner[order] = np.arange(len(numbers)) % num_partitions

@@ -1,4 +1,4 @@
-"""Label skew: clients hold few classes, or unequal shares of them (NIID-Bench, Li et al. 2022, 4.1)."""
+"""Label skew: each client has records of few classes, or unequal shares of all (NIID-Bench, Li et al. 2022, 4.1)."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,11 +13,11 @@ from partitions.scheme import ImpossibleSplit, Indices, Parts
 
 @dataclass(frozen=True)
 class LabelK:
-    """Client i of K holds class i mod L and ``k`` - 1 other distinct classes, drawn at random from all L classes.
+    """Each client has records of ``k`` of the L classes: client i has class i mod L and ``k`` - 1 random other classes.
 
-    Each class is split equally among the clients that hold it (sizes differ by at most 1). With K >= L every record
-    belongs to exactly one client. With fewer clients than classes some classes may be held by no client: their records
-    are in no shard.
+    The records of a class are split equally between the clients that have this class (numbers differ by at most 1). If
+    there are at least L clients, every record belongs to exactly one client. If there are fewer, a class may have no
+    client; its records are then not used.
     """
 
     kind: Literal["label-k"] = field(default="label-k", kw_only=True)
@@ -31,22 +31,24 @@ class LabelK:
 
     @property
     def title(self) -> str:
-        """NIID-Bench's name of this partition."""
+        """The short name of this partition in tables and plots, such as ``2-Label``."""
         return f"{self.k}-Label"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint, sorted index arrays; none is empty.
+        """Return the sorted record indices of every client; no client is empty.
 
-        Raises ImpossibleSplit for k > L, for more clients than records, and for a class with fewer records than clients
-        that hold it.
+        Raises ImpossibleSplit if ``k`` is above the number of classes, for more clients than records, and for a class
+        with fewer records than clients that share it.
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         num_classes = len(class_sizes)
         if self.k > num_classes:
-            raise ImpossibleSplit(f"k={self.k} classes a client, but the data have only {num_classes} classes")
+            raise ImpossibleSplit(
+                f"k={self.k} classes a client, but the data have only {num_classes} classes; use a smaller k"
+            )
         clients = np.arange(num_partitions)
         scores = rng.random((num_partitions, num_classes))
-        scores[clients, clients % num_classes] = -1.0  # its own class comes first
+        scores[clients, clients % num_classes] = -1.0  # the lowest score, so class i mod L is always chosen
         chosen = np.argpartition(scores, self.k - 1, axis=1)[:, : self.k]
         holds = np.zeros((num_partitions, num_classes), dtype=np.bool_)
         np.put_along_axis(holds, chosen, values=True, axis=1)
@@ -56,7 +58,7 @@ class LabelK:
             c = short[0]
             raise ImpossibleSplit(
                 f"label-{self.k} over {num_partitions} clients: class {c} has {class_sizes[c]} records for "
-                f"{num_holders[c]} holders; use fewer clients or a smaller k"
+                f"{num_holders[c]} clients that share it; use fewer clients or a smaller k"
             )
         base, extra = np.divmod(class_sizes, np.maximum(num_holders, 1))
         nth_holder = np.cumsum(holds, axis=0)
@@ -65,13 +67,13 @@ class LabelK:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """For every class c, client shares p_c ~ Dir_K(``beta``), drawn again until every client holds enough records.
+    """Each class is divided among K clients in random shares from Dir_K(``beta``). A small ``beta`` means strong skew.
 
-    ``min_size``: the minimum number of records of each client. A split that does not reach an explicit minimum is
-    refused. The default (None) aims at NIID-Bench's 10; if that is out of reach (Dir(0.05) over 100 clients nearly
-    always leaves some clients empty), the last draw is used, empty shards included. At most 1000 draws are made, fewer
-    from 500 clients x 10 classes on. ``balanced``: NIID-Bench's variant, in which clients that already hold N/K records
-    get no more.
+    The shares are drawn again until every client has enough records, at most 1000 times (less often if clients times
+    classes exceed 5000). ``min_size``: the minimum number of records of each client; if no draw reaches it, the
+    partition is refused. The default (None) aims at NIID-Bench's 10. If no draw reaches 10, the last draw is used, with
+    small and empty shards. (Dir(0.05) over 100 clients nearly always leaves some clients empty.) ``balanced``: True
+    for NIID-Bench's variant, in which a client with N/K of all N records receives no records of further classes.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)
@@ -86,13 +88,13 @@ class Dirichlet:
 
     @property
     def title(self) -> str:
-        """NIID-Bench's name of this partition."""
+        """The short name of this partition in tables and plots, such as ``Dir(0.5)``."""
         return f"Dir({self.beta})"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record.
+        """Return the sorted record indices of every client. Every record belongs to a client; a client may be empty.
 
-        Raises ImpossibleSplit for more clients than records, and if no draw reaches an explicit ``min_size``.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches a ``min_size`` that is set.
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         wanted = assign.USUAL_MIN_SIZE if self.min_size is None else self.min_size
@@ -101,7 +103,7 @@ class Dirichlet:
             partial(self._draw_balanced if self.balanced else self._draw, class_sizes, num_partitions, rng),
             self.min_size,
             num_draws if wanted * num_partitions <= len(labels) else 1,
-            partial(self._refusal, len(labels), num_partitions),
+            partial(self._message, len(labels), num_partitions),
         )
         return assign.deal(labels, counts, rng)
 
@@ -116,26 +118,26 @@ class Dirichlet:
         for c in np.flatnonzero(class_sizes):
             has_room = sizes < fair
             share = rng.dirichlet(np.full(num_partitions, self.beta)) * has_room
-            if share.sum() == 0:  # a tiny beta gave all to full clients: its limit is one random client for the class
+            if share.sum() == 0:  # all shares went to full clients: a tiny beta gives one client nearly the whole class
                 share[rng.choice(np.flatnonzero(has_room))] = 1.0
             counts[:, c] = assign.cut(share / share.sum(), int(class_sizes[c]))
             sizes += counts[:, c]
         return counts
 
-    def _refusal(self, num_records: int, num_partitions: int, num_draws: int, most: int) -> str:
-        asked = f"dirichlet:{self.beta:g} over {num_partitions} clients with min_size={self.min_size}"
-        if num_partitions * (self.min_size or 0) > num_records:
-            return f"{asked} needs {num_partitions * (self.min_size or 0)} records, but there are {num_records}"
+    def _message(self, num_records: int, num_partitions: int, num_draws: int, most: int) -> str:
+        name = f"dirichlet:{self.beta:g} over {num_partitions} clients with min_size={self.min_size}"
+        if (needed := num_partitions * (self.min_size or 0)) > num_records:
+            return f"{name} needs {needed} records, but there are {num_records}; use a smaller min_size"
         advice = "min_size=0, fewer clients" + ("" if self.balanced else ", balanced=true") + " or a larger beta"
-        return f"{asked}: in {num_draws} draws the smallest client held {most} records at best; use {advice}"
+        return f"{name}: in {num_draws} draws the smallest client held {most} records at best; use {advice}"
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The records, sorted by label, are cut into K * ``shards_per_client`` shards; each client receives random ones.
+    """Each client receives ``shards_per_client`` random pieces of the records, which are sorted by label before.
 
-    Each client receives ``shards_per_client`` shards. If the records do not divide evenly, shard sizes differ by 1. A
-    shard may contain the end of one class and the start of the next, so a client can hold more classes than shards.
+    For K clients the sorted records are cut into K * ``shards_per_client`` pieces, whose sizes differ by at most 1. A
+    piece may contain the end of one class and the start of the next, so a client can have more classes than pieces.
     """
 
     kind: Literal["shards"] = field(default="shards", kw_only=True)
@@ -149,13 +151,13 @@ class Shards:
 
     @property
     def title(self) -> str:
-        """The short form of this partition."""
+        """The short name of this partition in tables and plots, such as ``shards:2``."""
         return f"shards:{self.shards_per_client}"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
+        """Return the sorted record indices of every client. Every record belongs to a client, and no client is empty.
 
-        Raises ImpossibleSplit for more shards than records.
+        Raises ImpossibleSplit if the records are fewer than ``num_partitions`` * ``shards_per_client``.
         """
         assign.check_sizes(len(labels), num_partitions)
         num_shards = num_partitions * self.shards_per_client

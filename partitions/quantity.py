@@ -1,4 +1,4 @@
-"""IID labels: equal parts, or client sizes from a Dirichlet distribution (NIID-Bench, Li et al. 2022, 4.3)."""
+"""Partitions that ignore labels: shards of equal or of random sizes (NIID-Bench, Li et al. 2022, 4.3)."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ from partitions.scheme import Indices, Parts
 
 @dataclass(frozen=True)
 class Iid:
-    """The records are shuffled and split into equal parts; sizes differ by at most 1."""
+    """IID shards: the records are shuffled and divided equally among the clients; sizes differ by at most 1."""
 
     kind: Literal["iid"] = field(default="iid", kw_only=True)
 
@@ -20,7 +20,7 @@ class Iid:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
+        """Return the sorted record indices of every client. Every record belongs to a client, and no client is empty.
 
         Raises ImpossibleSplit for more clients than records.
         """
@@ -30,11 +30,12 @@ class Iid:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Client sizes ~ Dir(``beta``) of all records, independent of labels, drawn again until every client holds enough.
+    """Shards of unequal sizes, whatever the labels: the clients' shares of all records are drawn from Dir(``beta``).
 
-    ``min_size``: the minimum number of records of each client. A split that does not reach an explicit minimum is
-    refused; 0 accepts the first draw. The default (None) aims at NIID-Bench's 10; if 1000 draws do not reach it (a
-    small ``beta``, many clients), the last draw is used, empty shards included.
+    The shares are drawn again until every client has enough records, at most 1000 times. ``min_size``: the minimum
+    number of records of each client; if no draw reaches it, the partition is refused. 0 accepts the first draw. The
+    default (None) aims at NIID-Bench's 10. If no draw reaches 10 (because beta is small or clients are many), the last
+    draw is used, with small and empty shards.
     """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)
@@ -48,19 +49,19 @@ class Quantity:
 
     @property
     def title(self) -> str:
-        """The short form of this partition."""
+        """The short name of this partition in tables and plots, such as ``quantity:0.5``."""
         return f"quantity:{self.beta}"
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return ``num_partitions`` disjoint, sorted index arrays that cover every record.
+        """Return the sorted record indices of every client. Every record belongs to a client; a client may be empty.
 
-        Raises ImpossibleSplit for more clients than records, and if no draw reaches an explicit ``min_size``.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches a ``min_size`` that is set.
         """
         num_records = len(labels)
         check_sizes(num_records, num_partitions)
         wanted = USUAL_MIN_SIZE if self.min_size is None else self.min_size
 
-        def refusal(num_draws: int, most: int) -> str:
+        def message(num_draws: int, most: int) -> str:
             return (
                 f"quantity:{self.beta:g} of {num_records} records over {num_partitions} clients with "
                 f"min_size={self.min_size}: in {num_draws} draws the smallest client held {most} records at best; use "
@@ -70,5 +71,5 @@ class Quantity:
         def draw() -> Indices:
             return cut(rng.dirichlet(np.full(num_partitions, self.beta)), num_records)
 
-        sizes = drawn_until(draw, self.min_size, 1000 if wanted * num_partitions <= num_records else 1, refusal)
+        sizes = drawn_until(draw, self.min_size, 1000 if wanted * num_partitions <= num_records else 1, message)
         return shuffled(np.repeat(np.arange(num_partitions), sizes), num_partitions, rng)

@@ -1,4 +1,4 @@
-"""Protocols of partitions, and the result of a partition: ``Parts``, the record indices of every client."""
+"""The protocols (required methods) of a partition, and its result: ``Parts``, the record indices of every client."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,36 +9,39 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 Indices: TypeAlias = NDArray[np.int64]
-"""An array of labels, of counts or of record indices."""
+"""An integer array: labels, numbers of records, or record indices."""
 
 Inputs: TypeAlias = NDArray[np.float32]
-"""An array of normalised inputs, or of one standard deviation per channel."""
+"""A float array: normalised inputs of records, or one standard deviation per channel."""
 
 
 class ImpossibleSplit(ValueError):  # noqa: N818 (names what happened)
-    """An error: no partition meets the request. The message names the numbers and the cure."""
+    """Raised if a partition cannot assign the records as requested. The message has the numbers and a cure."""
 
 
 class Scheme(Protocol):
-    """A partition: a rule that assigns records to clients, from this package or the user's own."""
+    """The method that every partition has, also a user's own: ``split`` assigns records to clients."""
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return ``num_partitions`` disjoint, sorted arrays of record indices. ``labels``: shape (records,).
+        """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.
 
-        The result is a list or ``partitions.Parts``, which takes less memory if there are many clients. Raises
-        ImpossibleSplit, a ValueError, if no such split exists.
+        ``labels``: the label of each record, shape (records,). The result is a list, or ``partitions.Parts``, which
+        takes less memory for many clients. Raises ImpossibleSplit, a ValueError, if no such split exists.
         """
         ...
 
 
 @runtime_checkable
 class ByGroup(Protocol):
-    """A partition that uses the source of each record. ``split`` is called if the data set does not name sources."""
+    """A partition that uses the source of each record (its writer, hospital or device).
+
+    For a data set without sources, ``split`` is called instead of ``split_groups``.
+    """
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return ``num_partitions`` disjoint, sorted arrays of record indices. ``labels``: shape (records,).
+        """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.
 
-        ``groups``: shape (records,), the number of each record's source: its writer, hospital or device. Raises
+        ``labels`` and ``groups``: the label and the number of the source of each record, shape (records,). Raises
         ImpossibleSplit, a ValueError, if no such split exists.
         """
         ...
@@ -49,29 +52,30 @@ class FeatureSkew(Protocol):
     """A partition that changes the inputs of each client, for example by noise, rotation or other colours."""
 
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return the changed inputs of ``client`` (numbered from 0), made from its ``inputs`` of shape (records, ...).
+        """Change the training inputs of one client, numbered from 0. ``inputs``: normalised, shape (records, ...).
 
-        Inputs are normalised: a difference of 1 in raw inputs is 1 / ``std`` here. ``std`` has one value per channel.
+        ``std``: the standard deviation by which each channel was divided, so that a change can have raw units: a
+        difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
         """
         ...
 
 
 @runtime_checkable
 class EvaluationSkew(Protocol):
-    """A partition that also changes the test inputs on which the global model is measured."""
+    """A partition that also changes the inputs of the test set."""
 
     def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return the changed test inputs, made from ``inputs`` of shape (records, ...); see ``FeatureSkew.seen_by``."""
+        """Change the test inputs. ``inputs``: normalised, shape (records, ...). ``std``: as in ``FeatureSkew``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Parts(Sequence[Indices]):
-    """The record indices of every client, stored in one array: ``parts[i]`` is a view of the indices of client i.
+    """The record indices of every client: ``parts[i]`` is the array of client i, a view without a copy.
 
-    Each client takes eight bytes and no Python object. ``records``: the indices of client 0, then of client 1, and so
-    on. ``bounds``: (clients + 1,), the position in ``records`` where each client's indices start, and the length of
-    ``records``.
+    All indices are in one array, so that millions of clients need little memory (8 bytes each, besides the indices).
+    ``records``: the indices of client 0, then of client 1, and so on. ``bounds``: shape (clients + 1,); the indices of
+    client i are ``records[bounds[i]:bounds[i + 1]]``.
     """
 
     records: Indices
@@ -79,16 +83,13 @@ class Parts(Sequence[Indices]):
 
     @classmethod
     def of(cls, parts: Iterable[Indices]) -> Self:
-        """Return the index arrays ``parts``, one per client, joined into one ``Parts``."""
+        """Join ``parts``, the index arrays of all clients in order, into one ``Parts``."""
         each = list(parts)
         records = np.concatenate([part for part in each if len(part)] or [np.zeros(0, dtype=np.int64)])
         return cls(records, np.cumsum([0, *map(len, each)], dtype=np.int64))
 
     def where(self, kept: NDArray[np.bool_]) -> "Parts":
-        """Return the parts with only those records whose entry in ``kept`` is True, in the same order.
-
-        ``kept``: one bool for each entry of ``records``.
-        """
+        """Remove record indices of all clients: keep ``records[j]`` only where ``kept[j]`` is True."""
         return Parts(self.records[kept], np.concatenate([[0], np.cumsum(kept)])[self.bounds])
 
     def __len__(self) -> int:
@@ -113,5 +114,5 @@ class Parts(Sequence[Indices]):
 
     @property
     def owners(self) -> Indices:
-        """The client of each entry of ``records``, shape (records,)."""
+        """The client to which each entry of ``records`` belongs, shape (records,)."""
         return np.repeat(np.arange(len(self)), self.sizes)

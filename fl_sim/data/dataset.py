@@ -1,7 +1,8 @@
-"""A Dataset from arrays: checks of labels, classes and tokens for all sources of records; and the data set's card.
+"""Builds a ``Dataset`` from arrays, after checks of labels, classes and tokens. All readers of data use this module.
 
-Classes are public if the user lists them by ``data.classes``. Otherwise they are read off the records, which the data
-set then states. Tokens are given as numbers, or made from texts with LEAF's alphabet of Shakespeare's plays.
+The list of classes is public if the user sets ``data.classes``. Otherwise it is read from the private records, and
+``Dataset.read_off`` says so, for the privacy statement. Tokens are whole numbers in the file, or are made here from
+texts, one token per character. ``card_of`` summarises a data set for the command line.
 """
 
 import os
@@ -18,30 +19,31 @@ from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.types import Dataset, Examples
 
-CLASSES_READ_OFF: Final = "which classes there are, and so the model's outputs (data.classes=A+B lists public ones)"
-SIZE_READ_OFF: Final = "the size of the images (data.size=WIDTHxHEIGHT sets it)"
-COLOUR_READ_OFF: Final = "whether any image has colour, and so the model's inputs"
+CLASSES_READ_OFF: Final = "the list of classes, and so the number of the model's outputs (public with data.classes=A+B)"
+SIZE_READ_OFF: Final = "the size of the images (public with data.size=WIDTHxHEIGHT)"
+COLOUR_READ_OFF: Final = "whether any image has colour, and so the number of the model's input channels"
 _MOST_LISTED: Final = 1000
 
 ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""LEAF's 80 characters in its order: character i is class i, and token i + 1, because token 0 is padding."""
+"""The 80 characters of LEAF's Shakespeare data: character i is class i, and token i + 1, because token 0 is padding."""
 
 MOST_CHARACTERS: Final = 10_000
-"""Maximum number of characters in a user's own alphabet; each character is a class."""
+"""Maximum number of characters in ``data.alphabet``; each character is a class."""
 
 MOST_TOKENS: Final = 2**24
-"""Maximum number of tokens. Records are float32, in which all whole numbers up to this one are exact."""
+"""Maximum number of different tokens. Tokens are stored as float32, which is exact for whole numbers up to 2^24."""
 
 FIRST: Final = 5
-"""The number of records of a table that its card shows."""
+"""The number of training records that the summary of a table shows (``card_of``)."""
 
 
 def known_dataset(
     known: KnownSet, train: Examples, test: Examples, where: str, remarks: tuple[str, ...] = ()
 ) -> Dataset:
-    """Return ``known`` with these records; the note states how this copy differs from the official one.
+    """Return a public data set with records read from files; its note lists differences from the official version.
 
-    Raises UserError for records that cannot belong to this data set. ``where``: the files, for the message.
+    ``known``: its published facts. ``where``: the files, for error messages. ``remarks``: notes of the reader; missing
+    records are added. Raises UserError for records whose shape, type or labels differ from the published facts.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
@@ -73,10 +75,11 @@ def own_dataset(
     *,
     listed: tuple[str, ...] = (),
 ) -> Dataset:
-    """Return a data set of the user's own records, after checks. ``listed``: the classes, if they are public.
+    """Check the user's own records and return them as a data set. ``where``: the file, for error messages.
 
-    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1. Classes that are not
-    ``listed`` must be at least two, each with training records. A listed class may have no record.
+    ``listed``: the classes of ``data.classes``, empty if it is not set. Raises UserError unless training and test
+    records are non-empty and of one shape and type, with labels 0 to L - 1. Without ``listed`` there must be at least
+    two classes, each with training records. A class in ``listed`` may have no record.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -102,16 +105,16 @@ def own_dataset(
 
 
 def with_validation(dataset: Dataset, validation: Examples | None, where: str) -> Dataset:
-    """Return ``dataset`` with its validation records, if any.
+    """Return ``dataset`` with the records ``validation`` for ``evaluate.validation=given``; unchanged if None.
 
-    Raises UserError unless they have the form of its training records.
+    Raises UserError unless they have the same shape, type and range of labels as the training records.
     """
     if validation is None:
         return dataset
     if not len(validation) or len(validation.inputs) != len(validation.labels):
         raise UserError(
             f"{where}: {len(validation.inputs)} records and {len(validation.labels)} labels in the validation part; "
-            "wanted is a label for each, and at least one"
+            "give at least one record, and one label for each record"
         )
     train, labels = dataset.train.inputs, validation.labels
     if train.shape[1:] != validation.inputs.shape[1:] or train.dtype != validation.inputs.dtype:
@@ -120,67 +123,73 @@ def with_validation(dataset: Dataset, validation: Examples | None, where: str) -
         )
     if labels.min() < 0 or labels.max() >= dataset.num_classes:
         raise UserError(
-            f"{where}: validation labels run from {labels.min()} to {labels.max()}, and those of the training and test "
-            f"records from 0 to {dataset.num_classes - 1}"
+            f"{where}: validation labels run from {labels.min()} to {labels.max()}, but the labels of training and "
+            f"test records run from 0 to {dataset.num_classes - 1}; number all labels in the same way"
         )
     return replace(dataset, validation=validation)
 
 
 def check_classes(train: NDArray[np.int64], test: NDArray[np.int64], classes: tuple[str, ...], where: str) -> None:
-    """Raise UserError for a single class, and for a class without training records."""
+    """Raise UserError if there is only one class, or if a class has test records but no training records.
+
+    ``train`` and ``test``: labels. ``classes``: the names of the classes, for the message.
+    """
     if len(classes) < 2:
-        raise UserError(f"{where}: all records are of class {classes[0]}; there is nothing to tell apart")
+        raise UserError(f"{where}: all records are of class {classes[0]}; classification needs at least two classes")
     if strangers := sorted({*np.unique(test).tolist()} - {*np.unique(train).tolist()}):
         names = ", ".join(classes[label] for label in strangers[:5])
         raise UserError(
-            f"{where}: class {names} occurs in the test part alone, so nobody can learn it; move records of it into "
-            "the training part, or leave it out"
+            f"{where}: class {names} occurs only in the test part, so no model can learn it; move some of its records "
+            "to the training part, or remove the class"
         )
 
 
 def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
-    """Return integer labels of shape (records,) or (records, 1) as int64 of shape (records,)."""
+    """Return integer labels of shape (records,) or (records, 1) as int64 of shape (records,).
+
+    Raises UserError for labels of any other type or shape.
+    """
     if labels.dtype.kind not in "iu" or labels.ndim not in {1, 2} or labels.shape[1:] not in {(), (1,)}:
         raise UserError(
             f"{where}: labels must be integers of shape (records,), got {labels.dtype} {labels.shape}; several "
-            "labels a record (multi-label) and numbers with fractions (regression) are not supported"
+            "labels per record (multi-label) and numbers with fractions (regression) are not supported"
         )
     return labels.reshape(-1).astype(np.int64)
 
 
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
-    """Return True if images of ``shape`` (records, ...) seem to have the channel axis before height and width.
+    """Return True if ``shape`` of an array of images is probably (records, channels, height, width).
 
-    If it were the last axis, such images would have up to four rows and more than four columns and channels, or fewer
-    rows than columns and as many channels as columns.
+    The signs are: axis 1 has length 1 or 3 and the last axis is longer than 4; or axis 1 is at most 4 and the other
+    two are longer; or axes 2 and 3 are equal (square images) and axis 1 is shorter.
     """
     _, first, second, last = shape
     return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last
 
 
 def looks_channels_last(shape: tuple[int, ...]) -> bool:
-    """Return True if images of ``shape`` (records, ...) seem to have the channel axis after height and width."""
+    """Return True if ``shape`` of an array of images is probably (records, height, width, channels)."""
     _, first, second, last = shape
     return last <= 4 < min(first, second) or last < first == second
 
 
 def enumerated(names: Iterable[str], most: int = 20) -> str:
-    """Return the first ``most`` names as text, with the number of further names."""
+    """Join the first ``most`` names with commas, followed by ``and N more`` if there are more. Long names are cut."""
     found = [*names]
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{', '.join(map(shortened, found[:most]))}{more}"
 
 
 def most_bytes() -> int:
-    """Return the maximum size of one array in bytes: half of the machine's memory."""
+    """Return the maximum size in bytes of one array that is read from a file: half of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def listed_classes(own: OwnName) -> tuple[str, ...]:
-    """Return the classes of ``data.classes`` in order, empty if it is not set; the value ``10`` means 0 to 9.
+    """Return the classes that the setting ``data.classes`` lists, in order; empty if it is not set.
 
-    ``+`` separates classes; without any ``+``, commas do. Raises UserError for fewer than two classes, and for a class
-    that is listed twice.
+    A single number, such as ``data.classes=10``, means the classes 0 to 9. ``+`` separates classes; commas do, too, in a
+    value without ``+``. Raises UserError for fewer than two classes and for a class that is listed twice.
     """
     given = own.options.get("classes", ())
     if len(given) == 1 and "," in given[0]:
@@ -189,42 +198,51 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
         return tuple(map(str, range(int(given[0]))))
     if given and ("" in given or len(set(given)) < max(2, len(given))):
         raise UserError(
-            f"data.classes = {'+'.join(given)!r}: it lists two classes or more, each once, with + or , between "
-            f"(data.classes=ill,well), or is their number, at most {_MOST_LISTED}, where they are 0, 1, 2, ..."
+            f"data.classes = {'+'.join(given)!r}: list two classes or more, each once, with + or , between them "
+            f"(data.classes=ill,well). If the classes are 0, 1, 2, ..., give their number, at most {_MOST_LISTED}"
         )
     return given
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return the remark that classes were read off the records; empty if the user has ``listed`` the classes."""
+    """Return the entry of ``Dataset.read_off`` for classes that were read from the private records.
+
+    The result is empty if the user ``listed`` the classes with ``data.classes``, which makes them public.
+    """
     return () if listed else (CLASSES_READ_OFF,)
 
 
 def unlisted(where: str, cure: str = "") -> UserError:
-    """Return an error about an unlisted class. It does not name the class, which may be the secret of a record."""
+    """Return the error for a record whose class is not in ``data.classes``. ``cure``: a further cure, for its message.
+
+    The message does not name the class: the class would reveal something about a private record.
+    """
     return UserError(
-        f"{where}: there are records of a class that data.classes does not list; list it, leave data.classes out{cure}"
+        f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"
     )
 
 
 def alphabet_set(given: str) -> str:
-    """Return the alphabet ``given`` by a setting, LEAF's if it is empty. Raises UserError for repeated characters."""
+    """Return the alphabet of the setting ``data.alphabet``, whose value is ``given``; LEAF's alphabet if it is empty.
+
+    Raises UserError for a repeated character, and for fewer than 2 or more than 10,000 characters.
+    """
     if not given:
         return ALPHABET
     if twice := [character for character in given if given.count(character) > 1][:1]:
         raise UserError(f"data.alphabet names the character {twice[0]!r} twice; name each once, in order")
     if not 2 <= len(given) <= MOST_CHARACTERS:
-        raise UserError(f"data.alphabet names {len(given):,} characters; wanted are 2 to {MOST_CHARACTERS:,}")
+        raise UserError(f"data.alphabet names {len(given):,} characters; it must name 2 to {MOST_CHARACTERS:,}")
     return given
 
 
 def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
-    """Return texts as rows of tokens, float32 (texts, longest length); shorter texts end in zeros.
+    """Convert texts to tokens: float32 of shape (texts, length of the longest text), padded at the end with zeros.
 
-    Each text has at least one character; UserError is raised for anything else.
+    Raises UserError for an empty text, for a value that is no text, and for a character outside ``alphabet``.
     """
     if not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"{where} has inputs that are no texts, or empty ones, among texts")
+        raise UserError(f"{where}: some inputs are texts, and others are empty or no texts; make all of them texts")
     rows = np.zeros((len(texts), max(map(len, map(str, texts)))), dtype=np.float32)
     for row, text in zip(rows, map(str, texts), strict=True):
         row[: len(text)] = [1 + place for place in _places(text, alphabet, where)]
@@ -232,52 +250,56 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 
 
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
-    """Return the class numbers of single characters; each is the next character of a text, to be predicted."""
+    """Convert ``characters`` to class numbers, for next-character prediction: each is the character after one text.
+
+    Raises UserError for labels that are not single characters of ``alphabet``.
+    """
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
-            f"{where} has texts for inputs and labels that are no single characters: of texts, next-character "
-            "prediction (Shakespeare) alone is supported, not classes of texts (Sent140) or names of files (CelebA)"
+            f"{where} has texts as inputs and labels that are no single characters. For texts, only next-character "
+            "prediction (Shakespeare) is supported, not classes of texts (Sent140) or names of files (CelebA)"
         )
     return np.array(_places("".join(map(str, characters)), alphabet, where), dtype=np.int64)
 
 
 def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
-    """Return whole numbers (records, length) as float32 tokens.
+    """Return ``array``, whole numbers of shape (records, length), as float32 tokens. ``where``: for error messages.
 
-    Raises UserError for other arrays, for numbers outside of the vocabulary, and for padding before a token.
+    Raises UserError for an array of another type or shape, for numbers outside 0 to ``vocabulary`` - 1, and for
+    padding (0) before a token of the same record.
     """
     if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
         raise UserError(f"{where}: {array.dtype} {array.shape}; tokens are whole numbers of shape (records, length)")
     tokens = array.astype(np.int64)
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         raise UserError(
-            f"{where}: tokens run from {tokens.min()} to {tokens.max()}; with vocabulary {vocabulary} they are 1 to "
-            f"{vocabulary - 1}, and 0 is padding"
+            f"{where}: tokens run from {tokens.min()} to {tokens.max()}; with vocabulary {vocabulary} they must be 1 "
+            f"to {vocabulary - 1}, and 0 for padding"
         )
     is_token = tokens != 0
     bad = ~is_token[:, 0] | (is_token[:, 1:] & ~is_token[:, :-1]).any(axis=1)
     if bad.any():
         raise UserError(
-            f"{where}: record {int(bad.argmax())} has padding (0) before a token, or no token; put it behind them"
+            f"{where}: record {int(bad.argmax())} has no token, or padding (0) before a token; put padding at the end"
         )
     return tokens.astype(np.float32)
 
 
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
-    """Raise UserError if numbers of ``dataset``, from which ``preprocess`` learns, are outside of 0 to 1."""
+    """Raise UserError if training inputs are outside 0 to 1, which the setting ``preprocess`` requires of numbers."""
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
             f"preprocess {preprocess} takes numbers from 0 to 1, and {dataset.name} has others: scale every column by "
-            "public bounds (data.range.COLUMN=LOW..HIGH of a table), not by what the records hold"
+            "public bounds (data.range.COLUMN=LOW..HIGH of a table), not by bounds computed from the records"
         )
 
 
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
-    """Return a summary of a data set as plain values: sizes, classes, clients, columns.
+    """Return a summary of a data set, ready for JSON: number of records, classes, clients, columns.
 
-    ``with_records``: include the first training records of a table, as models receive them, and the ``ranges`` of its
-    numbers. Both are statistics of the training records.
+    ``with_records``: True to include the first five training records of a table, as models receive them, and the
+    minimum and maximum of each number. These values reveal training records.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4
@@ -335,8 +357,8 @@ def _places(text: str, alphabet: str, where: str) -> list[int]:
     except KeyError as error:
         whose = "of LEAF's 80" if alphabet == ALPHABET else f"of the {len(places)} in data.alphabet"
         raise UserError(
-            f"{where} has the character {shortened(error.args[0])!r}, which is none {whose}; take it out, or name all "
-            "characters by data.alphabet"
+            f"{where} has the character {shortened(error.args[0])!r}, which is none {whose}; remove it, or list all "
+            "characters in data.alphabet"
         ) from None
 
 
@@ -373,7 +395,7 @@ def _clients(dataset: Dataset) -> dict[str, Any] | None:
 
 
 def _names(dataset: Dataset) -> tuple[str, ...]:
-    """Return the name of each number of a record; for a category it is COLUMN=CATEGORY."""
+    """Return a name for each number of a record: its column, COLUMN=CATEGORY for a category, else x0, x1, ..."""
     if dataset.names:
         return dataset.names
     if dataset.columns:

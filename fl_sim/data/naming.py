@@ -1,9 +1,10 @@
-"""Names of data sets: public sets with their published facts, and the user's own, ``KIND:PLACE`` and settings.
+"""Names of data sets: of public sets, such as ``cifar10``, and of the user's own data, such as ``csv:patients.csv``.
 
-The published facts of a public set are its files in torchvision's layout, its sizes and its constants. The name of the
-user's own records contains the settings with which they are read: ``csv:patients.csv:label=outcome:client=hospital`` in
-one line. In a file of settings it may be the table ``{kind = "csv", place = "patients.csv", label = "outcome", client =
-"hospital"}``, which is stored as that line. Thus the name alone defines a data set.
+For each public set, this module holds the published facts: files in torchvision's layout, sizes, mean and standard
+deviation. The name of the user's own data contains the settings for reading the files, for example
+``csv:patients.csv:label=outcome:client=hospital``. A settings file may write this name as a table, ``{kind = "csv",
+place = "patients.csv", label = "outcome", client = "hospital"}``; ``from_table`` converts the table to the name. So one
+string defines the data set of a run completely.
 """
 
 import hashlib
@@ -40,69 +41,70 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "medmnist": ("classes", "val"),
     "hf": (*(key for key in _TABLE if key != "test_file"), *_HF),
 }
-"""{kind of data: the names of its settings}"""
+"""{kind of the user's own data: the names of its settings}"""
 
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
-"""{kind of data: the noun for its location in messages}, for kinds whose location is not a file"""
+"""{kind of data: the word for its location in error messages}; a kind that is not listed here is located in a file."""
 
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
-"""The forms of names of the user's own data, for messages."""
+"""The accepted forms of names of the user's own data, ``csv:PATH`` and so on, for error messages."""
 
 _LISTS: Final = frozenset({"classes", "drop", "text"})
 _TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+", "fill": ""}
-"""{setting that is given per column: the separator of its values, empty if it has one value}"""
+"""{setting that is given for each column: the separator between its values; empty if the setting has one value}"""
 
 _NEXT: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
 ABOUT: Final[Mapping[str, str]] = {
-    "csv": "A table in a csv file, a row a record.",
-    "parquet": "A table in a parquet file, a row a record.",
+    "csv": "A table in a csv file; each row is a record.",
+    "parquet": "A table in a parquet file; each row is a record.",
     "npz": "Arrays in an npz file: x_train, y_train, x_test, y_test.",
     "folder": "Images in folders: train/CLASS/*.png and test/CLASS/*.png.",
     "leaf": "LEAF's json files, in the folders train and test.",
     "medmnist": "MedMNIST's npz files.",
-    "hf": "What Hugging Face's datasets reads: a folder, or a name on its hub.",
+    "hf": "Data that Hugging Face's datasets library reads: a local folder, or a name on the Hugging Face hub.",
 }
-"""{kind of data: its description}"""
+"""{kind of the user's own data: its description in the settings reference}"""
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
-    "label": ("a column", "The column with the class, texts or whole numbers; left out: the one called label."),
-    "classes": ("names, with + or , between", "The classes in order, or their number; left out: read off the records."),
-    "client": ("a column", "The column with the client, for partition=natural; left out: client, if there is one."),
-    "split": ("a column", "A column that says train or test; left out: the one called split, if any."),
-    "test": ("number, above 0, below 1", "The share of records for testing, of every client's or class's if known."),
-    "test_seed": ("whole number", "Which records are for testing; 0 where it is left out."),
-    "test_file": ("text", "Another file with the same columns, all of which is for testing."),
-    "drop": ("columns, with + or , between", "Columns to leave out."),
-    "text": ("columns, with + or , between", "Columns of numbers that are names, such as postal codes."),
-    "range": ("LEAST..MOST", "As data.range.COLUMN: the ends of its numbers, which become 0 and 1."),
-    "category": ("names, with + between", "As data.category.COLUMN: the categories that count; others become zeros."),
+    "label": ("a column", "The column with the class of a record, as text or whole number. Default: column label."),
+    "classes": ("names, with + or , between", "The classes in order, or their number. Default: those in the records."),
+    "client": ("a column", "The column that names a record's client, for partition=natural. Default: column client."),
+    "split": ("a column", "The column with train or test for each record. Default: column split, if there is one."),
+    "test": ("number, above 0, below 1", "The share of records for testing, taken from each client or class if known."),
+    "test_seed": ("whole number", "The seed of the random choice of the test records of data.test. Default: 0."),
+    "test_file": ("text", "Another file with the same columns; all its records are for testing."),
+    "drop": ("columns, with + or , between", "The columns that are not used."),
+    "text": ("columns, with + or , between", "The columns whose numbers are names, such as postal codes."),
+    "range": ("LEAST..MOST", "As data.range.COLUMN: the bounds of the column's numbers, which become 0 and 1."),
+    "category": ("names, with + between", "As data.category.COLUMN: the categories; any other value becomes zeros."),
     "scale": ("records", "Numbers without a range are scaled by mean and deviation of the training records."),
-    "fill": ("a number, or a category", "As data.fill.COLUMN: the value of its empty cells."),
-    "missing": ("drop or middle", "Empty cells: their records are left out, or they become the middle of data.range."),
-    "delimiter": ("comma, semicolon, tab or bar", "The sign between cells of a csv file; left out: by its first line."),
-    "decimal": ("point or comma", "The decimal sign of a csv file's numbers; point where it is left out."),
-    "thousands": ("comma, point, space or apostrophe", "The sign between a csv file's thousands, if any."),
-    "alphabet": ("text", "The characters of texts, in order, each once; left out: LEAF's 80."),
-    "size": ("WIDTHxHEIGHT", "The size that images are scaled to; without it all must be of one size."),
-    "values": ("LEAST..MOST", "Which values of images of 16 bits, or of floats, become 0 and 255."),
-    "val": ("train", "The validation images are trained on, too; without this they are left out."),
-    "image": ("a column", "The column of images, where there are several."),
-    "config": ("text", "Which configuration, where a data set has several."),
-    "train_part": ("text", "The part that is trained on; left out: train."),
-    "test_part": ("text", "The part that is tested on; left out: test, where there is one."),
+    "fill": ("a number, or a category", "As data.fill.COLUMN: the value that replaces empty cells of the column."),
+    "missing": ("drop or middle", "For empty cells: drop the record, or use the middle of the column's data.range."),
+    "delimiter": ("comma, semicolon, tab or bar", "The delimiter of a csv file. Default: from its first line."),
+    "decimal": ("point or comma", "The decimal separator of numbers in a csv file. Default: point."),
+    "thousands": ("comma, point, space or apostrophe", "The thousands separator in a csv file. Default: none."),
+    "alphabet": ("text", "The characters of texts, in order, each once. Default: LEAF's 80 characters."),
+    "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Without it all images must have one size."),
+    "values": ("LEAST..MOST", "For images of 16-bit numbers or floats: the pixel values that become 0 and 255."),
+    "val": ("train", "Adds the validation images to the training images. Without it they are not used."),
+    "image": ("a column", "The column with the images, for data with several such columns."),
+    "config": ("text", "The configuration of the data set, for a data set with several."),
+    "train_part": ("text", "The name of the split with the training records. Default: train."),
+    "test_part": ("text", "The name of the split with the test records. Default: test, if there is one."),
 }  # fmt: skip
-"""{setting: (form of its value, its meaning)}; users write a setting as ``data.SETTING``."""
+"""{setting: (form of its value, its meaning)} for the settings reference; users write a setting as ``data.SETTING``."""
 
 
 @dataclass(frozen=True)
 class KnownSet:
-    """The public facts of a data set.
+    """The published facts of a public data set.
 
-    ``files``: {path below the root: MD5 of the unpacked file, or None if torchvision has the MD5}. ``mean`` and
-    ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``:
-    empty if torchvision cannot download the set. ``merged``: for a set with the records of a finer set, the class in
-    this set of each class of the finer set.
+    ``torchvision_class``: the name of its class in torchvision.datasets; empty if torchvision cannot download the set.
+    ``layout``: the file format. ``files``: {path below the data folder: MD5 of the unpacked file, or None if
+    torchvision has the MD5}. ``mean`` and ``std``: the published constants of the training images, one float per
+    channel; pixel values are between 0 and 1. ``merged``: only for a set that merges classes of another set, such as
+    cifar100-coarse of cifar100: entry c is the class in this set of the other set's class c.
     """
 
     name: str
@@ -119,25 +121,25 @@ class KnownSet:
 
     @property
     def finer(self) -> str:
-        """The name of the data set with the same records and files, but more classes; empty for most data sets."""
+        """The name of the data set with the same records but finer classes (cifar100 for cifar100-coarse), or empty."""
         return FINER.get(self.name, "")
 
     @property
     def npz_names(self) -> tuple[str, ...]:
-        """The accepted file names of an npz file with this data set; empty for tables of numbers."""
+        """The accepted names of an npz file with these images, such as cifar10.npz; empty for tables of numbers."""
         if self.layout == "uci":
             return ()
         name = records_of(self.name)
         return tuple(dict.fromkeys((f"{name}.npz", f"{name.replace('-', '_')}.npz")))
 
     def in_torchvision(self) -> Any:
-        """Return the class of this data set in torchvision."""
+        """Return the torchvision class of this data set, for example ``torchvision.datasets.CIFAR10``."""
         from torchvision import datasets  # noqa: PLC0415 (seconds to import)
 
         return getattr(datasets, self.torchvision_class)
 
 
-# torchvision publishes the MD5s of the idx files' .gz archives; these are those of what comes out of them.
+# torchvision publishes the MD5s of the .gz archives; these are the MD5s of the unpacked files.
 _MNIST_FILES: dict[str, str | None] = {
     "MNIST/raw/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "MNIST/raw/train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -157,7 +159,7 @@ _CIFAR100 = KnownSet(
     num_classes=100, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
     mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
 )  # fmt: skip
-# Krizhevsky 2009, section 3.1: five classes are a superclass, both in alphabetical order.
+# Krizhevsky 2009, section 3.1: the superclass of each class. Classes and superclasses are in alphabetical order.
 _SUPERCLASSES = (
     4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7,
     6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5, 5, 19, 8, 8, 15, 13, 14, 17, 18, 10,
@@ -219,7 +221,7 @@ _TUNED_ON = {
 
 KNOWN: dict[str, KnownSet] = {known.name: known for known in _ALL}
 NAMES: tuple[str, ...] = (DIGITS, *KNOWN)
-"""The names of public data sets that ``load`` accepts, besides names of the user's own files (``own_name``)."""
+"""The names of all public data sets. ``load`` also accepts names of the user's own data (``own_name``)."""
 
 
 OTHER_NAMES: Final[Mapping[str, str]] = {
@@ -228,13 +230,14 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("pathmnist", "bloodmnist", "dermamnist", "organamnist"), "medmnist:FILE"),
     **dict.fromkeys(("cifar", "cifar-10-batches-py"), "cifar10"),
 }
-"""{other name of a data set: its name in fl-sim}"""
+"""{name of a data set in other projects: its name in fl-sim}, for hints in error messages."""
 
 
 def tuned_on(data: str) -> str:
-    """Return a sentence on the settings that this project chose on the training records of ``data``; empty if none.
+    """Return a sentence, with a space before it, on fl-sim's defaults that were chosen on training records of ``data``.
 
-    An epsilon does not cover these choices: a choice is a release without a charge. The sentence begins with a space.
+    The sentence belongs into privacy statements: choosing on records releases information that no epsilon covers.
+    The result is empty if no default was chosen on these records.
     """
     if (records := records_of(data)) not in _TUNED_ON:
         return ""
@@ -243,9 +246,11 @@ def tuned_on(data: str) -> str:
 
 @dataclass(frozen=True)
 class OwnName:
-    """A parsed name of the user's own data.
+    """A parsed name of the user's own data, such as ``csv:patients.csv:label=outcome:range.age=0..100``.
 
-    ``options``: {setting: its values}. ``columns``: {setting that is given per column: {column: its values}}.
+    ``kind``: csv in this example. ``place``: the path of a file or folder, or a name on Hugging Face's hub.
+    ``options``: {setting: its values}, here label. ``columns``: {setting that is given for each column: {column: its
+    values}}, here range.
     """
 
     kind: OwnKind
@@ -254,18 +259,18 @@ class OwnName:
     columns: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def option(self, key: str) -> str:
-        """Return the value of the setting ``key``; empty if it is not set."""
+        """Return the first value of the setting ``key``; empty if it is not set."""
         return self.options[key][0] if key in self.options else ""
 
     def of_columns(self, key: str) -> Mapping[str, tuple[str, ...]]:
-        """Return {column: values} of the per-column setting ``key``."""
+        """Return {column: values} of the setting ``key`` that is given for each column, such as ``range``."""
         return self.columns.get(key, {})
 
 
 def own_name(name: str) -> OwnName | None:
-    """Return the parsed ``name``; None if it is not a name of the user's own files.
+    """Parse the name of a data set; return None for a public data set such as ``cifar10``.
 
-    Raises UserError for a setting that its kind of data does not have, or that is given twice.
+    Raises UserError for a setting that this kind of data does not have, or that is set twice.
     """
     head, _, rest = name.partition(":")
     kind = _kind(head)
@@ -287,7 +292,7 @@ def own_name(name: str) -> OwnName | None:
 
 
 def same_but_place(first: str, second: str) -> bool:
-    """Return True if two names of the user's own files differ at most in the locations of the files."""
+    """Return True if two names of the user's own data differ only in the locations of files, or not at all."""
     names = [own_name(first), own_name(second)]
     return None not in names and len({_without_places(name) for name in names if name}) == 1
 
@@ -299,16 +304,19 @@ def _without_places(own: OwnName) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Return True if a data set is the user's own, not a public one."""
+    """Return True if ``name`` is not one of the public data sets, so that the records are the user's own."""
     return name not in NAMES
 
 
 def as_table(name: str) -> dict[str, Any]:
-    """Return ``name`` as a table of settings. Raises UserError for a data set without settings."""
+    """Return the kind, place and settings in ``name`` as a dict, the form of a table in a settings file.
+
+    Raises UserError for a data set without settings.
+    """
     own = own_name(name)
     if own is None or not OPTIONS[own.kind]:
         having = ", ".join(f"{kind}:" for kind, options in OPTIONS.items() if options)
-        raise UserError(f"data={shortened(name)} has no settings inside; the user's own data have some: {having}")
+        raise UserError(f"data={shortened(name)} has no settings inside; only your own data have settings: {having}")
     options = {key: list(values) if key in _LISTS else values[0] for key, values in own.options.items()}
     columns = {
         key: {column: list(values) if _TABLES[key] else values[0] for column, values in of.items()}
@@ -318,16 +326,19 @@ def as_table(name: str) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, Any]) -> str:
-    """Return the name that a table of settings stands for. Raises UserError unless it is about the user's own files."""
+    """Return the name of the user's own data that a ``table`` with kind, place and settings describes.
+
+    Raises UserError for an unknown kind, a missing place or an invalid setting.
+    """
     given, place = table.get("kind"), table.get("place")
     kind = _kind(given)
     if kind is None:
         raise UserError(
-            f"data as a table is for the user's own files: kind is one of {', '.join(OPTIONS)}, got {given!r}"
-            f"{guess(str(given), OPTIONS)}; or name a data set, for example data=digits"
+            f"data is a table, so its kind must be one of {', '.join(OPTIONS)}; got {given!r}"
+            f"{guess(str(given), OPTIONS)}. To use a public data set, write its name: data=digits"
         )
     if not isinstance(place, str) or not place:
-        raise UserError(f'data of kind {kind} needs place, where its records lie, for example place = "my.{kind}"')
+        raise UserError(f'data of kind {kind} needs place, the path of the records, for example place = "my.{kind}"')
     parts = [f"{kind}:{place}"]
     for key, value in table.items():
         if key in {"kind", "place"}:
@@ -341,13 +352,13 @@ def from_table(table: Mapping[str, Any]) -> str:
 
 
 def without_settings(name: str) -> str:
-    """Return ``name`` without its settings: only kind and location."""
+    """Return the kind and place in ``name``, without the settings."""
     own = own_name(name)
     return name if own is None else f"{own.kind}:{own.place}"
 
 
 def short_label(name: str) -> str:
-    """Return ``name`` for the heading of a table, with four characters of a hash in place of its settings."""
+    """Return ``name`` for the heading of a table of results; four characters of a hash replace the settings."""
     place = without_settings(name)
     return name if place == name else f"{place} [{hashlib.sha256(name.encode()).hexdigest()[:4]}]"
 
@@ -378,12 +389,12 @@ def _text(key: str, value: Any) -> str:
     between = _separator(key)
     if isinstance(value, list | tuple):
         if not between:
-            raise UserError(f"data.{key} is {value!r}: it takes one value (several labels a record are not supported)")
+            raise UserError(f"data.{key} is {value!r}: it takes one value (several labels per record are unsupported)")
         return between.join(_quoted(str(part), between) for part in value)
     return str(value).replace(":", "%3A") if between else _quoted(str(value))
 
 
 def _quoted(text: str, between: str = "") -> str:
-    """Return ``text`` with each character that has a meaning in names replaced by %XX."""
+    """Percent-encode the characters of ``text`` that separate the parts of a data set's name."""
     special = "%:=" + between.strip(".")
     return "".join(f"%{ord(letter):02X}" if letter in special or letter < " " else letter for letter in text)

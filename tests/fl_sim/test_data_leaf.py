@@ -85,7 +85,7 @@ GOOD = users({"a": ([[1.0], [2.0]], [0, 1])})
         ({"users": []}, "is not LEAF's JSON: wanted are users and num_samples"),
         ([1, 2], "is not LEAF's JSON"),
         (users({}), "holds no records of any user"),
-        (users({"a": ([[1.0]], [0])}), "class 1 occurs in the test part alone"),
+        (users({"a": ([[1.0]], [0])}), "class 1 occurs only in the test part"),
     ],
 )
 def test_what_is_no_such_file_is_refused_in_one_line(tmp_path, train, message):

@@ -62,7 +62,7 @@ def test_labels_in_tables_are_short_and_tell_settings_apart():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.label=x"], r"kind is one of csv, .* got None"),
+        (["data.label=x"], r"kind must be one of csv, .* got None"),
         (["data=csv:a.csv", "data.lable=x"], r"unknown setting data\.lable of csv data \(did you mean 'label'\?\)"),
         (["data=csv:a.csv", "data.range=3"], r"data\.range is set for each column, for example data\.range\.age=0\.\."),
         (["data=csv:a.csv", "data.label.x=3"], r"data\.label is a single value|label is a single value"),
@@ -80,8 +80,8 @@ def test_what_cannot_be_set_is_refused_in_one_line(overrides, message):
     ("table", "message"),
     [
         ({"kind": "cvs", "place": "a"}, r"got 'cvs' \(did you mean 'csv'\?\)"),
-        ({"kind": "csv"}, r"needs place, where its records lie"),
-        ({"kind": "csv", "place": "a", "label": ["x", "y"]}, r"takes one value \(several labels a record"),
+        ({"kind": "csv"}, r"needs place, the path of the records"),
+        ({"kind": "csv", "place": "a", "label": ["x", "y"]}, r"takes one value \(several labels per record"),
     ],
 )
 def test_a_table_that_is_no_name_is_refused(table, message):

@@ -177,7 +177,7 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"client_train": np.zeros(6, int), "client_test": np.array(["a"] * 3)}, "both must be whole numbers, or both"),
         ({"x_val": arrays()["x_train"]}, "holds x_val alone; x_val and y_val go together"),
         ({"x_val": arrays()["x_train"], "y_val": np.zeros(5, int)}, "6 records and 5 labels in the validation part"),
-        ({"x_val": arrays()["x_train"], "y_val": np.full(6, 9)}, "validation labels run from 9 to 9, and those of"),
+        ({"x_val": arrays()["x_train"], "y_val": np.full(6, 9)}, "validation labels run from 9 to 9, but the labels"),
         ({"x_val": arrays()["x_train"][:, :4], "y_val": np.zeros(6, int)}, "but validation records uint8 of shape"),
         ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); wanted is a whole number or a text for each"),
     ],

@@ -119,7 +119,7 @@ def test_where_records_come_from_may_be_the_split(tmp_path: Path) -> None:
         list(range(first, 60, 3)) for first in range(3)
     ]
     assert run(experiment_from(settings), tmp_path)["partition"] == "natural"
-    with pytest.raises(UserError, match=r"partition natural of .* over 4 clients: .* from 3 groups; use at most 3"):
+    with pytest.raises(UserError, match=r"partition natural of .* over 4 clients: .* from 3 sources; use at most 3"):
         job_of(experiment_from({**settings, "clients": 4}))
     with pytest.raises(UserError, match=r"partition natural of digits .*does not say where its records come from"):
         job_of(experiment_from({**settings, "data": "digits", "model": ""}))

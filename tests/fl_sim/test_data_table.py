@@ -54,7 +54,7 @@ def test_numbers_categories_label_client_and_test_part(tmp_path):
     assert found.mean == (0.0,) * 3
     assert "numbers as they are, not scaled: age" in found.note
     assert [fact.partition(" (")[0] for fact in found.read_off] == [
-        "which classes there are, and so the model's outputs", "the categories of sex",
+        "the list of classes, and so the number of the model's outputs", "the categories of sex",
     ]  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_what_was_read_off_the_records_is_said_beside_every_epsilon(tmp_path):
                 "evaluate": {"test_is_public": True}}  # fmt: skip
     (promise,) = run(experiment_from(settings), tmp_path / "run")["privacy"]
     said = promise["does_not_cover"].partition("Read off the private records and told: ")[2]
-    assert "which classes there are" in said
+    assert "the list of classes" in said
     assert "the categories of sex" in said
 
 
@@ -191,8 +191,8 @@ SAME = "label=outcome:client=ward:split=part"
         (ROWS.replace("50,", "inf,"), SAME, "row 3, column 'age': the number is not finite"),
         (ROWS.replace("50,", "1e300,"), SAME, r"column 'age' holds numbers beyond 3\.4e38"),
         (ROWS.replace("50,f,", "50,"), SAME, r"cannot be read as a table .*Expected 5 columns, got 4.*; mend the file"),
-        (ROWS.replace("well", "ill"), SAME, "column 'outcome': all records are of class ill; there is nothing to tell"),
-        (ROWS.replace("ill,test", "dead,test"), SAME, "class dead occurs in the test part alone"),
+        (ROWS.replace("well", "ill"), SAME, "column 'outcome': all records are of class ill; classification"),
+        (ROWS.replace("ill,test", "dead,test"), SAME, "class dead occurs only in the test part"),
         (ROWS.replace("well,test", "well,val"), SAME, r"column 'part' says val beside train and test.*evaluate\.valid"),
         (ROWS.replace(",test", ",train"), SAME, "no records in the test part"),
         (ROWS.replace(",ill,", ",0.5,").replace(",well,", ",1.5,"), SAME, r"numbers such as 0\.5: regression is not"),

@@ -90,10 +90,10 @@ def test_tokens_of_ones_own_are_named_by_their_vocabulary(tmp_path):
     ("changes", "message"),
     [
         ({"vocabulary": None}, "save features as floats; for sequences of tokens add a number vocabulary"),
-        ({"vocabulary": 8}, "tokens run from 0 to 8; with vocabulary 8 they are 1 to 7"),
+        ({"vocabulary": 8}, "tokens run from 0 to 8; with vocabulary 8 they must be 1 to 7"),
         ({"vocabulary": 1.5}, "vocabulary must be one whole number from 2"),
         ({"x_test": np.zeros((6, 5))}, "tokens are whole numbers of shape"),
-        ({"x_test": np.array([[1, 0, 2, 0, 0]] * 6)}, "record 0 has padding \\(0\\) before a token"),
+        ({"x_test": np.array([[1, 0, 2, 0, 0]] * 6)}, "record 0 has no token, or padding \\(0\\) before a token"),
         ({"mean": np.array(0.5)}, "mean has no place beside vocabulary"),
     ],
 )
@@ -130,7 +130,7 @@ def test_the_model_of_sequences_takes_nothing_else():
     [
         (["abc", "abd"], ["ab", "c"], "labels that are no single characters"),
         (["abc", "ab\u00e9"], ["a", "b"], "which is none of LEAF's 80"),
-        (["abc", ""], ["a", "b"], "no texts, or empty ones"),
+        (["abc", ""], ["a", "b"], "others are empty or no texts"),
         ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts for inputs \(Sent140\)"),
         (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or names of files \(CelebA\)"),
     ],

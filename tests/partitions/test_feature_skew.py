@@ -39,7 +39,7 @@ def test_who_gets_which_group_is_drawn_by_the_seed_and_not_by_sizes() -> None:
 
 
 def test_what_cannot_be_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ImpossibleSplit, match="its records come from 4 groups; use at most 4 clients"):
+    with pytest.raises(ImpossibleSplit, match="its records come from 4 sources; use at most 4 clients"):
         split(5)
     assert isinstance(Natural(), ByGroup)
     with pytest.raises(ImpossibleSplit, match="does not say where its records come from"):

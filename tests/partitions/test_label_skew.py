@@ -64,7 +64,9 @@ def test_more_classes_a_client_than_there_are_is_refused():
 
 
 def test_a_class_with_fewer_records_than_holders_is_refused():
-    with pytest.raises(ImpossibleSplit, match="label-1 over 4 clients: class 1 has 1 records for 2 holders"):
+    with pytest.raises(
+        ImpossibleSplit, match="label-1 over 4 clients: class 1 has 1 records for 2 clients that share it"
+    ):
         counts_of(1, [0, 0, 0, 0, 1], 4)
 
 
