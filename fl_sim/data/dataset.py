@@ -188,8 +188,8 @@ def most_bytes() -> int:
 def listed_classes(own: OwnName) -> tuple[str, ...]:
     """Return the classes that the setting ``data.classes`` lists, in order; empty if it is not set.
 
-    A single number, such as ``data.classes=10``, means the classes 0 to 9. ``+`` separates classes; commas do, too, in a
-    value without ``+``. Raises UserError for fewer than two classes and for a class that is listed twice.
+    A single number, such as ``data.classes=10``, means the classes 0 to 9. ``+`` separates classes; commas separate
+    them in a value without ``+``. Raises UserError for fewer than two classes and for a class that is listed twice.
     """
     given = own.options.get("classes", ())
     if len(given) == 1 and "," in given[0]:
