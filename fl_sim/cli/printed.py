@@ -133,9 +133,9 @@ def short(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def print_table(board: TableState, out: Path, *, json_output: bool) -> None:
+def print_table(state: TableState, out: Path, *, json_output: bool) -> None:
     """Write and print the table with the results so far. Print a warning for each file that cannot be read."""
-    table, problems = conclude(board, out)
+    table, problems = conclude(state, out)
     console = Console()
     if json_output:
         say(json.dumps(as_json(table)))

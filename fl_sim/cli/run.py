@@ -29,7 +29,7 @@ from fl_sim.experiment.reference import Group, groups
 from fl_sim.importing import importing
 from fl_sim.mistakes import guess
 from fl_sim.other_words import elsewhere
-from fl_sim.tables.labels import took
+from fl_sim.tables.labels import duration_in_words
 from fl_sim.tables.plan import TableSettings, deadline_after, plan_table, table_settings, tuned
 from fl_sim.tracking.trackers import chosen_trackers
 
@@ -97,29 +97,29 @@ def fill_table(
         from fl_sim.tracking.observers import tracking_of  # noqa: PLC0415
     tracking = tracking_of(trackers)
     out = out or RESULTS / given.path.stem
-    board = TableState(settings, plan)
+    state = TableState(settings, plan)
     try:
-        fill(board, out, jobs, data_root, deadline=deadline, tracking=tracking, again=again)
+        fill(state, out, jobs, data_root, deadline=deadline, tracking=tracking, again=again)
     except TimeIsUp:
-        print_table(board, out, json_output=json_output)
-        failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""
+        print_table(state, out, json_output=json_output)
+        failed = f", {len(state.failures())} failed ({'; '.join(state.failures())})" if state.failures() else ""
         say(
-            f"--budget {hours:g} leaves no time for more: this table is PARTIAL, {board.num_finished()} of "
-            f"{len(board.plan.runs)} cells are finished and kept in {out}{failed}; the same command goes on from there",
+            f"--budget {hours:g} leaves no time for more: this table is PARTIAL, {state.num_finished()} of "
+            f"{len(state.plan.runs)} cells are finished and kept in {out}{failed}; the same command goes on from there",
             err=True,
         )
         raise typer.Exit(3) from None
     except KeyboardInterrupt:
-        print_table(board, out, json_output=json_output)
+        print_table(state, out, json_output=json_output)
         say(
-            f"interrupted: {board.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
+            f"interrupted: {state.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
             "the same command goes on from there",
             err=True,
         )
         raise typer.Exit(130) from None
-    print_table(board, out, json_output=json_output)
+    print_table(state, out, json_output=json_output)
     say(f"table.md, table.csv, rounds.csv, table.tex and table.json are in {out}", err=True)
-    if failures := board.failures():
+    if failures := state.failures():
         raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")
 
 
@@ -241,7 +241,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
         f"{result['clients']} clients, {result['model']}: "
         f"accuracy {_percent(result['final_accuracy'])}{majority} after {result['rounds']} rounds, "
         f"best {_percent(result['best_accuracy'])} ({_BEST[result.get('best_chosen_on', 'test')]}), "
-        f"{took(result)} on engine {result['engine']}"
+        f"{duration_in_words(result)} on engine {result['engine']}"
     )
     if result["stopped"]:
         say(result["stopped"])

@@ -1,4 +1,4 @@
-"""Tables of runs. This module finds a table's definition file, a preset or the user's own, or writes a new one."""
+"""Tables of runs. This module locates the TOML file that defines a table, or writes an example of such a file."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,15 +11,16 @@ COMMENTED = Path(__file__).parent / "commented.toml"
 
 
 def file_or_preset(name: str) -> tuple[Path, str]:
-    """Return the path of the preset ``name``, or else of the file ``name``; and a message if both exist.
+    """Return the path of a table's TOML file, and a message for the user if ``name`` is ambiguous (else "").
 
-    The preset has priority, so that its name has the same meaning in every folder. Raises UserError if neither exists.
+    ``name``: a preset that comes with fl-sim, or the path of the user's own file. The preset has priority, so that its
+    name has the same meaning in every folder. Raises UserError if there is neither a preset nor a file ``name``.
     """
     presets, there = sorted(path.stem for path in PRESETS.glob("*.toml")), Path(name)
     if name in presets:
-        which = f"{name} is taken for the preset; the file of that name in this folder is ./{name}"
+        which = f"{name} means the preset here; for the file {name} in this folder, write ./{name}"
         return PRESETS / f"{name}.toml", which if there.is_file() else ""
-    with suppress(OSError):  # an impossible path is refused when it is read
+    with suppress(OSError):  # an invalid path: reading the file reports it
         if not there.exists():
             raise UserError(
                 f"no file or preset {shortened(name)!r}{guess(name, presets)}; presets: {', '.join(presets)} (settings "
@@ -29,10 +30,10 @@ def file_or_preset(name: str) -> tuple[Path, str]:
 
 
 def write_table_file(path: Path) -> None:
-    """Write a commented example of a table's definition to ``path``. Raise UserError if the file exists."""
+    """Write an example of a table's TOML file, with comments, to ``path``. Raise UserError if the file exists."""
     text = COMMENTED.read_text(encoding="utf-8").replace("FILE", str(path)).replace("DIR", f"results/{path.stem}")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError(f"{path} is there already, and is left as it is: give another name") from error
+        raise UserError(f"{path} exists already and is not overwritten: give another name") from error

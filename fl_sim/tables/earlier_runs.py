@@ -1,4 +1,4 @@
-"""Earlier runs on disk: finished results, outcomes of tuning trials, shorter runs to extend, runs to move away."""
+"""Earlier runs of a table on disk: their results, the outcomes of trials, runs to extend, and runs to repeat."""
 
 import shutil
 import tempfile
@@ -26,16 +26,17 @@ _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 
 
 def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Path | None:
-    """Copy an earlier run of ``experiment`` (resolved) with fewer rounds to the new directory ``out``.
+    """Copy an earlier run with fewer rounds to the new directory ``out``, so that it can be extended there.
 
-    Return the directory of the earlier run, the one with the most rounds. Return None if no finished run in the parent
-    folder of ``out``, under its original name, can be extended to a bit-identical run of ``experiment``. The earlier
-    run is not changed. Raises RunError if the copy cannot be written.
+    The earlier run is a finished run in the parent folder of ``out`` with the settings of ``experiment`` but fewer
+    rounds. Its extension must be bit-identical to a run of ``experiment``. Return the directory of the earlier run with
+    the most rounds; None if there is no such run. The earlier run itself is not changed. ``experiment`` must be
+    resolved. Raises RunError if the copy cannot be written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
-        with suppress(UserError, RunError):  # damaged, in use, or its rounds are no part of the longer run
+        with suppress(UserError, RunError):  # a run that is damaged, in use, or cannot be extended
             check_extension(experiment, folder, earlier, read_rounds(folder))
             with run_lock(folder):
                 _copy(folder, out)
@@ -44,10 +45,10 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 
 
 def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
-    """Return the result of a finished run of ``experiment`` (resolved), or None. The run may be an extended one.
+    """Return the content of ``result.json`` if ``directory`` has a finished run of ``experiment``, else None.
 
-    Also returns None for a run with different settings, records or code, and for a damaged run: the worker that
-    executes the run reports the reason.
+    Also return None for a damaged run, and for a run with different settings, records or code. The worker that executes
+    the run reports the reason. ``experiment`` must be resolved.
     """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":
@@ -59,10 +60,11 @@ def finished_result(directory: Path, experiment: Experiment, data_root: Path | N
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The outcome of a tuning trial. ``accuracy`` is in [0, 1], or None with an ``error`` if the trial diverged.
+    """The outcome of a trial of the hyperparameter search on one rung, the stage of successive halving.
 
-    ``trained``: number of rounds trained for this rung, without the rounds of an earlier rung that the run extends.
-    ``seconds``: time of these rounds, known only roughly for a private run.
+    ``accuracy``: in [0, 1]; None if the trial diverged, with the ``error``. ``trained``: number of rounds trained on
+    this rung, without the rounds of an earlier rung that the run extends. ``seconds``: time of these rounds; only an
+    upper bound for a private run.
     """
 
     accuracy: float | None
@@ -72,10 +74,11 @@ class TrialOutcome:
 
 
 def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None) -> Path:
-    """Return the run directory of a tuning trial on its rung, the stage of successive halving.
+    """Return the run directory in ``folder`` of a trial of the hyperparameter search.
 
-    Trials with equal settings share one run, also across rows. Each rung extends this run in the same directory, unless
-    the training depends on the total number of rounds, or the checkpoint was too large to be written.
+    ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, also
+    across rows. The next rung extends this run in the same directory. The rung has a directory of its own if the
+    training depends on the total number of rounds, or if the checkpoint was too large to be written.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
@@ -87,7 +90,7 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if a trial can be extended, because its training does not depend on the total number of rounds."""
+    """Return True if a trial can be extended: its training does not depend on the total number of rounds."""
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
@@ -97,16 +100,17 @@ def can_extend(experiment: Experiment) -> bool:
 
 
 def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> TrialOutcome | None:
-    """Return the outcome of the trial ``experiment``; None for an unfinished run, or for other records or code.
+    """Return the outcome of the trial ``experiment`` in ``directory``; None if there is no finished run of the trial.
 
-    ``after``: the number of rounds that an earlier rung trained. Raises UserError for a damaged log of rounds.
+    Also return None for a run with other records or code. ``after``: the number of rounds that an earlier rung (stage
+    of successive halving) already trained. Raises UserError for a damaged ``rounds.jsonl``.
     """
     result = run_directory.read_result(directory) or {}
     if not (directory / run_directory.CONFIG).exists():
         return None
     chosen = resolved(experiment, data_root)
     if objection(chosen, directory, identity_of(chosen, data_root)):
-        return None  # running it reports the reason
+        return None  # the worker that executes the trial reports the reason
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
     new = records[after : experiment.rounds]
@@ -115,7 +119,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return TrialOutcome(result.get("validation", result)["final_accuracy"], *cost)
     if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return TrialOutcome(None, *cost, str(result["error"]))
-    if len(records) >= experiment.rounds:  # it was extended since
+    if len(records) >= experiment.rounds:  # a later rung extended the run
         record = records[experiment.rounds - 1]
         accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
         assert accuracy is not None, "every round of a trial is evaluated"
@@ -123,11 +127,11 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
     return None
 
 
-def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
-    """Compare the runs in ``folder`` with the planned ``runs``, {name: experiment}, and return messages for the user.
+def check_earlier(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
+    """Check that the runs in ``folder`` fit the planned ``runs``, {name: experiment}; return messages for the user.
 
-    ``again``: True moves runs of other records or code to another directory, so that they are repeated; False raises
-    UserError for such runs. Raises UserError also for a run of other settings.
+    A run does not fit if it was made from other records or with other code. ``again``: True moves such runs to another
+    directory, so that they are repeated; False raises UserError. Raises UserError also for a run with other settings.
     """
     differing: dict[str, str] = {}
     trusted = []
@@ -146,12 +150,15 @@ def put_aside(runs: Mapping[str, Experiment], folder: Path, data_root: Path | No
     for name in differing:
         experiment = resolved(runs[name], data_root)
         aside = set_aside(experiment, folder / name, of_any_length=True)
-        messages.append(f"what {folder / name} held is in {aside} now, and is run again")
+        messages.append(f"the earlier run in {folder / name} was moved to {aside}, and is repeated")
     return messages
 
 
 def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Iterator[tuple[Experiment, Path]]:
-    """Yield (experiment, folder) of the finished runs beside ``out`` with equal settings but fewer rounds."""
+    """Yield (experiment, directory) of each finished run in the parent folder of ``out`` that has fewer rounds.
+
+    The other settings, the records and the code are those of ``experiment``.
+    """
     dataset = load(experiment.data, data_root, experiment.features)
     readable = run_name(experiment, dataset).rpartition("-")[0]
     for folder in out.parent.glob(f"{readable}-*"):
@@ -161,7 +168,7 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
-            # By its name, which depends on the records, too: the same settings may be of other data.
+            # Names of runs depend on the records: equal settings could belong to other data.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
             if objection(earlier, folder, identity_of(experiment, data_root)):
                 continue

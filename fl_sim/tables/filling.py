@@ -1,4 +1,4 @@
-"""Execution of all runs of a table. The files of the table are updated after each run."""
+"""Execution of all runs of a table. The files of the table are written while the runs execute."""
 
 import io
 import json
@@ -21,9 +21,9 @@ from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.simulation.client_runtime import cores
 from fl_sim.simulation.timing import Stopwatch
-from fl_sim.tables.earlier_runs import finished_result, put_aside
+from fl_sim.tables.earlier_runs import check_earlier, finished_result
 from fl_sim.tables.forecast import Forecast, forecast, search_forecasts, search_in_words, time_in_words
-from fl_sim.tables.labels import data_label, text, took
+from fl_sim.tables.labels import data_label, duration_in_words, text
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
 from fl_sim.tables.tuning import TRIALS, SearchResult, TrialResult, known_choices, searches_of, tune, values_of
 from fl_sim.tables.tuning_space import Rung, Tune
@@ -47,7 +47,10 @@ CELLS = "cells"
 
 @dataclass
 class TableState:
-    """The plan of a table, the results of its searches, and the outcomes of its runs so far."""
+    """The plan of a table, the results of its hyperparameter searches, and the outcomes of its runs so far.
+
+    ``choices``: the results of the searches. ``outcomes``: {name of the run directory: outcome}.
+    """
 
     settings: TableSettings
     plan: Plan
@@ -59,23 +62,23 @@ class TableState:
         return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
 
     def failures(self) -> list[str]:
-        """Return a text for each failed run: its name and its error."""
+        """Return "name (error)" for each failed run."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Store the results of hyperparameter tuning, and the plan with the chosen values."""
         self.choices, self.plan = choices, plan
-        vars(self).pop("_flat_settings", None)  # of the runs before
+        vars(self).pop("_flat_settings", None)  # a cached property of the old plan
 
     @cached_property
     def _flat_settings(self) -> dict[str, dict[str, Value]]:
         return {name: flat_settings(run.model_dump(mode="json")) for name, run in self.plan.runs.items()}
 
     def table(self) -> Table:
-        """Return the table with the results so far."""
+        """Return the table with the results so far, for its files and for display."""
         plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
-        settings = json.loads(self.settings.model_dump_json())  # unlike model_dump without inf, which is no JSON
+        settings = json.loads(self.settings.model_dump_json())  # model_dump would keep inf, which JSON lacks
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
             reference=plan.reference,
@@ -104,15 +107,15 @@ class TableState:
 
 
 WRITE_SECONDS = 1.0
-"""Minimum time in seconds between two writes of a table's files. Each write covers the whole table."""
+"""Minimum time in seconds between two writes of a table's files, because each write covers the whole table."""
 
 
 class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
-    """The time budget ended before all runs."""
+    """The time budget ended before all runs were finished. The message is empty."""
 
 
 def fill(
-    board: TableState,
+    state: TableState,
     out: Path,
     jobs: int | None,
     data_root: Path | None,
@@ -122,44 +125,50 @@ def fill(
     tracking: Tracking = NO_TRACKING,
     again: bool = False,
 ) -> None:
-    """Execute all unfinished runs of ``board``, and record their outcomes in ``board`` and in the table's files.
+    """Execute all unfinished runs of a table, and store their outcomes in ``state`` and in the files in ``out``.
 
-    If the table has a section [tune], hyperparameter tuning comes first, in separate runs. ``jobs``: number of parallel
-    runs (None: one per core). ``progress``: True shows progress and an estimate of the time on standard error.
-    ``deadline``: the end of all runs, by ``time.monotonic``. ``tracking``: the trackers of the table's own runs, which
-    exclude trials. ``again``: True moves runs of other records or code away and repeats them. A failed run does not
-    stop the table. Raises TimeIsUp if the time is too short, and the errors of ``put_aside``, ``run_all`` and ``tune``;
-    finished runs are kept.
+    If the table has a section [tune], the hyperparameter search comes first, in separate runs. ``jobs``: number of
+    parallel runs; None: one per core. ``progress``: True shows progress and an estimate of the time on standard error.
+    ``deadline``: the time at which all runs end, by the clock ``time.monotonic``. ``tracking``: the trackers of the
+    table's runs; the trials of the search are not tracked. ``again``: True repeats earlier runs with other records or
+    other code, after moving them to another directory. A failed run does not stop the table. Finished runs are kept.
+
+    Raises TimeIsUp if any run is unfinished at the deadline, and the errors of ``check_earlier``, ``run_all`` and
+    ``tune``.
     """
     runner = _Runner(out, jobs, data_root, deadline, progress=progress, again=again)
-    if board.settings.tune is not None:
-        runner.announce_search(board.settings, board.plan)
-        choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
-        board.tuned(choices, tuned(board.settings, board.plan, values_of(choices), data_root))
+    if state.settings.tune is not None:
+        runner.announce_search(state.settings, state.plan)
+        choices = tune(state.settings, state.plan, out, partial(runner.run_all_of, TRIALS), data_root)
+        state.tuned(choices, tuned(state.settings, state.plan, values_of(choices), data_root))
     labels = {}
-    for cell in reversed(board.plan.cells):
-        column = data_label(cell.experiment.data) if cell.row in board.plan.upper_bounds else cell.column
-        labels[cell.name] = f"{board.plan.labels[cell.row]}, {column}, {board.plan.over.replace('_', ' ')} {cell.seed}"
+    for cell in reversed(state.plan.cells):
+        column = data_label(cell.experiment.data) if cell.row in state.plan.upper_bounds else cell.column
+        labels[cell.name] = f"{state.plan.labels[cell.row]}, {column}, {state.plan.over.replace('_', ' ')} {cell.seed}"
     written, is_behind = -math.inf, False
     try:
-        with closing(runner.run_all_of(CELLS, board.plan.runs, labels, tracking)) as events:
+        with closing(runner.run_all_of(CELLS, state.plan.runs, labels, tracking)) as events:
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
-                    board.outcomes[event.name] = event
-                elif number:  # the first event is written: the file shows the plan
+                    state.outcomes[event.name] = event
+                elif number:  # after the first event the files are written, so that they show the plan
                     continue
                 is_behind = time.monotonic() - written < WRITE_SECONDS
                 if not is_behind:
-                    write_table(out, board.table())
+                    write_table(out, state.table())
                     written = time.monotonic()
     finally:
         if is_behind:
-            write_table(out, board.table())
+            write_table(out, state.table())
 
 
 @dataclass
 class _Runner:
-    """Executes experiments, ``jobs`` in parallel (None: one per core), until ``deadline``, by ``time.monotonic``."""
+    """Executes experiments in folders below ``out``, and shows their progress.
+
+    ``jobs``: number of parallel runs; None: one per core. ``deadline``: end of all runs, by ``time.monotonic``.
+    ``watch``: stopwatch for the estimate of the time. ``again``: True repeats earlier runs of other records or code.
+    """
 
     out: Path
     jobs: int | None
@@ -172,9 +181,13 @@ class _Runner:
     def run_all_of(
         self, folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str], tracking: Tracking = NO_TRACKING
     ) -> Generator[Event, None, None]:
-        """Execute ``runs`` in ``folder`` and yield their events. Raise TimeIsUp at the end if any run is unfinished."""
+        """Execute ``runs``, {name: experiment}, in ``folder``, and yield their events.
+
+        ``labels``: {name: label of the run for the progress display}. Raises TimeIsUp at the end if the deadline left
+        any run unfinished.
+        """
         jobs = self.jobs or min(cores(), len(runs))
-        messages = put_aside(runs, self.out / folder, self.data_root, again=self.again)
+        messages = check_earlier(runs, self.out / folder, self.data_root, again=self.again)
         rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
         with TableProgress(rounds, None if self.progress else io.StringIO()) as shown:
             for line in messages:
@@ -190,7 +203,7 @@ class _Runner:
             raise TimeIsUp
 
     def announce_search(self, settings: TableSettings, plan: Plan) -> None:
-        """Show an estimate of the time of unfinished searches, and of the table's own runs after them."""
+        """Show the estimated time of the unfinished hyperparameter searches, and of the table's runs after them."""
         searches = searches_of(settings, plan, self.data_root)
         if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
             return
@@ -205,11 +218,11 @@ class _Runner:
         return forecast(shared, folder, self.data_root, self.watch, timed_own_models=False)
 
     def _budget(self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress) -> Budget | None:
-        """Show an estimate of the time of unfinished runs, and return their time budget; None without a deadline."""
+        """Show the estimated time of the unfinished runs, and return their time budget; None without a deadline."""
         missing = [name for name, run in runs.items() if finished_result(folder / name, run, self.data_root) is None]
         is_limited = math.isfinite(self.deadline)
         if not missing:
-            shown.say(f"all {len(runs)} finished already: nothing of it is run again")
+            shown.say(f"all {len(runs)} runs are finished already: no run is repeated")
         if not missing or not (self.progress or is_limited):
             return None
         found = self._forecast(folder, runs, jobs)
@@ -221,7 +234,7 @@ class _Runner:
 
 
 def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, Any]]:
-    """Return the section of ``table.json`` on hyperparameter tuning, with accuracies in percent."""
+    """Return the section of ``table.json`` about the hyperparameter search; its accuracies are in percent."""
     return [
         {
             "row": choice.search.cell.row, "column": choice.search.cell.column, "seed": choice.search.cell.seed,
@@ -239,9 +252,9 @@ def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, A
 def search_caption(
     choices: Sequence[SearchResult], tune: Tune, labels: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the lines of a table's caption on hyperparameter tuning: plan, cost and chosen values.
+    """Return the lines of a table's caption about the hyperparameter search: plan, cost and chosen values.
 
-    ``labels``: {row: short label}.
+    ``choices``: the results of the searches; empty before they finish. ``labels``: {row: short label}.
     """
     if not choices:
         return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
@@ -282,15 +295,15 @@ def search_caption(
     return first, *rows, *([wider] if ends else [])
 
 
-def conclude(board: TableState, out: Path) -> tuple[Table, list[Problem]]:
-    """Write the final table with its bill, the privacy cost of all runs in its directory together.
+def conclude(state: TableState, out: Path) -> tuple[Table, list[Problem]]:
+    """Write the files of a finished table, with its privacy bill, and return (table, problems).
 
-    The bill includes runs in the directory that are not in the table. Return the table, and a problem for each run
-    whose privacy cost could not be read.
+    The bill is the total privacy cost of all runs in ``out``, also of runs that are no longer in the table. There is
+    one problem for each run whose privacy cost could not be read.
     """
     found = read_all([out / CELLS])
     bills, problems = bills_of(found)
-    table = replace(board.table(), bill=tuple(bills))
+    table = replace(state.table(), bill=tuple(bills))
     write_table(out, table)
     write_rounds(out, table, {f"{CELLS}/{run.path.name}": run.rounds for run in found.read})
     return table, problems
@@ -303,7 +316,7 @@ def _reached(result: Mapping[str, Any]) -> str:
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
     chosen_on = result.get("best_chosen_on", "test")
-    if chosen_on == "last":  # the last alone was tested
+    if chosen_on == "last":  # only the last round was tested
         return f"{100 * last:.1f} %"
     records = "the test set" if chosen_on == "test" else "validation"
     return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"
@@ -318,13 +331,13 @@ def _show_event(progress: TableProgress, label: str, event: Event) -> None:
         case RoundDone(record=record):
             progress.finished_round(label, record)
         case Finished(result=result):
-            progress.closed(label, f"{_reached(result)}, {took(result)}")
+            progress.closed(label, f"{_reached(result)}, {duration_in_words(result)}")
         case Failed(error=error):
             progress.closed(label, f"failed: {error}")
         case Stopped(last_round=last_round):
-            progress.closed(label, f"stopped after round {last_round}, as the time is up")
+            progress.closed(label, f"stopped after round {last_round}: the time budget is used up")
         case Postponed():
-            progress.say(f"{label}: not begun, as the time that is left is too short")
+            progress.say(f"{label}: not started, because the remaining time is too short")
 
 
 def _rungs(rungs: Sequence[Rung]) -> str:
@@ -334,7 +347,7 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 
 
 def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
-    """Return the cost of the trials as {name: number}. Trials with equal settings share a run, which counts once."""
+    """Return the numbers of runs, diverged trials, rounds and seconds. A run that trials share counts once."""
     runs = {(one.name, one.rung): one for one in tried}.values()
     return {
         "runs": len({one.name for one in runs}),

@@ -1,4 +1,4 @@
-"""Forecasts of runs and of hyperparameter tuning: finished rounds, remaining seconds, bytes and privacy cost."""
+"""Forecasts of runs and hyperparameter searches: finished rounds, remaining seconds, bytes and privacy cost."""
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,23 +20,24 @@ from fl_sim.simulation.timing import Say, Stopwatch, Work
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.earlier_runs import can_extend, finished_result, trial_directory
 from fl_sim.tables.plan import TableSettings, by_records
-from fl_sim.tables.tuning import TRIALS, Search, experiment_of, proposed_trial, turns
+from fl_sim.tables.tuning import TRIALS, Search, experiment_of, proposed_trial, trial_batches
 from fl_sim.types import Traffic
 from strategies.layer import layer_kinds
 
 _NOT_OF_A_MESSAGE: Final = {"partition", "seed", "partition_seed", "model_seed", "sampling_seed"}
 
 START_SECONDS = 4.0
-"""Seconds from the start of a process until it trains: the loading of Python, torch and the data."""
+"""Assumed seconds from the start of a process until it trains. Python, torch and the data are loaded in this time."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of one run. ``rounds``: planned number of rounds. ``done``: number of finished rounds.
+    """The forecast of one run.
 
-    ``estimate``: estimated time and bytes of the whole run. ``has_pool``: True if the run's synthetic records exist, or
-    if an earlier run of the list makes them. ``paid``: planned privacy cost, None if it was not computed. ``notes``:
-    sentences on the privacy of the run.
+    ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
+    the whole run. ``has_pool``: True if the synthetic records of the run exist already, or if an earlier run of the
+    table makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about the
+    privacy of the run.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Forecast:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds of the unfinished rounds; None if nothing was timed."""
+        """Return the estimated seconds of the unfinished rounds; None without a time estimate."""
         if self.is_finished:
             return 0.0
         return None if self.estimate.seconds is None else self.estimate.seconds * (1 - self.done / self.rounds)
@@ -66,28 +67,28 @@ def forecast(
     timed_own_models: bool = True,
     say: Say = lambda _: None,
 ) -> list[Forecast]:
-    """Return the forecasts of ``runs``, {name of the run directory in ``cells``: experiment}, in the same order.
+    """Return the forecasts of ``runs``, {name of the run directory: experiment}, in the same order.
 
-    ``watch``: measures the time of each new kind of work; None: no time is measured. ``billed``: function that returns
-    True while there is time for a further PLD computation; the privacy cost of private runs is first computed by RDP,
-    which is fast. None: neither privacy costs nor bytes are computed. ``timed_own_models``: True also executes models
-    of the user's own code, which might crash this process. ``say``: function that receives progress messages. Only the
-    timed steps are trained, on public test records, and no file is written. Raises UserError for a run that cannot
-    train on this machine with its precision.
+    ``cells``: the folder with the run directories. ``watch``: the stopwatch that times each kind of work once, with a
+    few training steps on public test records; None: no time is estimated. ``billed``: function that returns True while
+    there is time for a further PLD computation (numerical privacy accounting, which is slow). Private runs without one
+    get the privacy cost by RDP. None: neither privacy costs nor bytes are computed. ``timed_own_models``: False does
+    not time models of the user's own code, which might crash this process. ``say``: function that receives progress
+    messages. No file is written. Raises UserError for a run that cannot train on this machine with its precision.
     """
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
-    partial: dict[int, _Partial] = {}
+    partial: dict[int, _Untimed] = {}
     rough: dict[int, Experiment] = {}
     messages: dict[str, Mapping[str, Traffic]] = {}
     ordered = by_records(runs.items(), lambda run: (run[1].data, run[1].features))
     for number, (place, (name, experiment)) in enumerate(ordered, 1):
-        say(f"looking at run {number:,} of {len(runs):,}")
+        say(f"checking run {number:,} of {len(runs):,}")
         job = job_of(experiment, data_root)
         is_finished = finished_result(cells / name, job.experiment, data_root) is not None
         if not is_finished:
             check_trainer(job)
-        procedure, made = procedure_of(job), _made(job, seen)
+        procedure, made = procedure_of(job), _available_outputs(job, seen)
         works = () if is_finished else tuple(procedure.work())
         is_timed = watch is not None and (timed_own_models or ":" not in job.experiment.model)
         for work in works if is_timed else ():
@@ -95,28 +96,29 @@ def forecast(
                 kinds.setdefault(work.kind, work)
         known = Forecast(name, job.experiment.rounds, rounds_done(cells / name), is_finished, NOTHING, bool(made))
         if billed:
-            known, is_exact = _priced(known, job, lambda: False)
+            known, is_exact = _with_privacy_cost(known, job, lambda: False)
             if not is_exact:
                 rough[place] = experiment
-        # Without its job: thousands of splits would fill the memory.
-        works = tuple(replace(work, ready=work.ready and _forgotten) for work in works)
-        traffic = _traffic_of(procedure, messages) if billed else {}
-        partial[place] = _Partial(known, works, made, traffic, watch if is_timed else None)
+        # ``ready`` refers to the job: the partitions of thousands of jobs would fill the memory.
+        works = tuple(replace(work, ready=work.ready and _never_called) for work in works)
+        traffic = _traffic(procedure, messages) if billed else {}
+        partial[place] = _Untimed(known, works, made, traffic, watch if is_timed else None)
     if watch is not None:
         watch.time_all(kinds.values(), say)
     for place, experiment in rough.items():
         if not (billed and billed()):
             break
-        say(f"adding up what {partial[place].known.name} costs in privacy")
-        known, _ = _priced(partial[place].known, job_of(experiment, data_root), billed)
+        say(f"computing the privacy cost of {partial[place].known.name}")
+        known, _ = _with_privacy_cost(partial[place].known, job_of(experiment, data_root), billed)
         partial[place] = partial[place]._replace(known=known)
     return [partial[place].forecast() for place in range(len(partial))]
 
 
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
-    """Return the remaining seconds of all runs in their order, with ``jobs`` runs in parallel.
+    """Return the seconds until all runs are finished, with ``jobs`` runs in parallel, started in their order.
 
-    The result is 0 if all runs are finished. Runs without a measured time are left out; None if no run has one.
+    Runs without a time estimate are left out. Return 0 if all runs are finished; None if no unfinished run has a time
+    estimate.
     """
     left = [one.seconds_left for one in found if not one.is_finished]
     timed = [seconds for seconds in left if seconds is not None]
@@ -129,20 +131,20 @@ def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
 
 
 def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
-    """Return the number of runs and their remaining time, with ``jobs`` runs in parallel, as text."""
+    """Return as text the numbers of all and finished runs, and the remaining time with ``jobs`` runs in parallel."""
     num_finished = sum(one.is_finished for one in found)
-    told = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
+    line = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
     if not (seconds := seconds_together(found, jobs)):
-        return told
+        return line
     beside = f" with {jobs} side by side" if jobs > 1 else ""
     about = "at least" if any(one.estimate.at_least for one in found) else "about"
-    told += f"; the rest takes {about} {in_time(seconds)}{beside}, by steps that were timed just now"
+    line += f"; the rest takes {about} {in_time(seconds)}{beside}, by steps that were timed just now"
     unknown = sum(one.seconds_left is None for one in found)
-    return f"{told} ({unknown} of them were not, and come on top)" if unknown else told
+    return f"{line} ({unknown} of them were not, and come on top)" if unknown else line
 
 
 def in_time(seconds: float) -> str:
-    """Return a time in seconds as rounded text.
+    """Return a duration, given in seconds, as rounded text in seconds, minutes or hours.
 
     >>> [in_time(seconds) for seconds in (0.4, 59, 1500, 45000)]
     ['1 s', '59 s', '25 min', '12.5 h']
@@ -154,16 +156,17 @@ def in_time(seconds: float) -> str:
 
 def rounds_done(directory: Path) -> int:
     """Return the number of finished rounds of the run in ``directory``; 0 for a missing or damaged run."""
-    with suppress(UserError):  # damage is reported when the run is resumed
+    with suppress(UserError):  # a damaged run is reported when it is resumed
         return len(read_rounds(directory))
     return 0
 
 
 @dataclass(frozen=True)
 class SearchForecast:
-    """The forecast of one search. ``rounds``: rounds of all trials together. ``done``: number of finished rounds.
+    """The forecast of one hyperparameter search.
 
-    ``seconds_left``: seconds of the unfinished rounds with one run at a time; None if nothing was timed.
+    ``rounds``: total number of rounds of all trials. ``done``: number of finished rounds. ``seconds_left``: estimated
+    seconds of the unfinished rounds without parallel runs; None without a time estimate.
     """
 
     search: Search
@@ -175,17 +178,18 @@ class SearchForecast:
 def search_forecasts(
     settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None, runs: Sequence[Forecast]
 ) -> list[SearchForecast]:
-    """Return the forecasts of the ``searches`` of the table in ``out``. Searches with equal trials count once.
+    """Return the forecasts of the hyperparameter ``searches`` of the table in ``out``.
 
-    ``runs``: the forecasts of the table's own runs. A round of a trial is assumed to take as long as a round of them.
+    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A round of a
+    trial is assumed to take as long as a round of the run in the same cell.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}
     for search in searches:
         assert settings.tune is not None, "a table that tunes nothing"
-        trials = [proposed_trial(search, settings.tune, number, ()) for number in turns(settings.tune)[0]]
+        trials = [proposed_trial(search, settings.tune, number, ()) for number in trial_batches(settings.tune)[0]]
         shortest = search.rungs[0].rounds
-        directories = dict.fromkeys(  # of the trials that are known beforehand: all but those by Optuna
+        directories = dict.fromkeys(  # without the trials that Optuna will propose
             trial_directory(experiment_of(settings, trial, shortest), out / TRIALS, data_root) for trial in trials
         )
         rounds, before = 0, 0
@@ -201,23 +205,26 @@ def search_forecasts(
 
 
 def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
-    """Return as text the number of trials, all and finished rounds, and the time left with ``jobs`` parallel runs."""
+    """Return as text the number of trials, their rounds, and the remaining time with ``jobs`` runs in parallel."""
     rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
     trials = sum(one.search.rungs[0].trials for one in searches)
-    told = (
+    line = (
         f"{len(searches)} search{'' if len(searches) == 1 else 'es'} for settings, one a row and column: {trials} "
         f"trials with {rounds:,} rounds together, {done:,} of them done"
     )
     seconds = [one.seconds_left for one in searches if one.seconds_left is not None]
     if len(seconds) < len(searches):
-        return told
+        return line
     return (
-        f"{told}; the rest takes about {in_time(sum(seconds) / jobs)}{f' with {jobs} side by side' if jobs > 1 else ''}"
+        f"{line}; the rest takes about {in_time(sum(seconds) / jobs)}{f' with {jobs} side by side' if jobs > 1 else ''}"
     )
 
 
-class _Partial(NamedTuple):
-    """A forecast without times. ``works``: kinds of work to be timed. ``made``: keys of existing stage outputs."""
+class _Untimed(NamedTuple):
+    """A forecast before the work is timed. ``works``: the kinds of work of the run.
+
+    ``made``: keys of the stage outputs that exist, so that their work costs no time. ``traffic``: the bytes of the run.
+    """
 
     known: Forecast
     works: tuple[Work, ...]
@@ -229,8 +236,11 @@ class _Partial(NamedTuple):
         return replace(self.known, estimate=estimate_of(self.works, self.watch, self.traffic, made=self.made))
 
 
-def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
-    """Return the traffic of a run. Runs without stages that differ only in partition and seeds share one result."""
+def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
+    """Return the bytes that a run transmits.
+
+    ``known``: results that runs without stages share if they differ only in partition and seeds.
+    """
     if stages_of(procedure.job):
         return procedure.traffic()
     alike = procedure.job.experiment.model_dump_json(exclude=_NOT_OF_A_MESSAGE)
@@ -239,11 +249,10 @@ def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -
     return known[alike]
 
 
-def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
-    """Return the forecast with its privacy cost, and True if the cost is exact.
+def _with_privacy_cost(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
+    """Return (forecast with its privacy cost, True if no PLD computation was skipped).
 
-    Before each PLD computation ``may_begin`` is called. If it returns False, the cost is computed by RDP alone, and the
-    second value is False.
+    ``may_begin`` is called before each PLD computation. If it returns False, the cost is computed by RDP alone.
     """
     refused: list[bool] = []
 
@@ -254,17 +263,20 @@ def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[F
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # for a PLD that some notes need
+        with suppress(NoTimeError):  # a note needs a PLD computation that ``may_begin`` did not allow
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     return replace(known, paid=paid, notes=notes), not any(refused)
 
 
-def _forgotten(*_: int) -> Callable[[], object]:
+def _never_called(*_: int) -> Callable[[], object]:
     raise AssertionError("each kind of work is timed by the first run that has it")
 
 
-def _made(job: Job, seen: set[str]) -> frozenset[str]:
-    """Return the keys of the stage outputs that exist, or that an earlier run in the list makes."""
+def _available_outputs(job: Job, seen: set[str]) -> frozenset[str]:
+    """Return the keys of the outputs of the job's stages that exist, or that an earlier run of the table makes.
+
+    ``seen``: the keys of earlier runs, to which the keys of this job are added.
+    """
     needed = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
     there = frozenset(key for key, stage in needed if key in seen or stage.is_made())
     seen.update(key for key, _ in needed)

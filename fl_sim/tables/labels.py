@@ -34,7 +34,7 @@ _RARE = {
     "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
     "batch_norm": "BatchNorm",
 }  # fmt: skip
-"""Settings of local training that a caption states only if any cell differs from the default; {name: caption text}."""
+"""{setting of local training: its text in a caption}. The caption states these settings only if a cell changes them."""
 
 _LOCAL = tuple(
     f"local.{name}"
@@ -44,21 +44,22 @@ _LOCAL = tuple(
 _IN_SETTINGS = {
     "clients", "rounds", "model", "features", "normalise", *_LOCAL, *(f"local.{name}" for name in _RARE),
 }  # fmt: skip
-"""Settings that the line "Settings" of the caption states."""
+"""Settings that the caption states in its line "Settings"."""
 
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 def data_label(name: str) -> str:
-    """Return the displayed name of a data set, as in the heading of a table."""
+    """Return the name of a data set as tables show it, such as "MNIST" for "mnist"."""
     return _DATA.get(name) or short_label(name)
 
 
 @dataclass(frozen=True)
 class RowName:
-    """The parts of a row's name. ``method``: the full name of the method. ``further``: {setting: value} in the name.
+    """The parts of the name of a table's row.
 
-    ``experiment``: one experiment of the row. ``is_chosen``: True if the user gave the name.
+    ``method``: the full name of the method. ``further``: {setting: value} of the settings that the name states after
+    the method. ``experiment``: one experiment of the row. ``is_chosen``: True if the user chose the name.
     """
 
     method: str
@@ -68,11 +69,10 @@ class RowName:
 
 
 def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
-    """Return {row: (short label, remaining settings)}.
+    """Return {row: (short label, remaining settings)} for the rows of a table.
 
-    A label states the settings in which rows of the same method differ, also where they have the default value. All
-    labels are distinct. The remaining settings are those that neither the label nor the line "Settings" of the caption
-    states.
+    The label of a row states the settings in which rows of the same method differ, default values included. All labels
+    are distinct. The remaining settings of a row are neither in its label nor in the caption's line "Settings".
     """
     spanned: dict[str, dict[str, str]] = {}
     for one in rows.values():
@@ -96,10 +96,10 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 
 
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
-    """Return the label of a method: preprocessing, algorithm, and the server unless it is the default one.
+    """Return the label of a method: its preprocessing and algorithm, and its ``server`` setting unless default.
 
-    ``varied``: parameters of the preprocessing that the label states even with their default values. ``own``: the same
-    for parameters of the algorithm and the server.
+    A label states the parameters that differ from their defaults. ``varied``: parameters of the preprocessing that the
+    label states even with their default values. ``own``: such parameters of the algorithm and the server.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -133,7 +133,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label always states.
     """
     changed = _changed(settings, also)
-    if not isinstance(vars(type(settings)).get("title", ""), str):  # computed from the first parameter
+    if not isinstance(vars(type(settings)).get("title", ""), str):  # a property: the title states the first parameter
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     return title_of(settings) + _in_brackets(changed)
 
@@ -161,13 +161,16 @@ def caption(
     columns: Sequence[str] = (),
     settings: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the caption of a table of federated ``experiments``: the meaning of its numbers, then labelled lines.
+    """Return the lines of the caption of a table of ``experiments``.
 
-    ``notes``: {data set: note on it}. ``shares``: {data set: share of the largest class in its test records}. ``rows``
-    and ``columns``: the row label and the column name of each experiment; a value that differs between experiments is
-    stated with these labels. ``settings``: {row label: settings that no other line of the caption states}.
+    The first line says which accuracies the table shows. Each further line starts with a label, such as "Data:".
+
+    ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the largest class in its test
+    records}. ``has_bound``: True if the table has the upper bound, centralized training. ``rows`` and ``columns``: the
+    row label and the column name of each experiment; the caption states a value that not all experiments share with the
+    names of its rows or columns. ``settings``: {row label: settings that no other line of the caption states}.
     """
-    told = partial(_with_places, rows=rows, columns=columns)
+    show = partial(_with_places, rows=rows, columns=columns)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
     algorithms: list[tuple[object, float]] = [(e.algorithm, e.local.momentum) for e in experiments]
     advice = [one.advice(momentum) for one, momentum in algorithms if isinstance(one, Advising)]
@@ -184,8 +187,8 @@ def caption(
     return (
         f"Test accuracy in percent; last: after the last round; best: {_best(experiments)}.",
         f"Data: {data}.{baseline}",
-        f"Settings: {_federation(experiments, told)}; {_training(experiments, told)}; {_exchange(experiments, told)}.",
-        f"Seeds: {spread(experiments)}.",
+        f"Settings: {_federation(experiments, show)}; {_training(experiments, show)}; {_exchange(experiments, show)}.",
+        f"Seeds: {seeds_in_words(experiments)}.",
         *([" ".join(remarks)] if remarks else []),
         *_captions([e.preprocess for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
@@ -194,19 +197,23 @@ def caption(
     )
 
 
-def took(result: Mapping[str, Any]) -> str:
-    """Return the duration of a run as text; for a private run, an upper bound."""
+def duration_in_words(result: Mapping[str, Any]) -> str:
+    """Return the duration of a run as text.
+
+    The text for a private run is an upper bound, because the exact duration would reveal the number of records.
+    """
     seconds = result["seconds"]["total"]
     return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
 
 
 def run_name(experiment: Experiment, dataset: Dataset) -> str:
-    """Return the directory name of a resolved experiment, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
+    """Return the directory name of a run in a table, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
 
-    The name does not depend on the engine, so that another engine can resume the run.
+    The name ends with a hash of the settings and of the numbers of records. The name does not depend on the engine, so
+    that another engine can resume the run. ``experiment`` has all defaults that depend on the data filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
-    if experiment.evaluate == Evaluate():  # a later setting: older runs keep their names
+    if experiment.evaluate == Evaluate():  # keeps the names of runs from before this setting existed
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
@@ -217,9 +224,10 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
 
 
 def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
-    """Return the kind of seed over which a table averages: the only kind with several ``values``, else ``seed``.
+    """Return the name of the seed setting over which a table averages: one of ``SEEDS``.
 
-    If another kind of seed has several values, each value makes a row of its own.
+    ``values``: {seed setting: its values in the table}. If exactly one seed setting has several values, return this
+    setting; else return ``seed``. Each value of any other seed setting has a row of its own.
 
     >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
     ('model_seed', 'seed')
@@ -228,8 +236,8 @@ def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
     return several[0] if len(several) == 1 else "seed"
 
 
-def spread(experiments: Sequence[Experiment]) -> str:
-    """Return as text the seeds over which the table of ``experiments`` averages, and its fixed seeds."""
+def seeds_in_words(experiments: Sequence[Experiment]) -> str:
+    """Return the text of the caption's line "Seeds": the seeds over which the table averages, and the fixed seeds."""
     found = {name: list(dict.fromkeys(getattr(one, name) for one in experiments)) for name in SEEDS}
     over = seed_of_means(found)
     values, what = found.pop(over), over.replace("_", " ")
@@ -240,7 +248,7 @@ def spread(experiments: Sequence[Experiment]) -> str:
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return {name: value} of the parameters that differ from their defaults, and of the parameters in ``also``."""
+    """Return {name: value} of the parameters that differ from their defaults or are in ``also``."""
     changed: dict[str, Any] = {}
     for name, default in field_defaults(type(settings)).items():
         value = getattr(settings, name)
@@ -261,7 +269,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a parameter value as text. A settings object is shown as its kind and its values that are not default."""
+    """Return the value of a parameter as text. The text of settings has their kind and their changed parameters."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
@@ -270,7 +278,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the explanation of "best" in the caption: the records on which the best round is chosen."""
+    """Return the caption's explanation of the column "best": the records on which the best round is chosen."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, as nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
@@ -286,22 +294,22 @@ def _best(experiments: Sequence[Experiment]) -> str:
     return chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and so optimistic"
 
 
-def _federation(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]], str]) -> str:
+def _federation(experiments: Sequence[Experiment], show: Callable[[Iterable[Any]], str]) -> str:
     return (
-        f"{told(e.clients for e in experiments)} clients, model {told(e.model for e in experiments)}"
-        f"{_unless('normalise', told(e.normalise for e in experiments), 'published')}"
-        f"{_unless('features', told(e.features for e in experiments))}"
-        f"{_unless('devices', told(_short(e.devices) for e in experiments))}"
+        f"{show(e.clients for e in experiments)} clients, model {show(e.model for e in experiments)}"
+        f"{_unless('normalise', show(e.normalise for e in experiments), 'published')}"
+        f"{_unless('features', show(e.features for e in experiments))}"
+        f"{_unless('devices', show(_short(e.devices) for e in experiments))}"
     )
 
 
-def _exchange(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]], str]) -> str:
+def _exchange(experiments: Sequence[Experiment], show: Callable[[Iterable[Any]], str]) -> str:
     attacks = [f"{_short(e.attack)} by {e.attack.clients} of them" if e.attack.clients else "none" for e in experiments]
     return (
-        f"sampler {told(short_form(e.sampler) for e in experiments)}, "
-        f"aggregator {told(short_form(e.aggregator) for e in experiments)}"
-        f"{_unless('attack', told(attacks))}"
-        f"{_unless('compress', told(short_form(e.compress) for e in experiments))}"
+        f"sampler {show(short_form(e.sampler) for e in experiments)}, "
+        f"aggregator {show(short_form(e.aggregator) for e in experiments)}"
+        f"{_unless('attack', show(attacks))}"
+        f"{_unless('compress', show(short_form(e.compress) for e in experiments))}"
     )
 
 
@@ -309,30 +317,29 @@ def _unless(name: str, values: str, default: str = "none") -> str:
     return "" if values == default else f", {name} {values}"
 
 
-def _training(experiments: Sequence[Experiment], told: Callable[[Iterable[Any]], str]) -> str:
+def _training(experiments: Sequence[Experiment], show: Callable[[Iterable[Any]], str]) -> str:
     local = [e.local for e in experiments]
     further = ""
     for name, words in _RARE.items():
         values = [getattr(one, name) for one in local]
         if {*values} - {0, "none"}:
-            further += f", {words} {told(values)}"
+            further += f", {words} {show(values)}"
     return (
-        f"{told(e.rounds for e in experiments)} rounds of {told(map(_length, local))}, "
-        f"batch size {told(one.batch_size for one in local)}, {told(_OPTIMIZER[one.optimizer] for one in local)} with "
-        f"{told(short_form(one.schedule) for one in local)} learning rate {told(one.learning_rate for one in local)}, "
-        f"momentum {told(one.momentum for one in local)}, "
-        f"weight decay {told(one.weight_decay for one in local)}{further}"
+        f"{show(e.rounds for e in experiments)} rounds of {show(map(_length, local))}, "
+        f"batch size {show(one.batch_size for one in local)}, {show(_OPTIMIZER[one.optimizer] for one in local)} with "
+        f"{show(short_form(one.schedule) for one in local)} learning rate {show(one.learning_rate for one in local)}, "
+        f"momentum {show(one.momentum for one in local)}, "
+        f"weight decay {show(one.weight_decay for one in local)}{further}"
     )
 
 
 def _length(local: Local) -> str:
-    """Return the length of local training in one round as text, in epochs or steps."""
     number, unit = (local.steps, "step") if local.steps else (local.epochs, "epoch")
     return f"{number} local {unit}{'' if number == 1 else 's'}"
 
 
 def _captions(chosen: Sequence[Any]) -> list[str]:
-    """Return the caption lines of the ``chosen`` settings, grouped by kind."""
+    """Return the caption lines that the kinds of the ``chosen`` settings write, each kind for all its settings."""
     kinds = dict.fromkeys(type(one) for one in chosen if isinstance(one, Captioned))
     return [
         said
@@ -348,7 +355,7 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """Return the most frequent value, and each other value with its rows (or columns), as text.
+    """Return as text the most frequent value, and each other value with the rows (or columns) that have this value.
 
     >>> _with_places([0.9, 0.0, 0.9], rows=["A", "B", "C"], columns=["x"] * 3)
     '0.9 (0 for B)'
@@ -367,12 +374,11 @@ def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequenc
 
 
 def _quoted(place: str) -> str:
-    """Return a name, in quotes if the name contains a comma."""
     return f"'{place}'" if "," in place else place
 
 
 def _value_at(experiment: Experiment, key: str) -> str:
-    """Return the value of a dotted key as text; empty if the experiment has no such setting."""
+    """Return the value of a setting, such as "local.momentum", as text; empty if the experiment lacks the setting."""
     value: Any = experiment
     for name in key.split("."):
         value = getattr(value, name, None)

@@ -1,4 +1,4 @@
-"""The plan of a table: methods are rows, data sets and partitions are columns. All cells are checked before any run."""
+"""The plan of a table: its rows (methods), columns (data set and partition) and cells, all checked before any run."""
 
 import itertools
 import math
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
     from fl_sim.experiment.job import Job
 
 MOST_CELLS = 10_000
-"""Largest number of cells of a table. The check of a larger table would take minutes, and its result be unreadable."""
+"""Largest number of cells of a table. A larger table would take minutes to check, and nobody could read it."""
 
 T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
 _LABEL = "label"
-"""Key in an entry of ``grid.algorithm`` for the row name that the user gives."""
+"""Key in an entry of ``grid.algorithm``. Its value is the user's own name of the row."""
 
 Point: TypeAlias = Mapping[str, Any]
-"""A point of the grid: {dotted key: value} of the settings of a cell that differ from [base]."""
+"""A point of the grid: {setting: value} of the settings in which a cell differs from [base]. Keys may be dotted."""
 
 AXES = ("algorithm", "data", "partition", "seed")
-"""Keys that are always axes of the grid, even if [grid] does not contain them."""
+"""Settings that are always axes of the grid. A setting that [grid] does not contain has one value."""
 
 CENTRALIZED: Point = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
     "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
     "partition_seed": None, "sampling_seed": None,
 }  # fmt: skip
-"""The settings of the upper bound, for any partition and number of clients of its column."""
+"""The settings of the upper bound: centralized training, without partition and clients, whatever the column."""
 
 _FEDAVG: Point = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 
@@ -67,17 +67,18 @@ def _are_grids(given: Any) -> Any:
     several = given if isinstance(given, list | tuple) else [given]
     if several and all(isinstance(one, Mapping) for one in several):
         return given
-    raise ValueError("give a table, [grid], or several of them, [[grid]]")
+    raise ValueError("give one table, [grid], or several tables, [[grid]]")
 
 
 class TableSettings(Settings):
-    """``base``: settings of all cells; ``grid``: {key: list of values}; ``centralized`` adds the upper-bound row.
+    """The settings of a table, as in its TOML file.
 
-    ``grid`` may be a list of grids, ``[[grid]]`` in a file. The table then has the cells of all grids.
-    ``tune``: the hyperparameter search before the cells run; None: no search.
-    An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``,
-    and its ``label`` is the name of its row. ``reference``: the row with which the other rows are compared, by its name
-    or its short label; empty: the row with the highest mean.
+    ``base``: settings of all cells. ``grid``: {setting: list of values}; the table has a cell for each combination of
+    values. ``grid`` may be a list of grids, ``[[grid]]`` in a file; the table then has the cells of all grids. An entry
+    of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``; its
+    ``label`` is the name of its row. ``centralized``: True adds a row with the upper bound, centralized training.
+    ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or short label of
+    the row with which the other rows are compared; empty: the row with the highest mean.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -90,13 +91,13 @@ class TableSettings(Settings):
 
     @property
     def grids(self) -> list[dict[str, Any]]:
-        """Return the list of grids, with dotted keys."""
+        """Return the grids as a list of flat dictionaries, with keys such as "local.momentum"."""
         return [dict(flat(grid)) for grid in (self.grid if isinstance(self.grid, tuple) else (self.grid,))]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment at its place in the table. The same experiment of an upper bound is in several columns."""
+    """One experiment and its place in the table. The experiment of an upper bound can stand in several columns."""
 
     row: str
     column: str
@@ -104,7 +105,7 @@ class Cell:
     """The value of the seed over which the table averages."""
     experiment: Experiment
     name: str
-    """Name of the run directory. It is readable, and unique for the settings and the records."""
+    """Name of the run directory. Different settings or records have different names."""
     point: Point = field(compare=False)
 
 
@@ -118,39 +119,46 @@ class Plan:
     upper_bounds: frozenset[str]
     caption: tuple[str, ...]
     over: str = "seed"
-    """The kind of seed in which the cells of a row and column differ."""
+    """Name of the seed setting over which the table averages, such as "model_seed"."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """{row: short label}."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """{row: settings that neither its label nor another line of the caption states}."""
+    """{row: settings that are neither in the label of the row nor in another line of the caption}."""
     reference: str = ""
-    """The row with which the other rows are compared; empty: the row with the highest mean."""
+    """Name of the row with which the other rows are compared; empty: the row with the highest mean."""
 
     @property
     def runs(self) -> dict[str, Experiment]:
-        """Return {directory name: experiment} in the order of the rows. Each experiment occurs once."""
+        """Return {name of the run directory: experiment} in the order of the rows. Each experiment occurs once."""
         return {cell.name: cell.experiment for cell in self.cells}
 
 
 def deadline_after(hours: float | None) -> float:
-    """Return the time ``hours`` from now, by ``time.monotonic``; infinity for None. Raise UserError if invalid."""
+    """Return the time in ``hours`` hours, by the clock ``time.monotonic``; infinity for None.
+
+    Raises UserError unless ``hours`` is positive and finite.
+    """
     if hours is None:
         return math.inf
     if not 0 < hours < math.inf:
-        raise UserError(f"budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
+        raise UserError(
+            f"budget {hours:g}: the time for a table is a positive number of hours: give hours, such as 2.5, or leave "
+            "the budget out for no limit"
+        )
     return time.monotonic() + 3600 * hours
 
 
 def read_settings(path: Path, overrides: list[str]) -> TableSettings:
-    """Return the settings in a table's TOML file, with ``key=value`` overrides as in ``table_settings``."""
+    """Return the settings in a table's TOML file, changed by ``key=value`` overrides as in ``table_settings``."""
     return table_settings(read_table(path), overrides, str(path))
 
 
 def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -> TableSettings:
-    """Return the settings of a ``table`` with ``key=value`` overrides. ``where``: source of the table, for errors.
+    """Return the settings of a table, changed by ``key=value`` overrides from the command line.
 
-    An override of a grid key, of a key in ``AXES`` or of several seeds is a list of values (``seed=0,1,2``) for the
-    grids. Overrides such as ``tune.trials=4`` change [tune]; all others change [base]. Raises UserError for invalid
+    ``table``: the content of the TOML file. ``where``: the name of the file, for error messages. An override of a
+    setting in [grid], in ``AXES``, or of several seeds is a list of values for the grids, such as ``seed=0,1,2``. An
+    override such as ``tune.trials=4`` changes [tune]. All other overrides change [base]. Raises UserError for invalid
     overrides.
     """
     changed: dict[str, Any] = {}
@@ -162,7 +170,9 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
             changed[key] = value
         elif key.startswith("tune."):
             if key.split(".")[1] in {"space", "spaces"}:
-                raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
+                raise UserError(
+                    f"{shortened(override)!r}: the search space cannot be changed here: change [tune.space] in the file"
+                )
             tune[key.removeprefix("tune.")] = value
             changed["tune"] = tune
         else:
@@ -181,7 +191,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
                 grid[key] = value.split(",")
         else:
             base.append(override)
-    start = {"engine": "inprocess", **settings.base}  # cells side by side already fill the cores
+    start = {"engine": "inprocess", **settings.base}  # parallel runs already use all cores
     given = tuple(grids) if isinstance(settings.grid, tuple) else grids[0]
     return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
 
@@ -189,17 +199,19 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
 def plan_table(
     settings: TableSettings, data_root: Path | None = None, say: Callable[[str], object] = lambda _: None
 ) -> Plan:
-    """Expand the grid, check settings, data, partition and model of every cell, and return the plan.
+    """Return the plan of a table: the cells of its grids, each with checked settings, data, partition and model.
 
-    ``say``: function that receives progress messages. Raises UserError, with the name of the cell, for the first
-    invalid cell.
+    ``data_root``: the folder of the data sets; None: the default folder. ``say``: function that receives progress
+    messages. Raises UserError for the first invalid cell; the message has the settings of the cell.
     """
     grids = settings.grids
     for key, values in (item for grid in grids for item in grid.items()):
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.{key} = {values!r}: give a list of one or more values, such as {key} = [{values!r}]")
     if (num_cells := sum(math.prod(map(len, grid.values())) for grid in grids)) > MOST_CELLS:
-        raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
+        raise UserError(
+            f"the grid has {num_cells:,} cells, and a table may have at most {MOST_CELLS:,}: split it into tables"
+        )
     placed = _all_placed(settings, data_root, say)
     values_of: dict[str, list[Any]] = {}
     for key, values in (item for grid in grids for item in grid.items()):
@@ -221,9 +233,9 @@ def plan_table(
         if cells.setdefault(place, cell) != cell:
             one_kind, other = (kind_of(each.experiment.algorithm) for each in (cells[place], cell))
             raise UserError(
-                f"two cells stand in row {row}, column {one.column}, seed {place[2]}: {one_kind} and {other} have one "
-                "title, or the row does not name their difference; give each class a title, or each entry of "
-                "grid.algorithm a label, of its own"
+                f"row {row}, column {one.column}, seed {place[2]} would hold two different runs: {one_kind} and "
+                f"{other} have the same title, or the row's name does not state their difference; give each class its "
+                "own title, or each entry of grid.algorithm its own label"
             )
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
@@ -238,9 +250,10 @@ def plan_table(
 def tuned(
     settings: TableSettings, plan: Plan, chosen: Mapping[tuple[str, str], Mapping[str, Any]], data_root: Path | None
 ) -> Plan:
-    """Return ``plan`` with the tuned values. ``chosen``: {(row, column): {key: value}}.
+    """Return ``plan`` with the values that the hyperparameter search chose.
 
-    Each run looks at the test records only once, after its last round. The names of the rows do not change.
+    ``chosen``: {(row, column): {setting: value}}. Each run of the new plan evaluates the test records only once, after
+    its last round. The names of the rows do not change.
     """
     points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), "evaluate.test": "last"} for cell in plan.cells]
     placed = [_placed(settings, point, data_root) for point in points]
@@ -253,7 +266,9 @@ def tuned(
 
 
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
-    """Return (index, item) for all ``given`` items, reordered so that items with the same records are adjacent.
+    """Return (index, item) for all ``given`` items, in an order in which items with the same records are neighbours.
+
+    Each data set is then loaded once. ``records_of``: function that returns a key of the records of an item.
 
     >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
     [(0, 'b1'), (2, 'b2'), (1, 'a1')]
@@ -263,7 +278,10 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 
 
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
-    """Yield the points of a grid, method by method. ``centralized``: True adds the upper bound as last method."""
+    """Yield all points of a grid, one method after the other. ``centralized``: True adds the upper bound at the end.
+
+    ``base``: the settings in [base], which give the axes that the grid does not contain their value.
+    """
     axes = dict(grid)
     for axis in AXES:
         default = Experiment.model_fields[axis].default
@@ -278,23 +296,29 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
 
 
 def is_bound(point: Point) -> bool:
-    """Return True if ``point`` belongs to an upper bound, which is centralized training."""
+    """Return True if ``point`` is an upper bound: its algorithm is centralized training."""
     algorithm = point["algorithm"]
     return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings for the run of ``point``. An upper bound loses all settings of federated learning."""
+    """Return the settings of ``point`` for its run. An upper bound gets the settings of centralized training."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings that determine the column of ``point``. An upper bound gets the settings of FedAvg."""
+    """Return the settings of ``point`` for the name of its column. An upper bound gets the settings of FedAvg.
+
+    The upper bound itself trains without a partition, but its column is named after one.
+    """
     return _outside(point, _FEDAVG) if is_bound(point) else point
 
 
 def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
-    """Return the experiment of ``point``. Raise UserError, with the settings of the point, if it is invalid."""
+    """Return the experiment with the settings ``base`` and ``point``.
+
+    Raises UserError if the experiment is invalid; the message has the settings of the point.
+    """
     with _naming(point):
         point = {key: value for key, value in point.items() if key != _LABEL}
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
@@ -302,9 +326,10 @@ def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
 
 
 def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":
-    """Return the job of ``point``, which is its resolved experiment with data and partition.
+    """Return the job of ``point``: the experiment with its data and partition loaded.
 
-    The job is checked as far as possible without a run. Raises UserError, with the settings of the point, if invalid.
+    Settings, model and trainer are checked as far as possible without a run. Raises UserError for an invalid job; the
+    message has the settings of the point.
     """
     experiment = experiment_at(base, point)
     with _naming(point):
@@ -319,7 +344,7 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
 
 
 def _reference(wanted: str, plan: Plan) -> str:
-    """Return the row with the name or label ``wanted``, or "" for "". Raise UserError if there is no such row."""
+    """Return the name of the row with the name or label ``wanted``; "" for "". Raise UserError for an unknown row."""
     found = [row for row in plan.rows if wanted in {row, plan.labels[row]}]
     if wanted and not found:
         known = list(plan.labels.values())
@@ -350,7 +375,7 @@ def _caption(plan: Plan, placed: Iterable["_Placed"]) -> tuple[str, ...]:
 
 
 class _Placed(NamedTuple):
-    """The checked experiment of a point. The job is not kept, because thousands of partitions would fill the memory."""
+    """The checked experiment of a point, without its job: thousands of partitions would fill the memory."""
 
     column: str
     experiment: Experiment
@@ -372,7 +397,7 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
 def _all_placed(
     settings: TableSettings, data_root: Path | None, say: Callable[[str], object]
 ) -> list[tuple[Point, _Placed]]:
-    """Return each point with its checked experiment. Points with equal records are checked together: one load."""
+    """Return each point of the table with its checked experiment, in the order of the grids."""
     given = [
         point for grid in settings.grids for point in points(settings.base, grid, centralized=settings.centralized)
     ]
@@ -391,9 +416,10 @@ def _row(
     further: Mapping[str, str],
     spanned: Collection[str],
 ) -> tuple[str, RowName]:
-    """Return the name of the row of ``point``, which includes ``further`` settings, and the parts of its short label.
+    """Return the name of the row of ``point``, and the parts from which the short label of the row is made.
 
-    A name from the user replaces all settings except the axes of the grid, ``spanned``.
+    ``further``: {setting: value} that the name states after the method. If the user gave the row a label, the name is
+    this label, followed only by the settings in ``spanned``, the axes of the grid.
     """
     chosen = str(point.get(_LABEL, ""))
     named = {key: value for key, value in further.items() if not chosen or key in spanned}
@@ -403,14 +429,17 @@ def _row(
 
 
 def _further(point: Point, over: str) -> dict[str, str]:
-    """Return {key: text} of the further settings in a row's name: axes that are not method, column or seed."""
+    """Return {setting: value as text} of the settings of ``point`` that are not in the method, the column or ``over``.
+
+    ``over``: the seed setting over which the table averages. A row's name states the returned settings.
+    """
     named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
     return {key: text(value) for key, value in further if key.split(".")[0] not in named}
 
 
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table with several settings."""
+    """Return the settings of one entry of ``grid.algorithm``: an algorithm, or a table with several settings."""
     if isinstance(entry, dict) and _LABEL in entry:
         others = {key: value for key, value in entry.items() if key != _LABEL}
         if not isinstance(entry[_LABEL], str) or not entry[_LABEL].strip():
@@ -421,20 +450,20 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     spanned = {key.split(".")[0] for key in grid} - {"algorithm"} | {"data", "partition", "seed"}
     if twice := sorted(set(entry) & spanned):
         raise UserError(
-            f"an entry of grid.algorithm sets {', '.join(twice)}, which spans the table as well: entries are for what "
-            "belongs to a method, such as algorithm, preprocess or aggregator"
+            f"an entry of grid.algorithm sets {', '.join(twice)}, which is an axis of the table already: an entry may "
+            "set only parts of a method, such as algorithm, preprocess or aggregator"
         )
     return {"algorithm": "fedavg", **entry}
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with ``instead`` in place of the settings that have the same first part of the key."""
+    """Return ``point`` with ``instead`` in place of all settings whose first part of the key is in ``instead``."""
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 
 
 @contextmanager
 def _naming(point: Point) -> Iterator[None]:
-    """Add the settings of the cell to the message of a UserError from the block."""
+    """Catch a UserError in the block, and raise it again with the settings of the cell in its message."""
     try:
         yield
     except UserError as error:
@@ -443,7 +472,7 @@ def _naming(point: Point) -> Iterator[None]:
 
 
 def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """Return ``base`` updated with ``point``. A table without ``kind`` changes only its own keys of the base table."""
+    """Return ``base`` updated with ``point``. A nested table without ``kind`` changes only its own keys."""
     merged = {**base, **point}
     for key, value in point.items():
         if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):

@@ -1,6 +1,7 @@
-"""Hyperparameter search before the runs of a table, with the same successive halving for every method, and its log.
+"""Hyperparameter search before the runs of a table, by successive halving, with the same effort for every method.
 
-A trial is one choice of values. A rung is one stage of successive halving; its best trials continue on the next rung.
+A trial is one choice of hyperparameter values. A rung is one stage of successive halving. The best trials of a rung
+continue on the next rung, with more rounds. The file ``tuning.csv`` lists all trials.
 """
 
 import csv
@@ -37,12 +38,16 @@ from fl_sim.tables.workers import Event, Failed
 TRIALS, LOG = "tuning", "tuning.csv"
 
 Runner: TypeAlias = Callable[[Mapping[str, Experiment], Mapping[str, str]], Iterable[Event]]
-"""A function that executes {name: experiment}, with {name: label for messages}, and yields the events of the runs."""
+"""A function that executes runs and yields their events. Arguments: {name: experiment} and {name: displayed label}."""
 
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """The search for one row in one column. ``cell``: the cell with the first seed, whose partition is used."""
+    """The search for the hyperparameters of one row in one column of the table.
+
+    ``cell``: the cell with the first seed; the trials have its seed and partition. ``space``: the search space.
+    ``rungs``: the stages of successive halving.
+    """
 
     cell: Cell
     space: Space
@@ -55,13 +60,13 @@ class Search:
 
     @property
     def title(self) -> str:
-        """Return row and column as text for messages."""
+        """Return "row, column" for messages."""
         return f"{self.cell.row}, {self.cell.column}"
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One choice of values in a search. ``number`` counts from 1."""
+    """One choice of hyperparameter values in a search. ``number``: number of the trial, from 1."""
 
     search: Search
     number: int
@@ -70,11 +75,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial on one rung. ``accuracy`` is in [0, 1], or None if the trial diverged.
+    """The result of a trial on one rung (stage of successive halving).
 
-    ``rung``: number of the rung, from 1. ``rounds``: length of the trial on this rung. ``trained``: rounds trained for
-    this rung; if possible, the trial extends its run of the previous rung. ``seconds``: time of the trained rounds,
-    known only roughly for a private run. ``name``: name of the run directory.
+    ``rung``: number of the rung, from 1. ``rounds``: total number of rounds of the trial. ``trained``: number of rounds
+    trained on this rung, which is smaller if the trial extends its run of the previous rung. ``name``: name of the run
+    directory. ``accuracy``: in [0, 1]; None if the trial diverged, with the ``error``. ``seconds``: time of the trained
+    rounds; only an upper bound for a private run.
     """
 
     trial: Trial
@@ -88,13 +94,13 @@ class TrialResult:
 
     @property
     def status(self) -> Literal["finished", "diverged"]:
-        """Return the status of the trial, ``finished`` or ``diverged``."""
+        """Return the status of the trial for ``tuning.csv``."""
         return "diverged" if self.accuracy is None else "finished"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best trial of a search, and the results of all trials."""
+    """The result of a search. ``best``: the best trial on the last rung. ``tried``: all trials on all their rungs."""
 
     search: Search
     best: TrialResult
@@ -102,16 +108,17 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings with a chosen value at an end of their range, beyond which better values may exist."""
+        """Return the settings whose chosen value is at an end of its search space: a wider space may be better."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
 
 def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
-    """Return the searches of ``settings.tune``, one per row and column, checked as far as possible without training.
+    """Return the hyperparameter searches of a table with a section [tune], one per row and column.
 
-    Raises UserError for an invalid search space, for a value in the space that a method refuses, for a search that
-    would read private records, and for trials that cannot run.
+    The searches are checked as far as possible without training. Raises UserError for an invalid search space, for a
+    value in the space that is invalid for a method, for a search that would read private records, and for trials that
+    cannot run.
     """
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
@@ -128,7 +135,7 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
         if found[cell.row]
     )
     if not searches:
-        raise UserError("tune has nothing to search for: name a setting in [tune.space], such as local.learning_rate")
+        raise UserError("[tune] has no setting to search for: name one in [tune.space], such as local.learning_rate")
     for search in {search.cell.row: search for search in searches}.values():
         usual = drawn(search.space, tune.seed, 0)
         for key, dimension in search.space.items():
@@ -139,26 +146,29 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
     return searches
 
 
-def turns(tune: Tune) -> list[range]:
-    """Return the batches of trials that start together, as ranges of trial numbers from 0.
+def trial_batches(tune: Tune) -> list[range]:
+    """Return the batches of trials whose values are drawn at the same time, as ranges of trial indices (from 0).
 
-    Random trials are one batch. With Optuna, the first quarter is random and one batch; each later trial is a batch of
-    its own.
+    A random search is one batch. Optuna's search begins with a batch of random trials, a quarter of all trials. Each
+    later trial is a batch of its own, because its values depend on the results of all earlier trials.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
     return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
 
 
 def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[TrialResult]) -> Trial:
-    """Return the trial with index ``number`` (from 0) of a search. ``tried``: the results of earlier trials."""
-    if number in turns(tune)[0]:
+    """Return the trial with index ``number`` (from 0) of a search.
+
+    ``tried``: the results of the earlier trials, from which Optuna proposes the values.
+    """
+    if number in trial_batches(tune)[0]:
         return Trial(search, number + 1, drawn(search.space, tune.seed, number))
     before = [(one.trial.values, one.accuracy) for one in tried]
     return Trial(search, number + 1, proposed(search.space, before, tune.seed))
 
 
 def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experiment:
-    """Return the experiment of a trial with ``rounds`` rounds. Raise UserError for values that the method refuses."""
+    """Return the experiment of a trial with ``rounds`` rounds. Raise UserError for values that are invalid."""
     assert settings.tune is not None
     return experiment_at(settings.base, _point(settings.tune, trial, rounds))
 
@@ -166,45 +176,48 @@ def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experim
 def tune(
     settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root: Path | None
 ) -> tuple[SearchResult, ...]:
-    """Search for the best settings of every method in every column, and return the results of all searches.
+    """Search for the best hyperparameters of every row in every column, and return the results of all searches.
 
-    Trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run`` executes the trials of one rung, then
-    those of the next one. Raises UserError like ``searches_of``, RunError for a trial that could not run, and RunError
-    if all trials of a search diverge.
+    The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: function that executes runs; it
+    is called once per batch of trials and per rung. Raises UserError like ``searches_of``, RunError for a trial that
+    failed without diverging, and RunError if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
-    return _searched(settings, searches, _Log(out / LOG), out / TRIALS, run, data_root)
+    return _search_results(settings, searches, _Log(out / LOG), out / TRIALS, run, data_root)
 
 
 def known_choices(
     settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None
 ) -> tuple[SearchResult, ...] | None:
-    """Return the results of the searches; None if any search is unfinished. No run is started, no file is written."""
+    """Return the results of ``searches`` from their files in ``out``; None if any search is unfinished.
+
+    No run is started, and no file is written.
+    """
 
     def run(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterable[Event]:
         del runs, labels
         raise _Unknown
 
     try:
-        return _searched(settings, searches, _Log(None), out / TRIALS, run, data_root)
+        return _search_results(settings, searches, _Log(None), out / TRIALS, run, data_root)
     except _Unknown:
         return None
 
 
 def ranked(tried: Iterable[TrialResult]) -> list[TrialResult]:
-    """Return the trials that did not diverge, sorted by accuracy, highest first; equal trials in their order."""
+    """Return the trials that did not diverge, by falling accuracy. Equal accuracies are sorted by trial number."""
     left = [one for one in tried if one.accuracy is not None]
     return sorted(left, key=lambda one: (-(one.accuracy or 0.0), one.trial.number))
 
 
 def values_of(choices: Iterable[SearchResult]) -> dict[tuple[str, str], Values]:
-    """Return {(row, column): chosen values}."""
+    """Return the chosen hyperparameter values, {(row, column): {setting: value}}."""
     return {choice.search.place: choice.best.trial.values for choice in choices}
 
 
 def csv_text(tried: Iterable[TrialResult]) -> str:
-    """Return CSV text with one line for each trial on each of its rungs. Accuracies are in [0, 1]."""
+    """Return the text of ``tuning.csv``: one line for each trial on each of its rungs. Accuracies are in [0, 1]."""
     table = [
         {
             "row": one.trial.search.cell.row, "column": one.trial.search.cell.column, "trial": one.trial.number,
@@ -226,7 +239,7 @@ class _Unknown(Exception):  # noqa: N818 (not an error)
 
 @dataclass
 class _Log:
-    """All trial results so far, also written to the file ``path``. With None, nothing is written."""
+    """The results of all trials so far. They are also written to the file ``path``, unless it is None."""
 
     path: Path | None
     tried: list[TrialResult] = field(default_factory=list)
@@ -242,7 +255,7 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    for part in ("algorithm", "preprocess"):  # the row's name has all that differs from the defaults
+    for part in ("algorithm", "preprocess"):  # the row's name states their parameters that are not default
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
         spanned |= {f"{part}.{name}" for name, default in defaults.items() if getattr(value, name) != default}
@@ -253,20 +266,20 @@ def _check_records(tune: Tune, cells: list[Cell], data_root: Path | None) -> Non
     if tune.data and (same := _same_records(tune.data, [cell.experiment.data for cell in cells], data_root)):
         other = "" if same == tune.data else f" holds records of {same}, which"
         raise UserError(
-            f"tune.data={tune.data}{other} is what the table itself is about, and trials on tune.data are judged by "
-            "its test records: name another, public data set, or leave tune.data out"
+            f"tune.data={tune.data}{other} is also the data set of the table, so trials would be compared on the "
+            "table's test records: name another, public data set, or leave tune.data out"
         )
     for cell in cells:
         if cell.experiment.is_private and not tune.data:
             raise UserError(
                 f"row {cell.row} promises privacy, and a search on {cell.experiment.data} would read private records "
-                'without noise: name a public data set to search on, tune.data = "NAME"; the runs of the table stay '
-                f"on {cell.experiment.data}"
+                'without noise: name a public data set for the search, tune.data = "NAME"; the runs of the table still '
+                f"train on {cell.experiment.data}"
             )
 
 
 def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> str:
-    """Return the first data set of ``others`` whose records have the same content as those of ``data``, or ""."""
+    """Return the first of the data sets ``others`` whose training or test records are those of ``data``; else ""."""
     trained, tested = contents_of(data, data_root)
     for other in dict.fromkeys(others):
         if other == data or not {trained, tested}.isdisjoint(contents_of(other, data_root)):
@@ -275,39 +288,39 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 
 
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
-    """Check all trials whose values are known before the search: values, data, partition and model."""
+    """Raise UserError if a trial of the first batch has invalid settings, or if the trials train another model."""
     tune, shortest = settings.tune, search.rungs[0].rounds
     assert tune is not None
-    known = [proposed_trial(search, tune, number, ()) for number in turns(tune)[0]]
+    known = [proposed_trial(search, tune, number, ()) for number in trial_batches(tune)[0]]
     for trial in known:
         experiment_of(settings, trial, shortest)
     ours = search.cell.experiment
     model = job_at(settings.base, _point(tune, known[0], shortest), data_root).experiment.model
     if model != ours.model and "model" not in search.space:
         raise UserError(
-            f"row {search.cell.row} trains model={ours.model} on {ours.data}, and would be tuned with model={model} on "
-            f"tune.data={tune.data}: set model in [base]"
+            f"row {search.cell.row} trains model={ours.model} on {ours.data}, but the default model for "
+            f"tune.data={tune.data} is model={model}: set model in [base], so that the search has the same model"
         )
 
 
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
-    """Return the settings of a trial: its cell's settings and its own values, with the evaluation of the search."""
+    """Return the settings of a trial: those of its cell, its hyperparameter values, and the evaluation of trials."""
     cell = trial.search.cell
     judged: dict[str, Any] = {"evaluate.validation": tune.validation, "evaluate.test": "never"}
     if tune.data:
         judged = {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds"}
         if is_own(tune.data) and cell.experiment.is_private:
-            judged["evaluate.test_is_public"] = True  # as all of tune.data is
+            judged["evaluate.test_is_public"] = True  # all records of tune.data are public
     whole = {"rounds": rounds, "evaluate_every": 1, "evaluate.patience": 0, "evaluate.target_accuracy": 0}
     return dict(as_run({**cell.point, **trial.values, **whole, **judged}))
 
 
-def _searched(
+def _search_results(
     settings: TableSettings, searches: Sequence[Search], log: _Log, folder: Path, run: Runner, data_root: Path | None
 ) -> tuple[SearchResult, ...]:
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
-    for numbers in turns(tune):
+    for numbers in trial_batches(tune):
         trials = [proposed_trial(search, tune, number, log.of(search)) for search in searches for number in numbers]
         log.add(_results(settings, trials, log.tried, run, folder, data_root))
     for step in range(1, max(len(search.rungs) for search in searches)):
@@ -325,7 +338,7 @@ def _searched(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trial on a rung (from 1). ``after``: the number of first rounds that an earlier rung already trained."""
+    """A trial on a rung, with its run. ``after``: the number of rounds that an earlier rung already trained."""
 
     trial: Trial
     rung: int
@@ -342,13 +355,13 @@ def _results(
     folder: Path,
     data_root: Path | None,
 ) -> list[TrialResult]:
-    """Execute ``trials`` on their next rung, and return their results.
+    """Execute ``trials`` on their next rung, and return their results. ``earlier``: results of the previous rungs.
 
-    Trials with equal settings share one run, with the largest number of rounds of these trials; the results of shorter
-    trials are read from its first rounds. Raises RunError, with the reason, for a trial without a result.
+    Trials with equal settings share one run, which has the largest number of rounds of these trials. The results of the
+    shorter trials are read from the first rounds of this run. Raises RunError, with the reason, for a failed trial.
     """
     last = {one.trial: one for one in earlier}
-    entries = [_entry(settings, trial, last.get(trial), folder, data_root) for trial in trials]
+    entries = [_entry_of(settings, trial, last.get(trial), folder, data_root) for trial in trials]
     unknown: dict[str, _Entry] = {}
     for entry in entries:
         if trial_outcome(entry.directory, entry.experiment, entry.after, data_root) is None:
@@ -368,7 +381,7 @@ def _results(
         if outcome is None:
             raise RunError(
                 f"trial {trial.number} of {trial.search.title} failed, in {entry.directory}: {errors.get(name, '')}; "
-                "what is finished stays, and the same command goes on from there"
+                "finished trials are kept, and the same command continues with the others"
             )
         results.append(
             TrialResult(
@@ -378,7 +391,7 @@ def _results(
     return results
 
 
-def _entry(
+def _entry_of(
     settings: TableSettings, trial: Trial, last: TrialResult | None, folder: Path, data_root: Path | None
 ) -> _Entry:
     step = last.rung if last else 0
@@ -389,16 +402,18 @@ def _entry(
 
 
 def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
-    """Return the trials of rung ``step`` (from 0), best first. After the last rung, return only the best trial.
+    """Return the trials that continue on the rung with index ``step`` (from 0), best first.
 
-    Raises RunError if all trials of the previous rung diverged.
+    For ``step`` after the last rung, return only the best trial of the search. ``tried``: the results of the search so
+    far. Raises RunError if all trials of the previous rung diverged.
     """
     before = [one for one in tried if one.rung == step]
     left = ranked(before)
     if not left:
         raise RunError(
-            f"tuning {search.title}: all {len(before)} trials of {search.rungs[step - 1].rounds} rounds diverged, the "
-            f"first of them: {before[0].error}; give [tune] a space with smaller values, such as a lower learning rate"
+            f"tuning {search.title}: all {len(before)} trials of {search.rungs[step - 1].rounds} rounds diverged; the "
+            f"error of the first trial: {before[0].error}; give [tune.space] smaller values, such as lower learning "
+            "rates"
         )
     places = search.rungs[step].trials if step < len(search.rungs) else 1
     return [one.trial for one in left[:places]]

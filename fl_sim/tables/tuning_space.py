@@ -1,4 +1,4 @@
-"""The section ``[tune]`` of a table: trials, rungs of successive halving, the search space, and drawn values."""
+"""The section ``[tune]`` of a table: hyperparameter search with successive halving, and its search space."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,31 +15,32 @@ from fl_sim.seeding import rng
 from fl_sim.settings import Settings, flat
 
 Values: TypeAlias = Mapping[str, Any]
-"""The values of a trial, {setting: value}, such as {"local.learning_rate": 0.013}."""
+"""The hyperparameters of one trial, {setting: value}, such as {"local.learning_rate": 0.013}."""
 
 NOT_TUNED = (
     "data", "partition", "clients", "seed", "partition_seed", "model_seed", "sampling_seed", "rounds", "evaluate",
     "evaluate_every", "engine", "device", "round_timeout", "attack",
 )  # fmt: skip
-"""Settings that define the comparison and its measures. A search must not change them."""
+"""Settings that a search must not change, because they define the comparison of the methods and its measures."""
 
 _DIGITS = 3
-"""Number of significant digits of a drawn value, so that a user can type it."""
+"""Number of significant digits of a drawn value. A short value is easy to copy into an experiment."""
 
 
 class Tune(Settings):
-    """A hyperparameter search for every method in every column, with equal numbers of ``trials`` and rounds.
+    """A hyperparameter search for every method in every column, with the same numbers of trials and rounds for each.
 
-    ``rounds``: number of rounds of the longest trials (0: as many as the runs of the table). ``halving``: the factor n
-    of successive halving: the best 1/n of the trials of a stage go on to the next stage, which has n times the rounds.
-    ``validation``: the share of every client's training records on which a trial is evaluated instead of trained
-    ("given": the validation records of the data set). ``search``: "random" draws the values, "optuna" lets Optuna's TPE
-    propose them from earlier results. ``seed``: the seed of the drawn values.
+    ``trials``: the number of trials per method and column. ``rounds``: number of rounds of the longest trials (0: as
+    many as the runs of the table). ``halving``: the factor n of successive halving: the best 1/n of the trials of a
+    stage continue in the next stage, which has n times the rounds. ``validation``: the share of every client's training
+    records that is held out to evaluate trials ("given": the validation records of the data set). ``search``: "random"
+    draws the values, "optuna" lets Optuna's TPE propose them from earlier results. ``seed``: the seed of the drawn
+    values.
 
-    ``space``: the settings to search for all methods; ``spaces``: those for single methods, by the kind of the
-    algorithm or the name of the row; each setting has a list of values or a range {low, high, log}. ``data``: a public
-    data set for the search in place of the table's own data, required for methods with a privacy guarantee; trials are
-    then evaluated on its test records.
+    ``space``: the settings to search for all methods, each with a list of values or a range {low, high, log}.
+    ``spaces``: the settings to search for single methods, by the kind of the algorithm or the name of the row.
+    ``data``: a public data set on which the search trains in place of the table's own data. Methods with a privacy
+    guarantee require it. The trials are then evaluated on the test records of this data set.
     """
 
     trials: int = Field(16, ge=1, le=10_000)
@@ -56,24 +57,24 @@ class Tune(Settings):
     @classmethod
     def _judges(cls, validation: Validation) -> Validation:
         if not validation:
-            raise ValueError("trials would have nothing to be judged by; a tenth of the records is 0.1")
+            raise ValueError("trials need validation records to be compared on; 0.1 is a tenth of the records")
         return validation
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One stage of successive halving: ``trials`` runs with ``rounds`` rounds each."""
+    """One stage of successive halving: a number of ``trials``, each with a total of ``rounds`` rounds."""
 
     trials: int
     rounds: int
 
 
 def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
-    """Return the stages (rungs) of successive halving (Jamieson & Talwalkar 2016, algorithm 1).
+    """Return the rungs (stages) of successive halving (Jamieson & Talwalkar 2016, algorithm 1).
 
-    From each rung to the next, the number of trials is divided by ``halving``, rounded down, and the number of rounds
-    is multiplied by it, so that every rung costs about the same. The last rung has all ``rounds``, and its best trial
-    is chosen. A trial has at least one round, so a search with few rounds has fewer rungs, and more trials in the last.
+    From each rung to the next, the number of trials is divided by ``halving`` and rounded down. The number of rounds is
+    multiplied by ``halving``, so that every rung costs about the same. The last rung has all ``rounds``, and its best
+    trial is chosen. Because a trial has at least one round, a search with few rounds has fewer rungs.
 
     >>> [(rung.trials, rung.rounds) for rung in rungs(16, 20, 2)]
     [(16, 2), (8, 5), (4, 10), (2, 20)]
@@ -88,38 +89,41 @@ def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
 
 @dataclass(frozen=True)
 class ValueList:
-    """A list of values. Each value is drawn equally often."""
+    """A search space of one setting: a list of values. Each value is drawn equally often."""
 
     values: tuple[Any, ...]
 
     def drawn(self, seed: int, key: str, trial: int) -> Any:
-        """Return the value for ``trial`` (from 0). The trials go through the list again and again, in random orders."""
-        turn, place = divmod(trial, len(self.values))
-        return self.values[int(rng(seed, f"tuning {key}", turn).permutation(len(self.values))[place])]
+        """Return the value of the setting ``key`` for trial number ``trial`` (from 0).
+
+        Each pass over the list draws every value once, in a new random order.
+        """
+        repeat, place = divmod(trial, len(self.values))
+        return self.values[int(rng(seed, f"tuning {key}", repeat).permutation(len(self.values))[place])]
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values to check against the limits of a method: all values."""
+        """Return the values with which the settings are checked before the search: all values."""
         return self.values
 
     def is_at_end(self, value: Any) -> bool:
-        """Return True if ``value`` is the smallest or largest value of a list with at least three numbers only."""
+        """Return True if ``value`` is the smallest or largest of the values, and these are at least three numbers."""
         numbers = [one for one in self.values if isinstance(one, int | float) and not isinstance(one, bool)]
         return len(numbers) == len(self.values) > 2 and value in {min(numbers), max(numbers)}
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("must be a number")  # its type is kept: 1 is whole and 1.0 is not
-    return value
+        raise ValueError("must be a number")
+    return value  # without a change of type: a range from 1 is of integers, a range from 1.0 of floats
 
 
 Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
 
 
 class Range(Settings):
-    """The numbers from ``low`` to ``high``; only whole numbers if both limits are whole.
+    """A search space of one setting: the numbers from ``low`` to ``high``; only integers if both limits are integers.
 
-    ``log``: the logarithm is uniform: as many values are drawn between 1 and 10 as between 10 and 100.
+    ``log``: the logarithm of the value is uniform: as many values are drawn between 1 and 10 as between 10 and 100.
     """
 
     low: Number
@@ -128,26 +132,26 @@ class Range(Settings):
 
     @property
     def is_whole(self) -> bool:
-        """Return True if whole numbers are drawn."""
+        """Return True if the range draws integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def drawn(self, seed: int, key: str, trial: int) -> float | int:
-        """Return the value for ``trial`` (from 0), rounded to three significant digits or to a whole number."""
+        """Return the value of the setting ``key`` for trial number ``trial`` (from 0), as rounded by ``rounded``."""
         at = float(rng(seed, f"tuning {key}", trial).random())
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         return self.rounded(math.exp(low + at * (high - low)) if self.log else low + at * (high - low))
 
     def rounded(self, number: float) -> float | int:
-        """Return ``number`` rounded to three significant digits or a whole number, and limited to the range."""
+        """Return ``number`` rounded to an integer or to three significant digits, and limited to the range."""
         short = round(number) if self.is_whole else float(f"{number:.{_DIGITS}g}")
         return min(max(short, self.low), self.high)
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values to check against the limits of a method: both ends of the range."""
+        """Return the values with which the settings are checked before the search: both ends of the range."""
         return self.low, self.high
 
     def is_at_end(self, value: float) -> bool:
-        """Return True if ``value`` is in the first or the last tenth of the range."""
+        """Return True if ``value`` is in the first or last tenth of the range, on a log scale if ``log`` is True."""
         low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
         return not 0.1 < (at - low) / (high - low) < 0.9
 
@@ -158,9 +162,10 @@ Space: TypeAlias = Mapping[str, Dimension]
 
 @dataclass(frozen=True)
 class Method:
-    """A row to be tuned. ``kind``: kind of the algorithm. ``spanned``: settings that the grid or the row fixes.
+    """A row of the table whose hyperparameters are searched.
 
-    ``is_bound``: True for an upper bound, which has no settings of federated learning.
+    ``kind``: kind of the algorithm, such as "fedprox". ``spanned``: settings that the grid or the row fixes, which
+    cannot be searched. ``is_bound``: True for an upper bound, which has no settings of federated learning.
     """
 
     row: str
@@ -170,11 +175,11 @@ class Method:
 
 
 def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) -> dict[str, Space]:
-    """Return {row: search space}. The settings that all methods share come first.
+    """Return {row: search space} for ``methods``. In each space, the settings of [tune.space] come first.
 
-    ``federations``: names of the settings that an upper bound does not have. Raises UserError for an empty space, for a
-    value that is no list or range, for a setting that must not be tuned or is already in the grid, and for an unknown
-    method.
+    ``federations``: names of the settings of federated learning, which the space of an upper bound lacks. Raises
+    UserError for an empty space, for a value that is no list or range, for a setting that must not be tuned or is
+    already in the grid, and for an unknown method.
     """
     methods = tuple(methods)
     shared = _read(tune.space, "tune.space")
@@ -183,7 +188,7 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
     for name, space in own.items():
         if name not in names:
             raise UserError(
-                f"tune.spaces.{shortened(name)} is for no method of this table{guess(name, names)}; methods here: "
+                f"tune.spaces.{shortened(name)}: the table has no such method{guess(name, names)}; methods here: "
                 f"{', '.join(dict.fromkeys(names))}"
             )
         if not space:
@@ -197,15 +202,18 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
             space = {key: dimension for key, dimension in space.items() if key.split(".")[0] not in federations}
         elif not space:
             raise UserError(
-                f"row {method.row} has nothing to tune, and every method is to get the same search: name a setting for "
-                'all in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }'
+                f"row {method.row} has no setting to search for, and every row gets the same search: name a setting of "
+                'all rows in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }'
             )
         found[method.row] = space
     return found
 
 
 def drawn(space: Space, seed: int, trial: int) -> dict[str, Any]:
-    """Return the random values for ``trial`` (from 0). All methods get the same values of shared settings."""
+    """Return {setting: random value} for trial number ``trial`` (from 0).
+
+    The value of a setting depends only on its own search space, so that methods with the same space get equal values.
+    """
     return {key: dimension.drawn(seed, key, trial) for key, dimension in space.items()}
 
 
@@ -213,14 +221,15 @@ def check_installed() -> None:
     """Raise UserError if Optuna, an optional dependency, is not installed."""
     if find_spec("optuna") is None:
         raise UserError(
-            "tune.search=optuna needs Optuna, which is an extra: pip install 'fl-sim[tune]', or take tune.search=random"
+            "tune.search=optuna needs the package Optuna: pip install 'fl-sim[tune]', or take tune.search=random"
         )
 
 
 def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: int) -> dict[str, Any]:
-    """Return the values that Optuna proposes next. ``tried``: earlier values, with accuracy or None if diverged.
+    """Return the values that Optuna proposes for the next trial, {setting: value}.
 
-    The result depends only on the arguments, so that a resumed search proposes the same values again.
+    ``tried``: (values, accuracy) of the earlier trials; the accuracy is None for a trial that diverged. The proposal
+    depends only on the arguments, so that a resumed search proposes the same values again.
     """
     import optuna  # noqa: PLC0415 (an extra)
     from optuna import distributions  # noqa: PLC0415
@@ -233,7 +242,7 @@ def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: i
         else:
             kind = distributions.IntDistribution if dimension.is_whole else distributions.FloatDistribution
             kinds[key] = kind(dimension.low, dimension.high, log=dimension.log)
-    # The random trials come before Optuna's, so it has no startup trials of its own.
+    # The first trials of the search are random, so Optuna needs no random startup trials.
     number = int(rng(seed, "tuning optuna", len(tried)).integers(2**31))
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=number, n_startup_trials=0)
@@ -252,11 +261,11 @@ def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: i
 def _check_free(key: str, method: Method) -> None:
     if key.partition(".")[0] in NOT_TUNED:
         raise UserError(
-            f"{key} cannot be tuned: it says what is compared, on which records, or how it is measured; tune settings "
-            "of the method, such as local.learning_rate or algorithm.mu"
+            f"{key} cannot be tuned: it defines the comparison, its records or its measures; tune settings of the "
+            "methods, such as local.learning_rate or algorithm.mu"
         )
     if key == "algorithm":
-        raise UserError("algorithm cannot be tuned: methods are the rows; tune its settings, such as algorithm.mu")
+        raise UserError("algorithm cannot be tuned: it defines the rows; tune its settings, such as algorithm.mu")
     for other in method.spanned:
         if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
             raise UserError(
@@ -265,7 +274,7 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
-    def is_dimension(value: Any) -> bool:  # else a table of further keys
+    def is_dimension(value: Any) -> bool:  # False: a nested table of settings
         return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
     return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}

@@ -1,4 +1,4 @@
-"""Parallel execution of runs in worker processes. Each worker imports torch once and executes runs one by one."""
+"""Parallel execution of a table's runs in worker processes. Each worker imports torch once, and executes many runs."""
 
 import json
 import math
@@ -34,7 +34,8 @@ from fl_sim.tracking.observers import NO_TRACKING, Tracking
 
 _SECONDS_TO_STOP = 5.0
 
-UP: Final = "up"  # the first message of a worker, after its imports
+UP: Final = "up"
+"""The first message of a worker process, after its imports."""
 
 _START: Final = """
 import json, sys
@@ -44,10 +45,11 @@ with importing():
     from fl_sim.tables.workers import work
 work(int(sys.argv[2]))
 """
-"""The program of a worker process. ``multiprocessing`` would import the caller's script, which would then run twice.
+"""The program of a worker process.
 
-The process pool of ``concurrent.futures`` is not suitable: if one process dies, all runs fail without a reason, and if
-the parent process is killed, its workers continue.
+``multiprocessing`` is not used, because its workers import the user's script, which would then run twice. The process
+pool of ``concurrent.futures`` is not used either. If one of its processes dies, all runs fail without a reason. If the
+parent process is killed, its workers continue.
 """
 
 _STANDARD_INPUT = 0
@@ -55,10 +57,11 @@ _STANDARD_INPUT = 0
 
 @dataclass(frozen=True)
 class Budget:
-    """A time budget. ``deadline``: its end, by ``time.monotonic``. ``seconds``: {run: estimated remaining seconds}.
+    """The time budget of a table.
 
-    ``begun``: names of the runs that already have finished rounds. These runs resume, and stop after a round at the
-    deadline. Other runs start only if the estimate says that they can finish in time.
+    ``deadline``: the end of the time, by the clock ``time.monotonic``. ``seconds``: {run: estimated seconds until it is
+    finished}. ``begun``: names of the runs that already have finished rounds. These runs resume, and stop after a round
+    at the deadline. Other runs start only if they are expected to finish before the deadline.
     """
 
     deadline: float
@@ -67,17 +70,17 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the remaining seconds; the value is negative after the deadline."""
+        """Return the seconds until the deadline; negative after the deadline."""
         return self.deadline - time.monotonic()
 
     def fits(self, name: str) -> bool:
-        """Return True if the run ``name`` may start now."""
+        """Return True if there is enough time to start or resume the run ``name`` now."""
         return self.left > (0.0 if name in self.begun else self.seconds.get(name, 0.0))
 
 
 @dataclass(frozen=True)
 class Started:
-    """Event: a worker started a run, with ``first_round`` as its first or next round."""
+    """Event: a worker started or resumed the run ``name``. ``first_round``: the round that comes next."""
 
     name: str
     first_round: int
@@ -85,7 +88,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Preparing:
-    """Event: a run does the preparation ``what`` before its first round."""
+    """Event: the run ``name`` began a preparation before its first round. ``what``: the name of the preparation."""
 
     name: str
     what: str
@@ -93,7 +96,7 @@ class Preparing:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """Event: a run finished a round."""
+    """Event: the run ``name`` finished a round. ``record``: the measures of the round."""
 
     name: str
     record: RoundRecord
@@ -101,7 +104,7 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class Finished:
-    """Event: a run finished. ``result``: the content of its ``result.json``."""
+    """Event: the run ``name`` finished. ``result``: the content of its ``result.json``."""
 
     name: str
     result: dict[str, Any]
@@ -109,7 +112,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """Event: a run failed, or its worker process died."""
+    """Event: the run ``name`` failed, or its worker process died. ``error``: the error message."""
 
     name: str
     error: str
@@ -117,7 +120,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Event: a run stopped at the deadline after round ``last_round``. The run can be resumed."""
+    """Event: the run ``name`` stopped at the deadline, after round ``last_round``. The run can be resumed."""
 
     name: str
     last_round: int
@@ -125,7 +128,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Postponed:
-    """Event: a run was not started, because the remaining time is too short."""
+    """Event: the run ``name`` was not started, because the remaining time is too short."""
 
     name: str
 
@@ -141,17 +144,20 @@ def run_all(
     budget: Budget | None = None,
     tracking: Tracking = NO_TRACKING,
 ) -> Generator[Event, None, None]:
-    """Execute every experiment in ``out / name``, at most ``jobs`` in parallel, and yield events as they happen.
+    """Execute ``runs``, {name: experiment}, in worker processes, and yield their events as they happen.
 
-    A finished run is only reported; an unfinished run resumes from its checkpoint. Runs that exceed the ``budget`` are
-    not started, or are stopped after a round. ``tracking``: the trackers of the runs. Closing the generator, or an
-    exception inside it, stops the workers at once; finished rounds are kept. Raises UserError for a class that workers
-    cannot import, RunError while another process uses ``out``, and RunError if a worker process cannot start.
+    The directory of a run is ``out / name``. ``jobs``: the largest number of parallel runs. ``budget``: the time
+    budget; runs that would exceed it are not started, or stop after a round. ``tracking``: the trackers of the runs. A
+    run that is finished already only has the event ``Finished``. An unfinished run resumes from its checkpoint. Closing
+    the generator, or an exception in it, stops the workers at once; finished rounds are kept.
+
+    Raises UserError for a class that workers cannot import, RunError if another process uses ``out``, and RunError if a
+    worker process cannot start.
     """
     if name := next(filter(None, map(defined_in_script, runs.values())), ""):
         raise UserError(
-            f"{name} is defined in the script or notebook itself, from which a table's worker processes cannot import "
-            f"it: put it in a module beside it, for example mine.py, and write 'from mine import {name}'"
+            f"{name} is defined in the script or notebook itself, and the worker processes of a table cannot import "
+            f"from there: put {name} in a module beside the script, such as mine.py: 'from mine import {name}'"
         )
     out.mkdir(parents=True, exist_ok=True)
     with run_lock(out):
@@ -184,7 +190,10 @@ def run_all(
 
 
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
-    """Return ``experiment`` with the number of cores divided by ``jobs`` as its number of client workers."""
+    """Return ``experiment`` with as many threads for clients as its share of the cores: cores / ``jobs``.
+
+    An experiment on another engine, or with a number of threads from the user, stays as it is.
+    """
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
         return experiment
@@ -193,7 +202,10 @@ def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
 
 
 def work(descriptor: int) -> None:
-    """Execute the runs from the pipe ``descriptor`` until the parent process closes the pipe or ends."""
+    """Execute the runs that the parent process sends, until the parent process closes the pipe or ends.
+
+    This is the main function of a worker process. ``descriptor``: the file descriptor of the pipe to the parent.
+    """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     connection = Connection(descriptor)
     connection.send(UP)
@@ -206,7 +218,7 @@ def work(descriptor: int) -> None:
 
 
 class _Worker:
-    """A worker process that executes one experiment at a time."""
+    """The parent's side of a worker process, which executes one experiment at a time."""
 
     def __init__(self, out: Path, data_root: Path | None, tracking: Tracking) -> None:
         self._out, self._data_root, self._tracking = out, data_root, tracking
@@ -214,7 +226,10 @@ class _Worker:
         self.process, self.connection = _spawn()
 
     def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
-        """Start a run, in a new process if the old one died. The next event reports a process that dies just now."""
+        """Send a run to the process; start a new process if the old process died.
+
+        A process that dies before it receives the run is reported by ``next_event``.
+        """
         seconds = None if budget is None else budget.left
         self.name = name
         if self.connection.closed:
@@ -225,13 +240,13 @@ class _Worker:
             self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._tracking))
 
     def next_event(self) -> Event | None:
-        """Return the next event of the worker, ``Failed`` if its process died, None for the message of its start.
+        """Return the next event of the process; ``Failed`` if the process died; None for its first message, ``UP``.
 
-        Raises RunError if the process cannot start.
+        Raises RunError if the process ended before its first message.
         """
         try:
             event: Event | str = self.connection.recv()
-        except (EOFError, OSError):  # OSError: it was killed in the middle of a message
+        except (EOFError, OSError):  # OSError: the process was killed in the middle of a message
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_SECONDS_TO_STOP)
             self.close()
@@ -244,7 +259,6 @@ class _Worker:
         return event
 
     def close(self) -> None:
-        """Close both pipes to a process that has ended."""
         self.connection.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -252,29 +266,32 @@ class _Worker:
 
 def _why_it_died(code: int | None) -> str:
     if code is None or code >= 0:
-        return f"its worker process died (exit code {code}): something that it ran, such as the model, ended it"
+        return f"its worker process died (exit code {code}): code of the run, such as the model, ended the process"
     how = f"its worker process died (killed by signal {-code})"
     if code == -signal.SIGKILL:
-        return f"{how}, as the system does where memory runs out: take fewer --jobs"
+        return f"{how}: the operating system does this if memory runs out: take fewer --jobs"
     if -code in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
-        return f"{how}: somebody ended it; the same command goes on"
-    return f"{how}, in compiled code of the model or of a library: fl-sim run with its config.toml shows it alone"
+        return f"{how}: another process ended it; the same command resumes the run"
+    return (
+        f"{how}: compiled code of the model or of a library crashed; to see the crash alone, give the config.toml of "
+        "the run to fl-sim run"
+    )
 
 
 def _why_none_starts(code: int | None) -> str:
-    """Return an error message for a worker that ended before its first run, with the reason and the remedy."""
-    stays = "What is finished stays, and the same command goes on from there"
+    """Return the error message for a worker process that ended before its first run."""
+    kept = "Finished runs are kept, and the same command continues with the others"
     if code == -signal.SIGKILL:
-        return f"a worker process was killed (signal 9) while it started: out of memory? Take fewer --jobs. {stays}"
+        return f"a worker process was killed (signal 9) while it started: out of memory? Take fewer --jobs. {kept}"
     how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
     return (
-        f"a worker process could not start ({how}): it prints the reason itself, above this line. Where it is a module "
-        f"that cannot be imported, mend that. {stays}"
+        f"a worker process could not start ({how}). Its own message above this line has the reason. If a module cannot "
+        f"be imported, correct the import. {kept}"
     )
 
 
 def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tuple[str, Experiment] | None:
-    """Remove and return the first waiting run that fits the budget; None if no run fits."""
+    """Remove the first waiting run for which there is enough time, and return it; None if there is no such run."""
     found = next((run for run in waiting if budget is None or budget.fits(run[0])), None)
     if found is not None:
         waiting.remove(found)
@@ -284,17 +301,18 @@ def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tupl
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a worker process, and return the process and the connection to it.
 
-    The worker ends when its standard input closes. Only this process holds the other end of this pipe.
+    The worker ends when its standard input closes. Only this process holds the other end of this pipe, so that the
+    worker never outlives this process.
     """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-    # Ctrl-C reaches every process of the terminal; only the parent handles it: workers inherit the mask.
+    # Ctrl-C reaches every process of the terminal. Workers inherit this mask, so that only the parent handles Ctrl-C.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
     except OSError as error:
         ours.close()
-        raise RunError(f"a worker process could not be started: {error}; fewer --jobs need fewer of them") from error
+        raise RunError(f"a worker process could not be started: {error}; take fewer --jobs") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
@@ -314,11 +332,14 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _TimeIsUp(KeyboardInterrupt):
-    """Exception that ends a run after a round, in the same way as Ctrl-C."""
+    """Ends a run at the deadline, after a round. A subclass of KeyboardInterrupt, so that the run keeps its rounds."""
 
 
 class _Reporter(Silent):
-    """Sends the progress of a run to the parent, and stops the run before a round that would exceed ``seconds``."""
+    """An observer in a worker process that sends the events of a run to the parent process.
+
+    It stops the run before a round that would end after ``seconds`` from now; None: no limit.
+    """
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:
         self.name, self._connection = name, connection
@@ -326,23 +347,23 @@ class _Reporter(Silent):
         self._deadline = math.inf if seconds is None else self._last_time + seconds
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Send the number of the first round."""
+        """Send the event ``Started``."""
         del engine
         self._last_time, self.last_round, self._rounds = time.monotonic(), first_round - 1, experiment.rounds
         self._connection.send(Started(self.name, first_round))
 
     def preparing(self, what: str) -> None:
-        """Send the name of the preparation before the first round."""
+        """Send the event ``Preparing``."""
         self._connection.send(Preparing(self.name, what))
 
     def replied(self, replies: int) -> None:
-        """Send nothing, because events for whole rounds are enough."""
+        """Do nothing: the parent shows whole rounds only."""
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Send nothing, because ``_attempt`` returns the result."""
+        """Do nothing: ``_attempt`` returns the event for the end of the run."""
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Send the record of a round. Raise ``_TimeIsUp`` if the next round would exceed the deadline."""
+        """Send the event ``RoundDone``. Raise ``_TimeIsUp`` if the next round would end after the deadline."""
         self._connection.send(RoundDone(self.name, record))
         before, self._last_time, self.last_round = self._last_time, time.monotonic(), record.round
         if record.round < self._rounds and self._last_time + (self._last_time - before) > self._deadline:
@@ -353,7 +374,7 @@ def _attempt(
     observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, tracking: Tracking
 ) -> Event:
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
-        shutil.rmtree(directory)  # killed before its first file was whole
+        shutil.rmtree(directory)  # an earlier process was killed before it wrote the first file
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
         return Finished(observer.name, run(experiment, directory, data_root, tracking.of(directory, observer)))
@@ -361,12 +382,15 @@ def _attempt(
         return Stopped(observer.name, observer.last_round)
     except (RunError, UserError) as error:
         return Failed(observer.name, str(error))
-    except Exception as error:  # noqa: BLE001 (it is reported, and must not end the other runs)
+    except Exception as error:  # noqa: BLE001 (an error in the user's code must not stop the other runs)
         return Failed(observer.name, with_place(error))
 
 
 def _die_with_parent() -> None:
-    """End this process when the parent process ends for any reason, so that a resumed table is the only writer."""
+    """Wait until the parent process ends for any reason, then end this process.
+
+    Otherwise this process and a resumed table would write the same files.
+    """
     while os.read(_STANDARD_INPUT, 1):
         pass
     os._exit(1)

@@ -150,7 +150,7 @@ def test_a_name_means_the_preset_in_every_folder_and_for_every_verb(
     assert capsys.readouterr().err == ""
     (tmp_path / "mnist").write_text("rounds = 7\n")
     assert read_arguments(["mnist"]).path == PRESETS / "mnist.toml"
-    assert "mnist is taken for the preset; the file of that name in this folder is ./mnist" in capsys.readouterr().err
+    assert "mnist means the preset here; for the file mnist in this folder, write ./mnist" in capsys.readouterr().err
     assert parse_experiment(read_arguments(["./mnist"])).rounds == 7
 
 

@@ -152,7 +152,7 @@ def test_a_worker_that_dies_costs_one_cell(
     file.write_text('centralized = false\n[base]\nrounds = 1\n[grid]\nmodel = ["dying:factory", "logistic"]\n')
     assert typed(monkeypatch, str(file), "--jobs", "1", "--out", str(tmp_path / "out")) == 1
     printed = capsys.readouterr()
-    assert "its worker process died (killed by signal 9), as the system does where memory runs out" in printed.err
+    assert "its worker process died (killed by signal 9): the operating system does this" in printed.err
     assert re.search(r"\| FedAvg, model=logistic \| [0-9]", printed.out)
 
 

@@ -8,7 +8,7 @@ from clients.dafl.settings import DaFl
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
-from fl_sim.tables.labels import caption, label, run_name, took
+from fl_sim.tables.labels import caption, duration_in_words, label, run_name
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import ConfidentGNMax, GNMax, Labelling
 from strategies.pate.settings import Pate
@@ -136,8 +136,8 @@ def test_a_parameter_has_all_its_digits_and_the_one_in_the_title_is_not_told_twi
 
 def test_a_private_run_took_at_most_what_it_says_in_all() -> None:
     seconds = {"train": 7.0, "total": 12.25}
-    assert took({"seconds": seconds, "privacy": []}) == "12.2 s"
-    assert took({"seconds": seconds, "privacy": [{}]}) == "at most 12.25 s"
+    assert duration_in_words({"seconds": seconds, "privacy": []}) == "12.2 s"
+    assert duration_in_words({"seconds": seconds, "privacy": [{}]}) == "at most 12.25 s"
 
 
 def test_settings_that_came_later_leave_the_names_of_runs_without_them_as_they_were() -> None:

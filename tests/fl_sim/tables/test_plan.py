@@ -156,7 +156,7 @@ def test_grids_may_share_runs() -> None:
 @pytest.mark.parametrize("grid", ['grid = ["fedavg"]', "grid = 3", "grid = []"])
 def test_a_grid_is_a_table_or_several(tmp_path: Path, grid: str) -> None:
     (tmp_path / "grid.toml").write_text(f"{grid}\n[base]\nrounds = 1\n")
-    with pytest.raises(UserError, match=r"grid.*: give a table, \[grid\], or several of them, \[\[grid\]\]"):
+    with pytest.raises(UserError, match=r"grid.*: give one table, \[grid\], or several tables, \[\[grid\]\]"):
         read_settings(tmp_path / "grid.toml", [])
 
 
@@ -243,9 +243,9 @@ def test_further_settings_of_an_entry_are_named_and_change_single_keys_of_the_ba
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ({"algorithm": [DA_FL], "preprocess": ["none"]}, "sets preprocess, which spans the table as well"),
-        ({"algorithm": [DA_FL], "preprocess.gamma": [0.1]}, "sets preprocess, which spans the table as well"),
-        ({"algorithm": [{**DA_FL, "seed": 1}]}, "sets seed, which spans the table"),
+        ({"algorithm": [DA_FL], "preprocess": ["none"]}, "sets preprocess, which is an axis of the table already"),
+        ({"algorithm": [DA_FL], "preprocess.gamma": [0.1]}, "sets preprocess, which is an axis of the table already"),
+        ({"algorithm": [{**DA_FL, "seed": 1}]}, "sets seed, which is an axis of the table"),
         ({"algorithm": [{**DA_FL, "preproces": "none"}]}, "unknown key 'preproces'.*did you mean 'preprocess'"),
         ({"algorithm": [{**DA_FL, "algorithm": "centralized"}], "x": [1]}, "unknown key 'x'"),
     ],
@@ -393,7 +393,7 @@ def test_every_preset_is_a_valid_table_file() -> None:
 
 
 def test_a_grid_that_nobody_could_read_is_refused_before_it_is_checked() -> None:
-    with pytest.raises(UserError, match=r"the grid has 1,000,000 cells, a table at most 10,000"):
+    with pytest.raises(UserError, match=r"the grid has 1,000,000 cells, and a table may have at most 10,000"):
         plan_table(settings(seed=list(range(1000)), rounds=list(range(1, 1001))))
 
 
@@ -486,6 +486,6 @@ def test_two_classes_with_one_title_are_refused_by_name(tmp_path: Path, monkeypa
     base = {"model": "logistic", "rounds": 1, "clients": 2, "partition": "iid"}
     grid = {"algorithm": ["own_twins:A", "own_twins:B"]}
     settings = table_settings({"base": base, "grid": grid, "centralized": False}, [], "the test")
-    with pytest.raises(UserError, match=r"own_twins:A and own_twins:B have one title.*give each class"):
+    with pytest.raises(UserError, match=r"own_twins:A and own_twins:B have the same title.*give each class"):
         plan_table(settings)
     sys.modules.pop("own_twins")

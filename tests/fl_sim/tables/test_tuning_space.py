@@ -146,7 +146,7 @@ def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
 @pytest.mark.parametrize(
     ("space", "said"),
     [
-        ({}, "row FedAvg has nothing to tune"),
+        ({}, "row FedAvg has no setting to search for"),
         ({"a": []}, r"tune.space.a = []: give a list of one or more values, or a range"),
         ({"a": 3}, "tune.space.a = 3: give a list"),
         ({"a": {"low": 2, "high": 2}}, "low = 2 must be below high = 2"),
@@ -159,7 +159,7 @@ def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
         ({"data": ["mnist"]}, "data cannot be tuned"),
         ({"rounds": [1]}, "rounds cannot be tuned"),
         ({"evaluate.validation": [0.1]}, "evaluate.validation cannot be tuned"),
-        ({"algorithm": ["fedprox"]}, "methods are the rows"),
+        ({"algorithm": ["fedprox"]}, "it defines the rows"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused_in_words(space: dict[str, Any], said: str) -> None:
@@ -168,7 +168,7 @@ def test_a_space_that_cannot_be_searched_is_refused_in_words(space: dict[str, An
 
 
 def test_a_space_for_no_method_of_the_table_is_refused_with_a_guess() -> None:
-    with pytest.raises(UserError, match=r"tune.spaces.fedprx is for no method .*'fedprox'.*fedavg, FedAvg, fedprox"):
+    with pytest.raises(UserError, match=r"tune.spaces.fedprx: .* no such method.*'fedprox'.*fedavg, FedAvg, fedprox"):
         spaces(Tune(spaces={"fedprx": {"algorithm.mu": [1]}}), [FEDAVG, FEDPROX], ())
     with pytest.raises(UserError, match=r"tune\.spaces\.fedprox is empty"):
         spaces(Tune(spaces={"fedprox": {}}), [FEDPROX], ())

@@ -14,7 +14,7 @@ from fl_sim.store.run_directory import CHECKPOINT, RESULT, ROUNDS, read_rounds
 from fl_sim.tables import tuning
 from fl_sim.tables.earlier_runs import TrialOutcome, can_extend, trial_directory, trial_outcome
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
-from fl_sim.tables.tuning import Search, Trial, experiment_of, proposed_trial, searches_of, turns
+from fl_sim.tables.tuning import Search, Trial, experiment_of, proposed_trial, searches_of, trial_batches
 from fl_sim.tables.tuning_space import Rung, Tune, drawn
 
 RATES = {"low": 0.001, "high": 1.0, "log": True}
@@ -46,9 +46,9 @@ def test_a_row_is_searched_for_in_each_column_on_its_first_seed_with_the_rounds_
 
 @pytest.mark.parametrize(("trials", "first"), [(1, 1), (2, 1), (3, 1), (7, 1), (8, 2), (11, 2), (16, 4), (100, 25)])
 def test_optuna_is_asked_for_one_trial_after_another_once_a_quarter_was_drawn(trials: int, first: int) -> None:
-    together = turns(Tune(trials=trials, search="optuna"))
+    together = trial_batches(Tune(trials=trials, search="optuna"))
     assert together == [range(first), *(range(number, number + 1) for number in range(first, trials))]
-    assert turns(Tune(trials=trials)) == [range(trials)]
+    assert trial_batches(Tune(trials=trials)) == [range(trials)]
 
 
 def test_trials_count_from_one_and_are_drawn_by_their_numbers_unless_optuna_proposes_them(

@@ -50,8 +50,8 @@ def test_what_was_asked_for_stays(engine: InProcess | Ray | Auto) -> None:
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [(7, r"\(exit code 7\): something that it ran"), (0, "exit code 0"), (-9, "memory runs out: take fewer --jobs"),
-     (-15, "somebody ended it"), (-11, "signal 11.* compiled code")],
+    [(7, r"\(exit code 7\): code of the run"), (0, "exit code 0"), (-9, "memory runs out: take fewer --jobs"),
+     (-15, "another process ended it"), (-11, "signal 11.* compiled code")],
 )  # fmt: skip
 def test_a_dead_worker_is_no_matter_of_memory_unless_the_system_killed_it(code: int, said: str) -> None:
     with pytest.raises(RunError, match=said):
@@ -72,7 +72,7 @@ def test_a_worker_that_cannot_start_ends_the_table_and_blames_no_cell(
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libnothing.so is not there')")
     monkeypatch.syspath_prepend(tmp_path)  # workers have their parent's path
-    with pytest.raises(RunError, match=r"exit code 1.* goes on from"):
+    with pytest.raises(RunError, match=r"exit code 1.* the same command continues"):
         list(run_all(RUNS, tmp_path / "out", 2, None))
     assert "libnothing.so is not there" in capfd.readouterr().err
     assert not list((tmp_path / "out").glob("*/result.json"))
@@ -112,7 +112,7 @@ def test_a_worker_killed_in_the_middle_of_a_word_costs_its_cell_alone() -> None:
 
 def test_a_class_of_the_script_itself_is_named_before_any_worker_starts(tmp_path: Path) -> None:
     mine = type("Mine", (FedAvg,), {"__module__": "__main__", "__qualname__": "Mine"})
-    with pytest.raises(UserError, match=r"Mine is defined in the script .* put it in a module"):
+    with pytest.raises(UserError, match=r"Mine is defined in the script .* put Mine in a module"):
         list(run_all({"mine": Experiment(algorithm=mine())}, tmp_path / "out", 1, None))
     assert not (tmp_path / "out").exists()
 
@@ -174,19 +174,19 @@ def test_a_table_without_time_says_that_it_is_partial_and_the_same_command_goes_
     assert typed(monkeypatch, *TABLE, "--budget", "1e-9", "--out", str(tmp_path), "--json") == 3
     shown, told = capsys.readouterr()
     assert "2 runs, 1 finished; the rest takes about" in told
-    assert "SCAFFOLD, digits 1-Label, seed 0: not begun, as the time that is left is too short" in told
+    assert "SCAFFOLD, digits 1-Label, seed 0: not started, because the remaining time is too short" in told
     assert "this table is PARTIAL, 1 of 2 cells are finished" in told
     assert [cell["row"] for cell in json.loads(shown)["cells"] if cell["values"] != [None]] == ["FedAvg"]
     assert typed(monkeypatch, *TABLE, "--budget", "24", "--out", str(tmp_path)) == 0
     assert "PARTIAL" not in capsys.readouterr().err
     assert typed(monkeypatch, *TABLE, "--out", str(tmp_path)) == 0
-    assert "all 2 finished already: nothing of it is run again" in capsys.readouterr().err
+    assert "all 2 runs are finished already: no run is repeated" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("cells_in_threads")
 def test_a_budget_from_python_returns_the_table_as_far_as_it_is_filled(tmp_path: Path) -> None:
     plan = {"base": {"rounds": 1}, "grid": {"algorithm": ["fedavg"]}, "centralized": False}
-    with pytest.raises(UserError, match="budget -1 is no time"):
+    with pytest.raises(UserError, match="budget -1: the time"):
         fl_sim.table(plan, out=tmp_path, budget=-1)
     partly = fl_sim.table(plan, out=tmp_path, jobs=1, budget=1e-9, progress=False)
     assert [cell.status for cell in partly.cells] == ["missing"]
@@ -199,5 +199,5 @@ def test_a_budget_that_is_no_time_is_refused(
     hours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(monkeypatch, *TABLE, "--budget", hours, "--out", str(tmp_path / "out")) == 2
-    assert f"budget {hours} is no time to fill a table in: give hours, such as 2.5" in capsys.readouterr().err
+    assert f"budget {hours}: the time for a table is a positive number of hours" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
