@@ -1,11 +1,11 @@
 """Epsilon of a list of releases, and the noise or the number of steps for a target epsilon.
 
-RDP: Mironov et al. 2019; PLD, by dp_accounting: Doroshenko et al. 2022. The conventions of events are in
-``fl_sim.privacy.events``. Epsilon is ``inf`` where there is no guarantee; it is never NaN, and never 0 because
-something went wrong.
+The RDP accountant follows Mironov et al. 2019. The PLD accountant is that of dp_accounting (Doroshenko et al. 2022).
+``fl_sim.privacy.events`` states the conventions of events. An epsilon of ``inf`` means that there is no guarantee. An
+epsilon is never NaN, and a failed computation never gives 0.
 
-For a sequence of releases that are chosen one after the other, the smallest epsilon over all Renyi orders, taken when
-the sequence ends, proves nothing: the best order depends on the releases. A Renyi filter gives a proof (Feldman and
+Each release of a sequence may be chosen after a look at the earlier ones. The best Renyi order at the end of such a
+sequence depends on the releases, so the epsilon at that order is no proof. A Renyi filter gives a proof (Feldman and
 Zrnic 2021): it adds up divergences at one order that was fixed before the first release (``fixed_order``,
 ``epsilon_at``).
 """
@@ -40,7 +40,8 @@ _MOST_STEPS: Final = 10**8
 def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the epsilon of all ``events`` together at ``delta``; 0 for no events, ``inf`` for no guarantee.
 
-    Raises UserError when ``events`` mix adjacencies, or when the PLD accountant is asked for an event it does not know.
+    Raises UserError where ``events`` have different adjacencies, or where the PLD accountant does not support an
+    event.
     """
     return epsilon_of_counts(Counter(events), delta, accountant=accountant)
 
@@ -48,8 +49,8 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the epsilon at ``delta`` of a multiset of events; ``counts`` maps each event to its number of releases.
 
-    With ``accountant`` "pld" the result is never above the RDP accountant's epsilon, and equal to it where no PLD is
-    computed: see ``loss_distribution.why_not``.
+    With ``accountant`` "pld" the result is the smaller of the two accountants' epsilons. It is the RDP accountant's
+    epsilon where no PLD is computed: see ``loss_distribution.reason_against``.
     """
     by_rdp = _by_rdp(counts, delta)
     if accountant == "rdp" or math.isinf(by_rdp):
@@ -60,9 +61,9 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 
 
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
-    """Return an upper bound on the RDP accountant's epsilon of ``steps`` releases of ``event``, for searches.
+    """Return a fast upper bound on the RDP epsilon of ``steps`` releases of ``event`` at ``delta``.
 
-    The bound is seldom larger than that epsilon, never smaller, and much faster to compute.
+    A search calls this function instead of ``epsilon``. The bound is seldom above the exact RDP epsilon.
     """
     step, times = unrolled(event)
     if not isinstance(step, dp_event.PoissonSampledDpEvent):
@@ -73,9 +74,10 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 
 @dataclass(frozen=True)
 class Bounds:
-    """Epsilon of the same releases by both accountants. Both are upper bounds, so the smaller one holds.
+    """Epsilon of the same releases by both accountants. Both epsilons are upper bounds, so the smaller one holds.
 
-    ``pld`` is None where it was not computed; ``reason`` says why.
+    ``rdp``: the epsilon of the RDP accountant. ``pld``: that of the PLD accountant, None where it was not computed.
+    ``reason``: the reason why it was not computed.
     """
 
     rdp: float
@@ -84,16 +86,16 @@ class Bounds:
 
     @property
     def least(self) -> float:
-        """Return the smaller of both epsilons; ``inf`` for no guarantee."""
+        """Return the smaller of the two epsilons; ``inf`` for no guarantee."""
         return self.rdp if self.pld is None else min(self.rdp, self.pld)
 
     @property
     def accountant(self) -> Accountant:
-        """Return the accountant with the smaller bound."""
+        """Return the name of the accountant with the smaller epsilon."""
         return "rdp" if self.least == self.rdp else "pld"
 
     def in_words(self) -> str:
-        """Return a sentence that names the accountant of the smaller epsilon."""
+        """Return a sentence that names the accountant of the smaller epsilon, for privacy statements."""
         if self.pld is None:
             return f"This is the bound of the RDP accountant; {self.reason}"
         return (
@@ -103,50 +105,54 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the epsilon of a multiset of events by both accountants; takes seconds, because it computes the PLD."""
+    """Return the epsilon of a multiset of events by both accountants; takes seconds, because the PLD is computed."""
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
         return Bounds(by_rdp, None, f"the PLD accountant does not know {unknown}")
     if by_rdp == 0 or math.isinf(by_rdp):
         return Bounds(by_rdp, by_rdp)
     steps = tuple(single_steps(counts).items())
-    if reason := loss_distribution.why_not(steps, delta, by_rdp):
+    if reason := loss_distribution.reason_against(steps, delta, by_rdp):
         return Bounds(by_rdp, None, reason)
     relation = _RELATION[common_adjacency(list(counts))]
     return Bounds(by_rdp, min(loss_distribution.epsilon(steps, relation, delta, by_rdp), by_rdp))
 
 
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
-    """Return the Renyi curve of a multiset of events: the sum of the curves of all releases."""
+    """Return the Renyi curve of a multiset of events, that is the sum of the curves of all releases, at ``ORDERS``."""
     total = np.zeros(len(ORDERS))
-    with np.errstate(over="ignore"):  # beyond the largest number there is no guarantee
+    with np.errstate(over="ignore"):  # an overflow to ``inf`` means that there is no guarantee
         for event, count in single_steps(counts).items():
             total += float(count) * rdp_curve(event)
     return checked(total)
 
 
 def epsilon_of_curve(curve: Curve, delta: float) -> float:
-    """Return the smallest epsilon that ``curve`` proves at ``delta``; ``inf`` where it proves none."""
+    """Return the smallest epsilon at ``delta`` that the Renyi curve ``curve`` proves; ``inf`` where it proves none."""
     return float(epsilons_of_curves(checked(curve), valid_delta(delta)))
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
-    """Return True if the PLD accountant knows ``event``."""
+    """Return True if the PLD accountant can compute the cost of ``event``."""
     return loss_distribution.supported(unrolled(event)[0], _RELATION[adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE])
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return, for each of ``epsilons``, a delta at which ``events`` satisfy it, by PLD: the claim of an audit."""
+    """Return, for each of ``epsilons``, a delta such that ``events`` together are (epsilon, delta)-private, by PLD.
+
+    An audit tests these pairs as the claim of a mechanism.
+    """
     steps, relation = tuple(single_steps(Counter(events)).items()), _RELATION[common_adjacency(events)]
     accountant, error = loss_distribution.composed(steps, relation, math.inf), loss_distribution.rounding_error(steps)
     return [float(accountant.get_delta(value)) + error for value in epsilons]
 
 
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
-    """Return the Renyi order of a filter: most releases like ``first`` fit ``epsilon`` at ``delta`` at this order.
+    """Return the Renyi order of a filter, to be fixed before the first release.
 
-    ``first``: the releases that were planned before any release was made, so that the Renyi order depends on no output.
-    They fit where they fit at some order. Returns infinity, at which pure epsilons add up, where they fit at no other.
+    At this order, ``epsilon`` at ``delta`` allows the largest number of repetitions of ``first``, the planned
+    releases. The order depends on the plan alone and on no output. Returns infinity where ``first`` fits
+    ``epsilon`` only as a sum of pure epsilons.
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -156,9 +162,9 @@ def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: fl
 
 
 def epsilon_at(order: float, counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
-    """Return the epsilon at ``delta`` of a sequence of releases, by the Renyi ``order`` that was fixed before it.
+    """Return the epsilon at ``delta`` of a sequence of releases, computed at the one Renyi order ``order``.
 
-    Each release may be chosen in any way, also by looking at earlier ones.
+    ``order`` was fixed before the first release (``fixed_order``). So each release may depend on the earlier ones.
     """
     common_adjacency(list(counts))
     if math.isinf(order):
@@ -175,10 +181,10 @@ def noise_multiplier(
     *,
     accountant: Accountant = "rdp",
 ) -> float:
-    """Return the least noise multiplier at which ``steps`` releases cost at most ``target_epsilon`` at ``delta``.
+    """Return the smallest noise multiplier with which ``steps`` releases cost at most ``target_epsilon`` at ``delta``.
 
-    ``amplify`` turns the Gaussian event into the sampled one, such as ``partial(amplify_poisson, sampling_rate=0.1)``.
-    The result is at most 1e-4 (relative) too high, and never below 0.01.
+    ``amplify`` turns the Gaussian event into the sampled event, such as ``partial(amplify_poisson,
+    sampling_rate=0.1)``. The result exceeds the exact minimum by at most 0.01 %. It is never below 0.01.
     """
     if steps < 1:
         raise UserError(f"{steps} steps: give at least 1")
@@ -197,15 +203,16 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return ``noise_multiplier`` under Poisson sampling; cached, for clients with equally many records."""
+    """Return ``noise_multiplier`` for Poisson sampling. The cache serves clients with equally many records."""
     amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
     return noise_multiplier(amplify, steps, target_epsilon, delta)
 
 
 def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: float, accountant: Accountant) -> float:
-    """Return the least noise multiplier at which ``spent(noise, accountant)`` is at most ``target_epsilon``.
+    """Return the smallest noise multiplier at which the cost ``spent(noise, accountant)`` is within ``target_epsilon``.
 
-    The search uses the RDP accountant. With ``accountant`` "pld" a second search by the PLD accountant refines it.
+    The search uses the RDP accountant. With ``accountant`` "pld" a second search by the PLD accountant refines the
+    result.
     """
     _check_target(target_epsilon)
     found = _least(lambda noise: spent(noise, "rdp"), target_epsilon, start=1.0)
@@ -215,9 +222,9 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 
 
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return the noise multiplier of a Gaussian release that costs a little more than ``target_epsilon``.
+    """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    All Gaussian releases that fit ``target_epsilon`` together cost less than this one.
+    So the cost of this one release bounds the cost of all Gaussian releases that fit ``target_epsilon`` together.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -229,11 +236,11 @@ def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant 
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:
-    """Return the largest number of releases of ``event`` that cost at most ``target_epsilon``; 0 for none."""
+    """Return the largest number of releases of ``event`` that together cost at most ``target_epsilon``; 0 for none."""
     _check_target(target_epsilon)
     fits = _most(lambda steps: epsilon_of_counts({event: steps}, delta), target_epsilon, start=0)
     if accountant == "pld":
-        # PLD is never above RDP, so what fits by RDP fits.
+        # The PLD epsilon is never above the RDP epsilon, so steps that fit by RDP fit by PLD.
         fits = _most(
             lambda steps: epsilon_of_counts({event: steps}, delta, accountant="pld"), target_epsilon, start=fits
         )
@@ -242,7 +249,7 @@ def steps_that_fit(
 
 def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
     common_adjacency(list(counts))
-    # Pure releases among themselves simply add up, which is the Renyi bound at the order infinity.
+    # The pure epsilons of all releases add up: this is the Renyi bound at order infinity.
     return min(epsilon_of_curve(compose(counts), delta), _pure_sum(counts))
 
 
@@ -251,14 +258,14 @@ def _pure_sum(counts: Mapping[dp_event.DpEvent, int]) -> float:
 
 
 def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
-    """Return the type name of an event that the PLD accountant does not know; "" where it knows all events."""
+    """Return the type name of the first event that the PLD accountant does not support; "" where there is none."""
     return next((type(event).__name__ for event in single_steps(counts) if not supports_pld(event)), "")
 
 
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Return the least x with ``spent(x) <= target``, never a smaller one; ``spent`` falls about as a power of x.
+    """Return the smallest x with ``spent(x) <= target``, up to a relative error of 1e-4 upwards and never downwards.
 
-    The result may be slightly too large: the search approaches it from above.
+    ``spent`` must fall roughly as a power of x.
     """
     high = start
     while spent(high) > target:
@@ -281,7 +288,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
 
 
 def _most(spent: Callable[[int], float], target: float, start: int) -> int:
-    """Return the largest n with ``spent(n) <= target``, given that ``start`` fits."""
+    """Return the largest n with ``spent(n) <= target``. The caller knows that ``spent(start) <= target``."""
     fits, stride = start, max(1, start // 16)
     while spent(fits + stride) <= target:
         fits, stride = fits + stride, 2 * stride

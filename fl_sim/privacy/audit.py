@@ -1,13 +1,14 @@
-"""Audits of mechanisms: lower bounds on epsilon from runs on the worst pair of neighbouring worlds, or from one run.
+"""Audits of mechanisms: lower bounds on epsilon from many runs on two neighbouring worlds, or from one run.
 
-Privacy-profile audit: an (epsilon, delta(epsilon)) claim is refuted when some set of outputs E has, with confidence,
-P1(E) - e^epsilon P0(E) > delta(epsilon). E is found on one half of the runs and judged on the other (intervals of
-Clopper and Pearson, Bonferroni over all sets). Noise calibration: the noise must look like N(0, std^2) everywhere.
+Privacy-profile audit: the two worlds are the worst pair, without and with the audited unit. A claim (epsilon,
+delta(epsilon)) is refuted where some set of outputs E has, with confidence, P1(E) - e^epsilon P0(E) > delta(epsilon). E
+is found on one half of the runs and tested on the other half (Clopper-Pearson intervals, Bonferroni correction over all
+sets). Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
-probability 1/2, independently. The auditor sees the releases of the run, guesses of some canaries whether they took
-part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run can prove only
-a limited epsilon: with every guess right, about ln(m / ln(1 / p)).
+probability 1/2, independently. The auditor sees the releases of the run. For some canaries the auditor guesses whether
+they took part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run can prove only a
+limited epsilon: with every guess right, about ln(m / ln(1 / p)).
 """
 
 import math
@@ -20,24 +21,28 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 World: TypeAlias = Literal[0, 1]
-"""0: without the audited unit; 1: with it."""
+"""The world of a run: 0 without the audited unit, 1 with this unit."""
 
 Mechanism: TypeAlias = Callable[[World, int], NDArray[np.float64]]
-"""(world, run) -> the released vector, shape (coordinates,). Runs are independent of each other."""
+"""A function (world, number of the run) -> released vector, shape (coordinates,). Runs are independent."""
 
 EPSILONS: Final = (0.0, 0.5, 1.0, 2.0)
 CONFIDENCE: Final = 0.95
 SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
-"""Shares of the canaries to guess as "in", and as many as "out"; fixed in advance, with a Bonferroni correction."""
+"""Shares of the canaries that are guessed as "in"; the same share is guessed as "out".
+
+All shares are fixed in advance and evaluated, so the bounds have a Bonferroni correction.
+"""
 
 
 @dataclass(frozen=True)
 class ProfileAudit:
-    """Proven and claimed delta at each epsilon.
+    """The result of a privacy-profile audit: proven and claimed deltas at each epsilon.
 
-    ``lower_bounds``: proven deltas, which hold together at the confidence asked for; ``estimates``: estimated deltas,
-    without confidence. ``epsilon_lower_bound`` is proven, at the same confidence, for the delta asked for; 0 where
-    nothing is proven.
+    ``epsilons``: the audited epsilons. ``claimed``: the claimed deltas. ``lower_bounds``: proven lower bounds on
+    delta, which hold jointly at the confidence of the audit. ``estimates``: estimated deltas, without confidence.
+    ``epsilon_lower_bound``: a lower bound on epsilon at the delta of the audit, proven at the same confidence; 0
+    where nothing is proven.
     """
 
     epsilons: tuple[float, ...]
@@ -48,7 +53,7 @@ class ProfileAudit:
 
     @property
     def refuted(self) -> bool:
-        """Return True if the claim is false, at the confidence asked for."""
+        """Return True if the claim is false, at the confidence of the audit."""
         return any(bound > claim for bound, claim in zip(self.lower_bounds, self.claimed, strict=True))
 
     @property
@@ -72,15 +77,16 @@ def audit_profile(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Compare the outputs of both worlds, (runs, coordinates) each, with ``claimed``, a delta for each epsilon.
+    """Compare the outputs in both worlds, (runs, coordinates) each, with ``claimed``: a delta for each of ``epsilons``.
 
-    The score of an output is its likelihood ratio under two Gaussians fitted to the first half of the runs, which
-    detects a shift, another scale, and coordinates without noise.
+    The score of an output is its likelihood ratio under two Gaussians, which are fitted to the first half of the
+    runs. Such a score detects a shift, a wrong scale, and coordinates without noise. ``delta``: the delta of the
+    lower bound on epsilon.
     """
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Two directions, two probabilities each; one more threshold than epsilons for the bound on epsilon itself.
+    # Bonferroni: two directions with two probabilities each, for every epsilon and for the bound on epsilon itself.
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -95,13 +101,15 @@ def audit_profile(
 
 
 def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]], noise_multiplier: float) -> float:
-    """Return the least noise multiplier whose claim the runs refute, to 1 %: the tightest bound of this audit.
+    """Return the smallest noise multiplier whose claim the runs refute, within 1 %: the tightest bound of this audit.
 
-    ``claims`` maps a noise multiplier to the claims of the same mechanism with that noise, a delta for each of
-    ``audit.epsilons``; with more noise the deltas are smaller. So the mechanism protects no better than that noise
-    would, which is an epsilon by its accountant (Nasr et al. 2023, who fit the trade-off curve of the mechanism in the
-    same way). ``noise_multiplier``: that of the audited mechanism, at which the search begins. Returns infinity where
-    even a hundred times that noise is not refuted, and a quarter of it where that quarter is refuted.
+    ``claims`` maps a noise multiplier to the claims of the same mechanism with this noise, a delta for each of
+    ``audit.epsilons``. More noise means smaller claimed deltas. So the mechanism protects no better than the
+    returned noise multiplier would, which an accountant turns into an epsilon. Nasr et al. 2023 fit the mechanism's
+    trade-off curve in the same way.
+
+    The search begins at ``noise_multiplier``, that of the audited mechanism. Returns infinity where even a hundred
+    times this noise is not refuted, and a quarter of this noise where that is refuted already.
     """
 
     def is_refuted(noise: float) -> bool:
@@ -121,10 +129,10 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
 
 
 def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
-    """Return p-values for ``residuals`` (runs x coordinates, in claimed standard deviations) being fresh N(0, 1).
+    """Return p-values for the hypothesis that ``residuals`` are independent N(0, 1) numbers, by the name of the test.
 
-    Each p-value is two-sided and corrected for the number of its coordinates; the key of a tiny p-value names the
-    fault.
+    ``residuals``: shape (runs, coordinates), in claimed standard deviations. Each p-value is two-sided and
+    corrected for the number of its coordinates. A tiny p-value means a fault, which the name of the test describes.
     """
     runs, coordinates = residuals.shape
     squares = residuals**2
@@ -143,7 +151,7 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Guess:
-    """The number of guesses, the number of correct guesses among them, and the epsilon that they prove."""
+    """The number of guesses, the number of correct guesses among them, and the epsilon that these numbers prove."""
 
     guesses: int
     correct: int
@@ -153,10 +161,11 @@ class Guess:
 def guess(
     scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float, *, confidence: float = CONFIDENCE
 ) -> tuple[Guess, ...]:
-    """Guess "in" for the highest scores, "out" for as many lowest, per share; all returned bounds hold together.
+    """Guess "in" for the canaries with the highest scores, and "out" for as many canaries with the lowest scores.
 
-    ``scores``, ``taking_part``: shape (canaries,). Canaries of equal scores are ranked in the order of the array, so
-    scores must not depend on the answer. Returns one ``Guess`` for each of ``SHARES``.
+    ``scores``, ``taking_part``: shape (canaries,). Canaries with equal scores are ranked in the order of the array,
+    so this order must not depend on ``taking_part``. Returns one ``Guess`` for each of ``SHARES``; all their bounds
+    hold jointly at ``confidence``.
     """
     order = np.argsort(scores, kind="stable")
     found = []
@@ -169,21 +178,25 @@ def guess(
 
 
 def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
-    """Return the largest epsilon that is refuted at ``level`` (a probability of error); 0 where none is refuted."""
+    """Return the largest epsilon that ``correct`` of ``guesses`` refute at ``delta``; 0 where none is refuted.
+
+    ``level``: the probability of a false refutation.
+    """
 
     def gap(epsilon: float) -> float:
         return p_value(num_canaries, guesses, correct, epsilon, delta) - level
 
     if gap(0.0) >= 0:
         return 0.0
-    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # on the refuted side of the root
+    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # a little below the root, so surely refuted
 
 
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of at least ``correct`` correct guesses under (epsilon, delta), by theorem 5.2.
+    """Return the largest probability of ``correct`` or more correct guesses under (epsilon, delta), by theorem 5.2.
 
-    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses are;
-    delta adds 2 m delta max_i P(correct > W >= correct - i) / i for the binomial W of that probability.
+    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses
+    are. ``delta`` adds 2 m delta max_i P(correct > W >= correct - i) / i, where W is binomial with this
+    probability.
     """
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
@@ -192,7 +205,7 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 
 
 def power_limit(num_canaries: int, delta: float) -> float:
-    """Return the epsilon that is proven if all guesses are correct: no claim above this epsilon can be refuted."""
+    """Return the epsilon that one run proves if all guesses are correct; the audit cannot refute a larger claim."""
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 
@@ -204,7 +217,7 @@ def _likelihood_ratio(
     without: NDArray[np.float64], with_unit: NDArray[np.float64]
 ) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     means = without.mean(axis=0), with_unit.mean(axis=0)
-    # The floor keeps a coordinate without any noise finite, and decisive.
+    # The floor keeps the likelihood ratio of a coordinate without noise finite; this coordinate then decides the score.
     floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
     variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
 
@@ -217,7 +230,7 @@ def _likelihood_ratio(
 
 
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
-    """Return a lower bound on P1(E), an upper bound on P0(E) and the estimated delta, for the fit half's best E."""
+    """Return (lower bound on P1(E), upper bound on P0(E), estimated delta) for the best set E of the ``fit`` half."""
     threshold = _best_threshold(fit, lambda p1, p0: p1 - math.exp(epsilon) * p0)
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level), _upper(hits0, len(judge[0]), level)
@@ -226,7 +239,7 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # An event that never happened still has an upper bound: rank by what could be proven, not by what was seen.
+    # A set that no run hit still has an upper bound above 0, so rank sets by the epsilon that they could prove.
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

@@ -1,10 +1,11 @@
-"""Bills of data sets and units: the joint cost of all releases, made or planned, about the same units.
+"""Bills of data sets and units: the joint privacy cost of all releases, made or planned, about the same units.
 
-A reader of several runs about the same records sees all of their releases, so the cost of a record is the cost of all
-of them: of each epsilon, of each seed, of each run. The largest of their epsilons would be too small. A release that
-several runs use (a pool of synthetic records, the labels of PATE) counts once. A release that protects a client
-protects each of its records, so its cost counts for a record, too (``payments_of_unit``); a release that protects
-records protects no client.
+A reader of several runs about the same records sees all of their releases. So the cost for one record is the joint cost
+of all releases, of all epsilons, seeds and runs. The largest single epsilon would be too small.
+
+A release that several runs use, such as a pool of synthetic records or the labels of PATE, counts once. A release that
+protects a client protects each of its records, so it counts in the bill of a record, too (``payments_of_unit``). A
+release that protects records protects no client.
 """
 
 import math
@@ -25,7 +26,7 @@ from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
 
-_MOST_BY_PLD: Final = 12  # kinds of events; each takes the PLD accountant about a second
+_MOST_BY_PLD: Final = 12  # kinds of events; the PLD accountant needs about a second for each of them
 _NEIGHBOURS: Final = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
     Adjacency.REPLACE_ONE: "replacing one",
@@ -34,13 +35,14 @@ _NEIGHBOURS: Final = {
 
 @dataclass(frozen=True)
 class Payment:
-    """The cost of one release, from its privacy statement.
+    """The privacy cost of one release, taken from its privacy statement.
 
-    ``identity``: payments of one identity are for one release; "" is a release of its own. ``epsilon`` None: no
-    guarantee. ``charged``: the counts of all events that were fixed beforehand (empty counts: no release). It has
-    several counts where units were charged differently, and none where the events are unknown or a budget is the bound:
-    ``plan`` then has the events within the budget. ``on_records``: False for a release that read synthetic records
-    alone.
+    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release; a payment
+    with the identity "" is for a release of its own. ``epsilon``: None for no guarantee. ``adjacency``: that of
+    ``epsilon`` and ``delta``. ``charged``: the number of releases that were fixed beforehand, by event; several
+    such counts where units were charged differently. It is empty where the events are unknown, and where a budget
+    is the bound; ``plan`` then has the events within the budget. ``simulation_only``: True where the noise comes
+    from a published seed. ``on_records``: False for a release that read synthetic records alone.
     """
 
     unit: str
@@ -56,11 +58,12 @@ class Payment:
 
 @dataclass(frozen=True)
 class RunPayments:
-    """The releases of one run about the records of ``data``, "" where not even the data are known.
+    """The payments for all releases of one run.
 
-    ``clients``: the split of the records into clients. ``bare``: the run released something about the records without
-    a guarantee. ``payments`` None: its releases are unknown. ``content``: an identity of the records that does not
-    depend on their name, "" where it is unknown; ``by_name``: only the name ``data`` distinguishes these records from
+    ``data``: the name of the data set, "" where it is unknown. ``clients``: the split of the records into clients.
+    ``payments``: None where the releases are unknown. ``bare``: True where the run released something about the
+    records without a guarantee. ``content``: an identity of the records that does not depend on the data set's
+    name, "" where it is unknown. ``by_name``: True where only the name ``data`` distinguishes these records from
     those of other runs.
     """
 
@@ -76,8 +79,8 @@ class RunPayments:
 class Total:
     """The joint cost of a number of ``releases`` under one adjacency, as two pairs (epsilon, delta) that both hold.
 
-    ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``: the cost by composing the events; equal to
-    ``plain`` where that gives no bound.
+    ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``: epsilon and delta from the composition
+    of all events; equal to ``plain`` where the composition gives no bound.
     """
 
     adjacency: Adjacency
@@ -88,13 +91,14 @@ class Total:
 
 @dataclass(frozen=True)
 class Bill:
-    """The cost of all ``runs`` about the records of ``data`` for one ``unit``.
+    """The joint cost of all ``runs`` (a number) about the records of ``data``, for one privacy ``unit``.
 
-    ``clients``: the split, "" where the unit is not the client. ``totals``: the costs of the private releases by
-    adjacency. ``bare``: the number of runs that released something without a guarantee; ``elsewhere``: that of runs
-    whose releases protect other units alone; ``unknown``: that of runs with unknown releases. ``simulated``: the number
-    of releases with noise from a published seed. ``also``: other names of the records. ``by_name``: the number of runs
-    that identify their records by name alone, where that matters.
+    ``clients``: the split into clients, "" where the unit is not the client. ``totals``: the costs of the private
+    releases, one for each adjacency. ``bare``: the number of runs that released something without a guarantee.
+    ``elsewhere``: the number of runs whose releases protect other units alone. ``unknown``: the number of runs
+    whose releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``:
+    other names of the same records. ``by_name``: the number of runs that identify their records by name alone, 0
+    where all runs are about the same records.
     """
 
     data: str
@@ -116,15 +120,15 @@ class Bill:
 
     @property
     def delta(self) -> float:
-        """Return the delta of ``epsilon``."""
+        """Return the delta at which ``epsilon`` holds."""
         return self._together[1]
 
     @property
     def _together(self) -> tuple[float, float]:
         """Return (epsilon, delta) of all releases, added up over both adjacencies.
 
-        A sum over both is under replace-one. To replace one unit is to remove it and to add another, so the cost under
-        add-or-remove-one is first converted by group privacy of two.
+        The sum of costs under both adjacencies holds under replace-one. To replace one unit is to remove it and
+        to add another one. So group privacy for two units first converts the cost under add-or-remove-one.
         """
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
@@ -136,7 +140,7 @@ class Bill:
 
     @property
     def in_words(self) -> str:
-        """Return the bill in plain words."""
+        """Return the bill as sentences, for reports."""
         also = f", also called {', '.join(self.also)}," if self.also else ""
         whose = also + (f" ({self.clients})" if self.clients else "")
         about = f"Privacy of all {self.runs} runs together, of one {self.unit} of {self.data}{whose}"
@@ -147,30 +151,28 @@ class Bill:
                 f"{self.bare} of the {self.runs} runs released something about the same records without a guarantee"
             )
         if self.unknown:
-            why.append(f"it is not known what {self.unknown} of the {self.runs} runs released")
+            why.append(f"the releases of {self.unknown} of the {self.runs} runs are not known")
         lines = [f"{about}: {costs}"]
         if why:
-            lines = [f"{about}: none, since {' and '.join(why)}", f"The private releases among themselves cost {costs}"]
+            lines = [f"{about}: none, since {' and '.join(why)}", f"The private releases alone cost {costs}"]
         elif len(self.totals) > 1:
             lines.append(
-                f"Under replacing one {self.unit}, all of them together promise nothing"
+                f"Under replacing one {self.unit}, all of them together have no guarantee"
                 if self.epsilon is None
                 else f"All of them under replacing one {self.unit}, which is at most removing one and adding another: "
                 f"epsilon {rounded_up(self.epsilon)} at delta {self.delta:.4g}"
             )
         if self.elsewhere:
-            lines.append(
-                f"In no sum here: {self.elsewhere} of the runs, which released something that protects other units "
-                "alone"
-            )
+            lines.append(f"Not included here: {self.elsewhere} of the runs, whose releases protect other units alone")
         if self.simulated:
             lines.append(
                 f"{self.simulated} of these releases drew their noise from a published seed: a simulation only"
             )
         if self.by_name:
             lines.append(
-                f"The names of their data alone tell what {self.by_name} of all runs here are about (an earlier "
-                "version made them, or another machine): the same records under another name would pay for both"
+                f"{self.by_name} of all runs here identify their records by the name of the data set alone (an earlier "
+                "version or another machine made these runs). If two such names mean the same records, the costs of "
+                "both add up"
             )
         return ". ".join(lines) + "."
 
@@ -194,10 +196,10 @@ class Bill:
 
 
 def bills(runs: Sequence[RunPayments]) -> list[Bill]:
-    """Return a bill for each data set and unit with a payment, in order.
+    """Return one bill for each data set and each privacy unit that a payment names, in order of appearance.
 
-    Runs are about the same records where their data have the same name or the same content. Clients of another split
-    are other clients, so each split has a bill of its own. A call takes seconds, because it computes the PLD.
+    Two runs are about the same records where their data have the same name or the same content. Another split into
+    clients makes other clients, so each split has its own bill. A call takes seconds, because it computes PLDs.
     """
     groups, found = _by_records(runs), list[Bill]()
     by_name = sum(run.by_name for run in runs) if len(groups) > 1 else 0
@@ -208,10 +210,10 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 
 
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return all payments of a run for one ``unit``; every printed cost of a run is computed from them.
+    """Return all payments of a run that count for one ``unit``; every printed cost of a run is computed from them.
 
-    A release that protects a client protects each of its records: where a record changes, its client still takes part,
-    with other data. ``clients``: the split, where the unit is the client.
+    For a record these include the payments for its client: a changed record changes the data of its client, and the
+    client still takes part. ``clients``: the split into clients, where the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
     if unit != "record":
@@ -223,15 +225,16 @@ def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Pa
 
 
 def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
-    """Return the bill of one run alone for a ``unit``; ``payments`` are all payments of that run for the unit."""
+    """Return the bill of one run alone for ``unit``; ``payments`` are all payments of this run for the unit."""
     return _bill("", unit, "", [RunPayments("", "", tuple(payments), bare=False)])
 
 
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
-    """Return the payment under ``terms`` for ``releases`` that are fixed before a run begins; see ``Payment.identity``.
+    """Return the payment under ``terms`` for ``releases`` (number by event) that are fixed before a run begins.
 
-    Where there is no time for a PLD, the epsilon is that of the RDP accountant alone, which is never below: then all
-    releases are counted, or the budget where that is less.
+    ``Payment.identity`` explains ``identity``. Where a forecast has no time for a PLD, the RDP accountant alone
+    gives the epsilon, which is then never smaller. All releases are counted in that case, or the budget where it is
+    smaller.
     """
     try:
         said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
@@ -240,7 +243,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # Of the releases as many as the budget affords, where that is certain.
+        # The planned releases, or fewer where it is certain that the budget ends earlier.
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget
@@ -249,7 +252,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Return the cost for one record of a release that protects clients, under the adjacency ``relation``."""
+    """Return the cost for one record, under the adjacency ``relation``, of a release that protects clients."""
     mine = replace(payment, unit="record", adjacency=relation)
     if payment.epsilon is None:
         return mine
@@ -269,17 +272,20 @@ def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
 def _under_replacement(counts: Counts) -> Counts:
     replaced: Counts = Counter()
     for event, times in counts.items():
-        replaced[under_replacement(event)] += times  # two events may become one
+        replaced[under_replacement(event)] += times  # two different events may become equal
     return replaced
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return (epsilon, delta) under replace-one from those under add-or-remove-one: group privacy of two."""
+    """Return (epsilon, delta) under replace-one from those under add-or-remove-one, by group privacy for two units."""
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 
 def _by_records(runs: Sequence[RunPayments]) -> list[tuple[dict[str, None], list[RunPayments]]]:
-    """Return (names, runs) for each set of records, in order; runs on unknown records belong to every set."""
+    """Return (names of the data, runs) for each set of records, in order.
+
+    A run whose records are unknown belongs to every set.
+    """
     groups: list[tuple[dict[str, None], set[str]]] = []
     for run in runs:
         names, contents = {run.data: None} if run.data else {}, {run.content} - {""}
@@ -321,13 +327,16 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run released something that protects other units, and not this ``unit``."""
+    """Return True if a run released something that protects other units, but does not count for this ``unit``."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return the largest payment for each release: an interrupted run has paid for only a part of its release."""
+    """Return one payment for each release: the largest of its payments.
+
+    Several runs may use one release, and a run that was interrupted has paid for only a part of it.
+    """
     releases: list[Payment] = []
     known: dict[str, int] = {}
     for one in payments:
@@ -364,7 +373,7 @@ def _stated_under(payment: Payment) -> frozenset[Adjacency]:
 
 
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
-    """Return (epsilon, delta) of payments with one result of ``_stated_under``, by composing all events.
+    """Return (epsilon, delta) of payments whose events have the same adjacencies, by composing all events.
 
     A single payment keeps its own epsilon and delta.
     """
@@ -372,7 +381,7 @@ def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
     if len(_stated_under(payments[0])) > 1:
-        return math.inf, delta  # a statement may carry events over to its own adjacency; two kinds do not compose
+        return math.inf, delta  # a statement may convert events to its own adjacency, but two adjacencies never compose
     return _composed([one.charged for one in payments], delta), delta
 
 
@@ -381,9 +390,10 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 
 
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
-    """Return the joint epsilon at ``delta``.
+    """Return the joint epsilon at ``delta`` of several releases, by composing their events.
 
-    Where units were charged differently, the largest divergence at each order counts.
+    ``charged``: for each release its numbers by event. Where it has several, the largest divergence at each order
+    counts.
     """
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)
@@ -395,7 +405,7 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
 
 
 def _least(counts: Counts, delta: float) -> float:
-    """Return the smaller epsilon of both accountants; that of RDP alone where there is no time for a PLD."""
+    """Return the smaller epsilon of both accountants; that of RDP alone where a forecast has no time for a PLD."""
     try:
         return bounds(counts, delta).least
     except NoTimeError:

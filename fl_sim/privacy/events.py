@@ -1,17 +1,17 @@
-"""Privacy events: sampling, adjacency, pure epsilon, JSON for charge logs and words for readers.
+"""Privacy events of dp_accounting: sampling, adjacency, pure epsilon, JSON form and description in words.
 
-One convention everywhere: ``noise_multiplier`` is the standard deviation of the noise on the SUM divided by the
-clipping norm S of ONE unit. Events follow it, and their type determines their adjacency:
+One convention holds everywhere: ``noise_multiplier`` is the standard deviation of the noise on the SUM divided by the
+clipping norm S of ONE unit. The type of an event determines its adjacency:
 
 * ``GaussianDpEvent(z)`` and ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``: to add or remove one unit moves the sum
   by S.
 * ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: a fixed m of K units without replacement, replace one unit. The
-  sum moves by 2S; the event's accountant knows that, so the event still takes z, not z/2. (``RdpAccountant`` on a
-  ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` is the wrong call: it takes z relative to the *sensitivity*.)
+  sum moves by 2S. The accountant of this event knows that, so the event takes z, not z/2. (``RdpAccountant`` on a
+  ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` would be wrong: it takes z relative to the *sensitivity*.)
 * ``LaplaceDpEvent(scale)``, ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon
   (1 / scale for the first) when one unit is added or removed.
 
-``SelfComposedDpEvent(event, T)`` stands for T releases of ``event`` everywhere.
+``SelfComposedDpEvent(event, T)`` means T releases of ``event``.
 """
 
 import math
@@ -26,14 +26,14 @@ from dp_accounting import dp_event
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.terms import Adjacency
 
-_PLACES: Final = 2**20  # denominator of a sampling rate that is accounted as that of a fixed-size cohort
+_PLACES: Final = 2**20  # the population size that ``under_replacement`` uses to express a sampling rate
 
 
 @dataclass(frozen=True)
 class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
     """A release that is ``epsilon``-bounded-range, hence ``epsilon``-DP, when one unit is added or removed.
 
-    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) makes such releases. A loss that stays
+    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) makes such releases. A privacy loss
     within a range of width epsilon costs at most epsilon^2 / 8 in zCDP (Cesar, Rogers 2021), a quarter of the pure
     bound.
     """
@@ -49,14 +49,17 @@ _PLAIN: Final[dict[str, tuple[type, dict[str, str]]]] = {
     "zcdp": (dp_event.ZCDpEvent, {"rho": "rho", "xi": "xi"}),
     "none": (dp_event.NonPrivateDpEvent, {}),
 }
-"""{kind: (event class, {JSON key: its field})} of the events that are written field by field."""
+"""{kind in JSON: (event class, {JSON key: field of the event})} for the events without inner events."""
 
 
 def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.DpEvent:
-    """Return ``event`` on a cohort that every unit joins independently with probability ``sampling_rate`` in (0, 1]."""
+    """Return the event of ``event`` on a Poisson-sampled cohort.
+
+    Every unit joins the cohort independently with probability ``sampling_rate`` in (0, 1].
+    """
     if not 0 < sampling_rate <= 1:
         raise UserError(
-            f"sampling rate {sampling_rate} is not in (0, 1]: give the chance that one unit takes part in a step"
+            f"sampling rate {sampling_rate} is not in (0, 1]: give the probability that one unit takes part in a step"
         )
     if sampling_rate == 1 or not isinstance(event, dp_event.GaussianDpEvent):
         _check_gaussian(event, "poisson")
@@ -65,7 +68,10 @@ def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.D
 
 
 def amplify_fixed_size(event: dp_event.DpEvent, cohort: int, population: int) -> dp_event.DpEvent:
-    """Return ``event`` on ``cohort`` of ``population`` units drawn without replacement, under replace-one adjacency."""
+    """Return the event of ``event`` on a cohort of ``cohort`` units, drawn from ``population`` without replacement.
+
+    The result holds under replace-one adjacency.
+    """
     if not 1 <= cohort <= population:
         raise UserError(f"a cohort of {cohort} does not fit a population of {population}: choose 1 to {population}")
     if isinstance(event, dp_event.GaussianDpEvent):
@@ -96,12 +102,12 @@ def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
         case dp_event.TruncatedSubsampledGaussianDpEvent() | dp_event.NonPrivateDpEvent() | dp_event.NoOpDpEvent():
             pass
         case _:
-            raise UserError(f"what {type(step).__name__} costs where a unit is replaced is not known")
+            raise UserError(f"the privacy cost of {type(step).__name__} under replace-one adjacency is not known")
     return step if times == 1 else dp_event.SelfComposedDpEvent(step, times)
 
 
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
-    """Return the adjacency of ``event``; None where it holds under either (a zCDP bound, no guarantee)."""
+    """Return the adjacency of ``event``; None where the event holds under both (a zCDP bound, no guarantee)."""
     match unrolled(event)[0]:
         case dp_event.TruncatedSubsampledGaussianDpEvent():
             return Adjacency.REPLACE_ONE
@@ -113,7 +119,7 @@ def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
 
 
 def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
-    """Return the common adjacency of ``events``, add-or-remove-one where both hold. Raises UserError for a mix."""
+    """Return the common adjacency of ``events``; add-or-remove-one where both hold. Raises UserError for a mix."""
     found = {relation for event in events if (relation := adjacency(event)) is not None}
     if len(found) > 1:
         raise UserError(
@@ -124,9 +130,9 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
 
 
 def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
-    """Return (step, times): ``event`` stands for ``times`` releases of ``step``, which is not a repeated event.
+    """Return (step, times): ``event`` means ``times`` releases of ``step``, which is no ``SelfComposedDpEvent``.
 
-    Raises UserError for a negative number of times.
+    Raises UserError for a negative number of releases.
     """
     times = 1
     while isinstance(event, dp_event.SelfComposedDpEvent):
@@ -137,7 +143,7 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts`` with every repeated event replaced by the number of its single steps."""
+    """Return ``counts`` (number of releases by event) with each repeated event replaced by its single releases."""
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)
@@ -160,7 +166,7 @@ def pure_epsilon(event: dp_event.DpEvent) -> float:
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
-    """Return the noise multiplier of a Gaussian event, sampled and repeated ones included; None for any other."""
+    """Return the noise multiplier of a Gaussian event, which may be sampled or repeated; None for other events."""
     event, _ = unrolled(event)
     inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
     if isinstance(inner, dp_event.GaussianDpEvent | dp_event.TruncatedSubsampledGaussianDpEvent):
@@ -169,7 +175,7 @@ def noise_multiplier(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_rate(event: dp_event.DpEvent) -> float | None:
-    """Return the probability that a unit takes part in one release; None for mechanisms without sampling."""
+    """Return the probability that a unit takes part in one release; None for events without a known sampling."""
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)
@@ -182,7 +188,7 @@ def sampling_rate(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
-    """Return a phrase that describes the sampling of the units of one release."""
+    """Return a phrase, for privacy statements, that describes the sampling of the cohort of one release."""
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return (
@@ -191,7 +197,7 @@ def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
         case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
             return f"fixed-size: {cohort} of {population} {unit}s take part in a step, drawn without replacement"
         case dp_event.NonPrivateDpEvent():
-            return "any: a release without protection is not helped by sampling"
+            return "any: sampling does not protect a release without noise"
         case _:
             return f"full: every {unit} takes part in every step"
 
@@ -214,7 +220,7 @@ def to_json(event: dp_event.DpEvent) -> dict[str, Any]:
 
 
 def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
-    """Return the event that ``to_json`` wrote. Raises RunError for anything else."""
+    """Return the event that ``to_json`` wrote. Raises RunError for any other value."""
     match value:
         case {"kind": "poisson", "sampling_rate": rate, "event": {"kind": "gaussian"} as inner} if (
             len(value) == 3 and is_number(rate) and rate <= 1
@@ -235,10 +241,10 @@ def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
 
 
 def is_number(value: object) -> bool:
-    """Return True if ``value``, read from JSON, is a finite number from 0 up."""
+    """Return True if ``value``, which was read from JSON, is a finite number of at least 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def is_count(value: object) -> bool:
-    """Return True if ``value``, read from JSON, is a whole number from 0 up."""
+    """Return True if ``value``, which was read from JSON, is a whole number of at least 0."""
     return type(value) is int and is_number(value)

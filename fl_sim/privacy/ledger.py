@@ -1,12 +1,12 @@
 """The ledger of one privacy unit, and its charge log: every release is charged before it happens, or refused.
 
-Epsilon is computed from the sum of the Renyi curves of all charges (or from their PLD), and is compared with a budget
-that was fixed beforehand. Before every charge the charge log is locked and read again, and the new charge is on the
-disk before ``charge`` returns. So a crash can lose a release that was charged, but never the charge of a release that
-was seen, and all processes that use one log share one budget.
+The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
+fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
+``charge`` returns. So a crash can lose a release that was charged, but no release happens whose charge is lost. All
+processes that use one log share one budget.
 
-The log's first line holds a random id and the terms. Every further line holds a charge and its chain digest: the
-SHA-256 of the digest before it in the chain followed by the charge. So a log that was cut, edited or exchanged does not
+The first line of the log holds a random id and the terms. Every further line holds a charge and its chain digest: the
+SHA-256 of the previous digest in the chain followed by the charge. So a log that was cut, edited or exchanged does not
 match its receipts. The chain is no signature: it does not detect that a log and all of its receipts were rewritten.
 """
 
@@ -35,18 +35,20 @@ from fl_sim.privacy.terms import Terms, none_if_infinite
 from fl_sim.store.files import sync_folder
 
 _FORMAT: Final = 2
-_LONGEST_LINE: Final = 64 * 1024  # bytes; what this program writes has a few hundred
+_LONGEST_LINE: Final = 64 * 1024  # bytes; a line that this program writes has a few hundred
 _PAUSE: Final = 0.01  # seconds between two tries for the lock
-_LARGEST: Final = 256 * 1024**2  # bytes: most of a million charges
-_WAYS_ON: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which pays again"
+_LARGEST: Final = 256 * 1024**2  # bytes, enough for about a million charges
+_CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which is charged again"
 
 
 @dataclass(frozen=True)
 class Charge:
-    """The charge of one release, or of several releases at once where ``event`` is a repeated event.
+    """The charge of one release, or of several releases at once where ``event`` is a ``SelfComposedDpEvent``.
 
-    ``noise`` identifies the noise key, so that a second charge of the same release is recognised. ``epsilon``: the
-    epsilon spent after this charge, None for no guarantee; only people read it, the ledger computes it from the events.
+    ``release``: the name of the release, such as "round 7". ``noise``: the identity of its noise key, so that a
+    second charge of the same release is recognised. ``event``: the privacy event of the release. ``epsilon``: the
+    epsilon spent after this charge, None for no guarantee. It is for readers of the log; the ledger computes it
+    from the events.
     """
 
     release: str
@@ -57,9 +59,10 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof of payment by the first ``charges`` charges of a charge log.
+    """Proof that the log ``ledger`` held certain charges, stored with the releases that they paid for.
 
-    ``ledger``: the random id of the log. ``digest``: the chain digest after the last of these charges.
+    ``ledger``: the random id of the charge log. ``charges``: the number of charges, counted from the first one.
+    ``digest``: the chain digest after the last of these charges.
     """
 
     ledger: str
@@ -67,12 +70,12 @@ class Receipt:
     digest: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the receipt as plain JSON values, which ``from_json`` reads."""
+        """Return the receipt as plain JSON values for ``from_json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: object) -> "Receipt":
-        """Return the receipt that ``to_json`` wrote. Raises RunError for anything else."""
+        """Return the receipt that ``to_json`` wrote. Raises RunError for any other value."""
         match value:
             case {"ledger": str(ledger), "charges": int(charges), "digest": str(digest), **more} if (
                 not more and type(charges) is int and charges >= 0
@@ -82,11 +85,12 @@ class Receipt:
 
 
 class Ledger:
-    """Adds up the costs of all releases about one privacy unit.
+    """Adds up the costs of all releases that concern one privacy unit, and refuses releases beyond the budget.
 
-    ``path``: the charge log, created or, where it exists, read; None for a ledger in memory. ``receipt``: the charges
-    that the log must begin with, since they paid for ``holder`` (such as "the checkpoint of round 7").
-    Raises UserError where the log was opened under other terms, RunError where it is missing, cut, edited or damaged.
+    ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``:
+    a receipt of the charges with which the log must begin. ``holder``: the thing that these charges paid for, for
+    error messages, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises
+    RunError where the log is missing, cut, edited or damaged.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class Ledger:
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt for all charges so far, to store with a release. Not for a ledger in memory."""
+        """Return the receipt of all charges so far, to be stored with a release. Not for a ledger in memory."""
         assert self._log is not None
         return self._log.receipt
 
@@ -122,32 +126,36 @@ class Ledger:
 
     @property
     def epsilon(self) -> float | None:
-        """Return the epsilon spent: 0 before the first charge, None once there is no guarantee."""
+        """Return the epsilon spent by all charges: 0 before the first charge, None where there is no guarantee."""
         return self._spent
 
     def affords(self, event: dp_event.DpEvent) -> bool:
-        """Return True if the budget allows one more charge of ``event``."""
+        """Return True if one more charge of ``event`` stays within the budget."""
         with self._up_to_date():
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return True if ``release`` was charged with the same ``noise`` identity: a second charge is free."""
+        """Return True if ``release`` was already charged with the noise key ``noise``; a second charge is then free."""
         return (release, noise) in self._charges
 
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
-        """Charge one release BEFORE it is made and return the epsilon spent so far (None: no guarantee).
+        """Charge one release BEFORE it is made, and return the epsilon spent so far (None: no guarantee).
 
-        ``release``: the name of the release ("round 7"). A second charge with the same name and the same ``noise``
-        identity is free, since the same bits are released. With other noise it is a second release and costs again.
-        Raises BudgetExhausted, with nothing charged, where the charge would exceed the budget; UserError where the
-        adjacency of ``event`` is not the ledger's; RunError where name and noise were charged with another event.
+        ``release``: the name of the release, such as "round 7". ``noise``: the identity of its noise key. A
+        second charge with the same name and key is free, because the same bits are released. With another key
+        it is a second release and costs again.
+
+        Raises BudgetExhausted, with nothing charged, where the charge would exceed the budget. Raises UserError
+        where the adjacency of ``event`` is not the ledger's. Raises RunError where name and key were charged
+        with another event.
         """
         self._check_adjacency(event)
         with self._up_to_date() as append:
             if earlier := self._charges.get((release, noise)):
                 if earlier.event != event:
                     raise RunError(
-                        f"{release} was charged as {earlier.event}, now it is {event}: one noise, two releases"
+                        f"{release} was charged as {earlier.event} and is now {event}: the same noise must not serve "
+                        "two different releases"
                     )
                 return self._spent
             after = self._epsilon_after(event)
@@ -175,9 +183,10 @@ class Ledger:
     ) -> dict[str, Any]:
         """Return the privacy statement as JSON values, for results and reports.
 
-        ``epsilon`` is the guarantee, ``epsilon_realised`` the epsilon charged so far. ``planned``: all releases that
-        were fixed beforehand, as event -> number; None where the budget alone limits the releases. For the other
-        arguments see ``Coverage``. A call takes seconds, because it computes the PLD.
+        ``epsilon`` in the result is the guarantee, ``epsilon_realised`` the epsilon charged so far.
+        ``planned``: the number of all releases that were fixed beforehand, by event; None where only the budget
+        limits the releases. ``Coverage`` explains the other arguments. A call takes seconds, because it
+        computes the PLD.
         """
         charges = [(charge.release, charge.event) for charge in self.charges]
         said = statement(self.terms, charges, planned, Coverage(covers, does_not_cover, simulation_only))
@@ -203,15 +212,15 @@ class Ledger:
 
     @contextmanager
     def _up_to_date(self) -> Iterator[Callable[[Charge], None]]:
-        """Lock the log against other processes, read their charges, and yield the function that appends a charge."""
+        """Lock the log against other processes, read their new charges, and yield a function that appends a charge."""
         if self._log is None:
             yield lambda _: None
             return
-        with self._log.held() as (news, append):
+        with self._log.locked() as (news, append):
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # the log is the source of the releases, not of their cost
+            if news:  # the log says which releases were charged; their cost is computed here
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append
@@ -220,24 +229,23 @@ class Ledger:
 class ChargeLog:
     """The charge log at ``path``, created where none exists.
 
-    ``terms``: the ledger's terms as plain JSON values; those in the log must be equal. ``receipt``: where given, the
-    log must exist and begin with its charges; error messages name its ``holder``. Raises UserError for other terms,
-    RunError for a log that is missing, cut, edited or damaged.
+    ``terms``: the terms of the ledger as plain JSON values; a log with other terms is refused. ``receipt``: where
+    it is given, the log must exist and must begin with the charges of the receipt. ``holder``: the thing that these
+    charges paid for, for error messages. Raises UserError for other terms. Raises RunError for a log that is
+    missing, cut, edited or damaged.
     """
 
     def __init__(self, path: Path, terms: Mapping[str, Any], receipt: Receipt | None, holder: str) -> None:
         self.id = ""
         self._path = path
         self._terms = dict(terms)
-        self._digests: list[str] = []  # of the header, and of the chain after each charge
+        self._digests: list[str] = []  # the digest of the header, then the chain digest after each charge
         self._last = b""  # the last line that was read
-        self._end = 0  # the byte after it
+        self._end = 0  # the offset of the byte after this line
         self._unseen: list[Charge] = []
         if receipt is not None and not path.exists():
-            raise RunError(
-                f"{path} is missing, and {holder} was paid for with its {receipt.charges} charges: {_WAYS_ON}"
-            )
-        with self._locked() as file:
+            raise RunError(f"{path} is missing, but {holder} was paid for with its {receipt.charges} charges: {_CURE}")
+        with self._opened() as file:
             self._unseen = self._catch_up(file)
             if not self._digests:
                 header = _line({"ledger": _FORMAT, "id": secrets.token_hex(8), "terms": self._terms})
@@ -245,20 +253,21 @@ class ChargeLog:
                 sync_folder(path.parent)
                 self._take(header)
         if receipt is not None:
-            self._hold_against(receipt, holder)
+            self._check_receipt(receipt, holder)
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt for all charges that this object has read or written."""
+        """Return the receipt of all charges that this object has read or written."""
         return Receipt(self.id, len(self._digests) - 1, self._digests[-1])
 
     @contextmanager
-    def held(self) -> Iterator[tuple[list[Charge], Callable[[Charge], None]]]:
-        """Lock the log; yield the charges that were not yielded before, and the function that appends a charge.
+    def locked(self) -> Iterator[tuple[list[Charge], Callable[[Charge], None]]]:
+        """Lock the log; yield the charges since the last call, and a function that appends one charge.
 
-        The charge is on the disk when that function returns. Raises RunError where the log was changed meanwhile.
+        When this function returns, the charge is on the disk. Raises RunError where earlier lines of the log have
+        changed since the last call.
         """
-        with self._locked() as file:
+        with self._opened() as file:
             news, self._unseen = [*self._unseen, *self._catch_up(file)], []
 
             def append(charge: Charge) -> None:
@@ -269,12 +278,12 @@ class ChargeLog:
             yield news, append
 
     @contextmanager
-    def _locked(self) -> Iterator[BinaryIO]:
+    def _opened(self) -> Iterator[BinaryIO]:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self._digests else os.O_CREAT)
         try:
             descriptor = os.open(self._path, flags, 0o644)
         except FileNotFoundError as error:
-            raise RunError(f"{self._path} is gone, with {len(self._digests) - 1} charges: {_WAYS_ON}") from error
+            raise RunError(f"{self._path} is gone, with {len(self._digests) - 1} charges: {_CURE}") from error
         except OSError as error:
             raise RunError(
                 f"{self._path} cannot be opened for charging ({error.strerror}), so nothing may be released: "
@@ -283,7 +292,7 @@ class ChargeLog:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-                raise RunError(f"{self._path} is not a privacy ledger, but something else or far too large: {_WAYS_ON}")
+                raise RunError(f"{self._path} is not a privacy ledger, but something else or far too large: {_CURE}")
             lock_descriptor(descriptor, poll_interval=_PAUSE)
             yield file
 
@@ -291,7 +300,7 @@ class ChargeLog:
         """Return the charges in the lines that were appended since the last call."""
         file.seek(self._end - len(self._last))
         if file.read(len(self._last)) != self._last:
-            raise RunError(f"{self._path} was cut or edited while this run was using it: {_WAYS_ON}")
+            raise RunError(f"{self._path} was cut or edited while this run was using it: {_CURE}")
         charges = []
         while line := file.readline(_LONGEST_LINE):
             if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
@@ -301,9 +310,10 @@ class ChargeLog:
         return charges
 
     def _finished(self, file: BinaryIO, line: bytes) -> list[Charge]:
-        """Return the charge of a last line that lacks only its newline; remove any other unfinished line.
+        """Return the charge in a last line that lacks only its newline, and add it. Remove any other unfinished line.
 
-        The call of ``charge`` that wrote an unfinished line was interrupted before it returned.
+        An unfinished line means that the ``charge`` call was interrupted before it returned, so nothing was
+        released.
         """
         start = b'{"release": "' if self._digests else b'{"ledger": '
         if not (line.startswith(start) or start.startswith(line) or not line.strip(b"\0")):
@@ -318,7 +328,7 @@ class ChargeLog:
         return charges
 
     def _take(self, line: bytes) -> list[Charge]:
-        """Add one line to the chain; return the charge in it (the first line has none)."""
+        """Add one line to the chain, and return the charge in the line; the first line of a log has none."""
         value = self._parsed(line)
         charges = [self._charge(value)] if self._digests else []
         if not self._digests:
@@ -341,8 +351,8 @@ class ChargeLog:
         match header:
             case {"ledger": int(number)} if number < _FORMAT:
                 raise RunError(
-                    f"{self._path} is from an older version, whose lines are not chained, so nobody can tell whether "
-                    "it is whole: start a new run in a fresh directory, which pays again"
+                    f"{self._path} is from an older version, whose lines have no chain digests, so missing lines "
+                    "cannot be detected: start a new run in a fresh directory, which is charged again"
                 )
             case {"ledger": int(number), "id": str(identity), "terms": dict(terms), **more} if (
                 number == _FORMAT and len(identity) == 16 and not more
@@ -376,7 +386,7 @@ class ChargeLog:
     def _damaged(self, what: str, cause: Exception | None = None) -> NoReturn:
         raise RunError(
             f"{self._path} is damaged, line {len(self._digests) + 1}: {what}. "
-            f"The privacy spent so far is unknown: {_WAYS_ON}"
+            f"The privacy spent so far is unknown: {_CURE}"
         ) from cause
 
     def _write(self, file: BinaryIO, line: bytes) -> None:
@@ -394,7 +404,7 @@ class ChargeLog:
                 "room there, then start this run again"
             ) from error
 
-    def _hold_against(self, receipt: Receipt, holder: str) -> None:
+    def _check_receipt(self, receipt: Receipt, holder: str) -> None:
         number = len(self._digests) - 1
         if receipt.ledger != self.id:
             wrong = "is another ledger"
@@ -405,8 +415,8 @@ class ChargeLog:
         else:
             return
         raise RunError(
-            f"{self._path} {wrong}, and {holder} was paid for with the first {receipt.charges} charges of ledger "
-            f"{receipt.ledger}: {_WAYS_ON}"
+            f"{self._path} {wrong}, but {holder} was paid for with the first {receipt.charges} charges of ledger "
+            f"{receipt.ledger}: {_CURE}"
         )
 
 
@@ -419,6 +429,6 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _digest(before: list[str], value: Mapping[str, Any]) -> str:
-    """Return the digest of the chain ``before`` with the line ``value`` added; the first line starts the chain."""
+    """Return the chain digest of the line ``value`` after the digests ``before``; the first line starts the chain."""
     unchained = {key: part for key, part in value.items() if key != "chain"}
     return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()

@@ -1,9 +1,9 @@
-"""Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, by dp_accounting), where it can be computed.
+"""Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, computed by dp_accounting).
 
-The estimates are upper bounds on any grid, so the grid is as coarse as a computation within seconds requires. The
-rounding errors of the Fourier transforms that compose distributions are not on the safe side: at small delta they are
-most of the result. So epsilon is computed at delta minus a bound on these errors, and no PLD is computed where the
-bound is most of delta.
+dp_accounting represents the privacy loss on a grid. Its estimates are upper bounds for every grid spacing, so the grid
+is chosen so coarse that a computation takes seconds. The Fourier transforms that compose distributions have rounding
+errors in both directions. At small delta these errors are most of the result. So epsilon is computed at delta minus a
+bound on the errors. No PLD is computed where the bound is more than half of delta.
 """
 
 import math
@@ -20,31 +20,32 @@ from dp_accounting.pld import PLDAccountant
 from fl_sim.privacy.events import BoundedRangeDpEvent
 
 Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
-"""(event, number of its releases) for each event; none is a repeated event."""
+"""Pairs (event, number of its releases). No event is a ``SelfComposedDpEvent``."""
 
 _INTERVAL: Final = 1e-4  # dp_accounting's default
 _INTERVALS_PER_EPSILON: Final = 200_000
-_MOST_INTERVALS: Final = 300_000  # between the losses of one release
+_MOST_INTERVALS: Final = 300_000  # grid intervals across the privacy loss of one release
 _MOST_STEPS: Final = 10**6
-_MOST_NOISE: Final = 1e50  # its square is a number,
-_LEAST_RATE: Final = 1e-15  # and the inverse of this
+_MOST_NOISE: Final = 1e50  # the square of this number does not overflow
+_LEAST_RATE: Final = 1e-15  # the inverse of this number does not overflow
 _MOST_EPSILON: Final = 200.0
-_ERROR_OF_EVENT: Final = 2.0**-40  # what rounding takes off delta, for each kind of event,
-_ERROR_OF_RELEASE: Final = 2.0**-50  # and for each release: 20 times and more of what was found in 1,568 compositions
-
-
+# Rounding errors of delta, for each kind of event and for each release: at least 20 times the largest errors that were
+# measured in 1,568 compositions.
+_ERROR_OF_EVENT: Final = 2.0**-40
+_ERROR_OF_RELEASE: Final = 2.0**-50
 _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", default=None)
 
 
 class NoTimeError(Exception):
-    """A PLD was not begun: the time that a forecast allows for PLDs is up."""
+    """No PLD was computed, because the time that a forecast allows for PLDs is over."""
 
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
-    """Limit PLDs in this context: one that is not cached begins only where ``may_begin`` returns True.
+    """Limit the time for PLDs in this context: ``may_begin`` is called before each PLD that is not cached.
 
-    Otherwise ``epsilon`` raises NoTimeError. Only forecasts use this: no charge and no statement depends on the time.
+    Where ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit, so no charge
+    and no privacy statement depends on the time.
     """
     token = _may_begin.set(may_begin)
     try:
@@ -54,36 +55,40 @@ def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
 
 
 def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
-    """Return True if the PLD accountant knows ``event``, which must not be a repeated event."""
+    """Return True if the PLD accountant supports ``event``, which must not be a ``SelfComposedDpEvent``."""
     return bool(PLDAccountant(relation).supports(_known_to_pld(event)))
 
 
 def rounding_error(steps: Steps) -> float:
-    """Return a bound on the amount by which rounding makes a computed delta too small.
+    """Return an upper bound on the rounding error that makes a computed delta of ``steps`` too small.
 
     The numbers of a Fourier transform have errors of about 2^-53. The transform of ``count`` releases is a power of
-    them, with errors ``count`` times as large. ``benchmarks/accounting_reference.py --sweep`` compares the bound with
-    integrals.
+    such numbers, with errors ``count`` times as large. ``benchmarks/accounting_reference.py --sweep`` compares the
+    bound with numerical integrals.
     """
     return math.fsum(_ERROR_OF_EVENT + count * _ERROR_OF_RELEASE for _, count in merged(steps))
 
 
-def why_not(steps: Steps, delta: float, by_rdp: float) -> str:
-    """Return the reason not to compute the PLD of ``steps``, "" for none. ``by_rdp``: their epsilon by RDP."""
+def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
+    """Return the reason why no PLD of ``steps`` is computed, or "" where it is computed.
+
+    ``by_rdp``: the epsilon of ``steps`` by the RDP accountant.
+    """
     if (error := rounding_error(steps)) > delta / 2:
         return f"no PLD was computed, because its rounding errors, up to {error:.1g}, are too large for delta {delta:g}"
     if by_rdp > _MOST_EPSILON:
         return f"no PLD was computed, because an epsilon above {_MOST_EPSILON:g} says little either way"
     if sum(count for _, count in merged(steps)) > _MOST_STEPS:
-        return f"no PLD was computed, because that of more than {_MOST_STEPS} sampled steps takes too long"
+        return f"no PLD was computed, because the PLD of more than {_MOST_STEPS} sampled steps takes too long"
     return ""
 
 
 @lru_cache(maxsize=256)
 def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
-    """Return the epsilon of ``steps`` at ``delta``; ``inf`` where the grid proves none.
+    """Return the epsilon of ``steps`` at ``delta`` by PLD; ``inf`` where the grid proves none.
 
-    Only for releases for which ``why_not`` returns "". Raises NoTimeError, see ``begun_only_if``.
+    ``reason_against`` must return "" for the same arguments. ``by_rdp``: the epsilon of ``steps`` by RDP. Raises
+    NoTimeError where ``begun_only_if`` forbids the computation.
     """
     if (may_begin := _may_begin.get()) is not None and not may_begin():
         raise NoTimeError
@@ -98,7 +103,10 @@ def _epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: 
 
 
 def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDAccountant:
-    """Return a PLD accountant with all ``steps`` composed; ``by_rdp``, their epsilon by RDP, sets its grid."""
+    """Return a PLD accountant that has composed all ``steps``.
+
+    ``by_rdp``: the epsilon of ``steps`` by RDP, from which the grid spacing is chosen.
+    """
     few = merged(steps)
     widest = max((_widest_loss(event) for event, _ in few), default=0.0)
     known = by_rdp if math.isfinite(by_rdp) else 0.0
@@ -110,7 +118,10 @@ def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDA
 
 
 def merged(steps: Steps) -> Steps:
-    """Return ``steps`` with all unsampled Gaussian releases merged into one: their 1 / z^2 add up, exactly."""
+    """Return ``steps`` with all unsampled Gaussian releases merged into one Gaussian release.
+
+    The merged release is exactly equivalent: the values 1 / z^2 of the noise multipliers z add up.
+    """
     rest: Counter[dp_event.DpEvent] = Counter()
     precision: dict[dp_event.DpEvent, float] = {}
     for event, count in steps:
@@ -123,7 +134,7 @@ def merged(steps: Steps) -> Steps:
 
 
 def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | None:
-    """Return an unsampled Gaussian mechanism with ``noise`` instead of its own; None for other events."""
+    """Return a copy of the unsampled Gaussian ``event`` with the noise multiplier ``noise``; None for other events."""
     match event:
         case dp_event.GaussianDpEvent():
             return dp_event.GaussianDpEvent(noise)
@@ -133,15 +144,20 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
 
 
 def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return an event that dp_accounting's PLD knows, with at least the privacy loss of ``event``.
+    """Return an event that dp_accounting's PLD supports, with at least the privacy loss of ``event``.
 
-    The geometric mechanism's loss is +epsilon or -epsilon, the largest loss of all mechanisms of pure epsilon.
+    A bounded-range release is replaced by the geometric mechanism of the same epsilon. The loss of that mechanism
+    is +epsilon or -epsilon, the largest loss of all mechanisms of this pure epsilon.
     """
     return dp_event.DiscreteLaplaceDpEvent(event.epsilon, 1) if isinstance(event, BoundedRangeDpEvent) else event
 
 
 def _computable(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return ``event`` within the PLD's arithmetic: with no more noise and no lower rate, so with no less loss."""
+    """Return ``event`` with its parameters limited to the range in which the PLD's arithmetic works.
+
+    The noise multiplier is never raised and the sampling rate is never lowered, so the loss is at least that of
+    ``event``.
+    """
     match event:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             return dp_event.PoissonSampledDpEvent(max(rate, _LEAST_RATE), _computable(inner))
@@ -161,7 +177,7 @@ def _noise(event: dp_event.DpEvent) -> float:
 
 
 def _widest_loss(event: dp_event.DpEvent) -> float:
-    """Return the approximate width of the range of privacy losses of one release, without tails of 2^-60."""
+    """Return the approximate width of the range of one release's privacy losses, without tails of probability 2^-60."""
     if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
         return 0.0
     shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)
@@ -169,11 +185,12 @@ def _widest_loss(event: dp_event.DpEvent) -> float:
 
 
 def _without_amplification(steps: Steps) -> Steps | None:
-    """Return ``steps`` without amplification, everyone in every cohort; None where that bound cannot be smaller.
+    """Return ``steps`` with everyone in every cohort; None where that bound on epsilon cannot be the smaller one.
 
-    For a cohort of a fixed size the bounds with and without amplification are both sound. With much noise the means of
-    the amplified pair of distributions differ by 4 q S and those of the plain pair by 2 S, so the plain bound can be
-    smaller only for cohorts of at least half of the population.
+    For a cohort of a fixed size the bounds with and without amplification by sampling both hold. With much noise
+    the means of the amplified pair of distributions differ by 4 q S (q: the sampling rate, S: the clipping norm).
+    The means of the plain pair differ by 2 S. So the plain bound can be smaller only for cohorts of at least half
+    of the population.
     """
     plain: list[tuple[dp_event.DpEvent, int]] = []
     for event, count in steps:

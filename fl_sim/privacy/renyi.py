@@ -1,8 +1,8 @@
 """Renyi divergences of one release at fixed orders, and the epsilon that their sum proves (Mironov et al. 2019).
 
-Every curve is an upper bound at any valid parameters, however extreme: a larger bound (no amplification, the next
-order, ``inf``) replaces a value that cannot be computed, and no result is a difference of numbers that are nearly
-equal.
+Every curve is an upper bound for all valid parameters, however extreme. Where a value cannot be computed, a larger
+bound replaces it: the value without amplification, the value at the next order, or ``inf``. To avoid cancellation, no
+result is a difference of numbers that are nearly equal.
 """
 
 import logging
@@ -22,7 +22,7 @@ from fl_sim.errors import UserError
 from fl_sim.privacy.events import BoundedRangeDpEvent, pure_epsilon
 
 Curve: TypeAlias = NDArray[np.float64]
-"""Renyi divergences at ``ORDERS``; curves of independent releases add."""
+"""Renyi divergences at ``ORDERS``. The curve of several releases together is the sum of their curves."""
 
 ORDERS: Final = (
     *(1 + 10 ** (eighth / 8 - 4) for eighth in range(16)),
@@ -40,24 +40,30 @@ _MOST_POINTS: Final = 2_000_000
 _ORDERS: Final = np.array(ORDERS)
 _LESS: Final = _ORDERS - 1
 _SERIES: Final = _ORDERS[(_ORDERS >= 1.01) & (np.floor(_ORDERS) != _ORDERS)]
-"""The orders at which dp_accounting's series is evaluated; its error is at most 1e-12 for ordinary noise and rates."""
+"""The fractional orders at which dp_accounting's series is evaluated.
+
+Its error is at most 1e-12 for the noise multipliers and sampling rates to which ``_poisson_curve`` limits it.
+"""
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
 
 
 @lru_cache(maxsize=512)
 def rdp_curve(event: dp_event.DpEvent) -> Curve:
-    """Return the Renyi divergences of one release at ``ORDERS``; ``inf`` where there is no bound. Read-only."""
+    """Return the Renyi divergences of one release at ``ORDERS``; ``inf`` where there is no bound.
+
+    The array is read-only, because it is cached.
+    """
     curve = _bounded(event, _SERIES)
     curve.setflags(write=False)
     return curve
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return an upper bound on ``rdp_curve`` for searches, in a fifth of the time.
+    """Return an upper bound on ``rdp_curve`` in a fifth of the time, for searches.
 
-    The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Between
-    whole orders straight lines replace the series, except next to that order.
+    The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Far
+    from that order, straight lines between whole orders replace the slow series.
     """
     lines = steps * _bounded(event, _SERIES[:0])
     decides = _ORDERS[np.argmin(lines + prices(delta))]
@@ -74,9 +80,9 @@ def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
 def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
     """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``; ``inf`` where it proves none.
 
-    Uses the conversion of Canonne, Kamath and Steinke (2020, proposition 12). The epsilon is 0 where the total
-    variation distance of the two distributions is below delta, by their Kullback-Leibler divergence (Bretagnolle and
-    Huber 1978).
+    The conversion is proposition 12 of Canonne, Kamath and Steinke 2020. The epsilon is 0 where the total variation
+    distance of the two output distributions is below ``delta``. The Kullback-Leibler divergence bounds this
+    distance (Bretagnolle and Huber 1978).
     """
     epsilons = curves + prices(delta)
     nothing = (delta**2 + np.expm1(-curves) > 0).any(axis=-1)
@@ -84,14 +90,14 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return, for each of ``ORDERS``, the epsilon that a divergence proves at ``delta``, minus the divergence."""
+    """Return, for each of ``ORDERS``, the number to add to a Renyi divergence for an epsilon at ``delta``."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
 def checked(curve: Curve) -> Curve:
-    """Return ``curve`` with rounding errors below 0 set to 0. Raises ArithmeticError for NaN and negative values.
+    """Return ``curve`` with rounding errors below 0 set to 0. Raises ArithmeticError for NaN or a negative value.
 
-    A NaN would otherwise turn into an epsilon of 0.
+    Without this check a NaN would turn into an epsilon of 0.
     """
     if np.isnan(curve).any() or (curve < -1e-9).any():
         raise ArithmeticError(
@@ -118,27 +124,30 @@ def _curve(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
 
 
 def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the divergences of the Laplace mechanism with ``epsilon`` at ``orders`` (Mironov 2017, proposition 6)."""
+    """Return the Renyi divergences of the Laplace mechanism with pure ``epsilon`` at ``orders``.
+
+    The formula is proposition 6 of Mironov 2017.
+    """
     if math.isinf(epsilon):
         return np.full(len(orders), math.inf)
     if epsilon < 1e-4:
-        # The terms below would cancel. A bound: order * rho with rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2
-        # (Harrison and Manurangsi 2026).
+        # The terms of the exact formula would cancel. This is a bound: order * rho with
+        # rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2 (Harrison and Manurangsi 2026).
         return np.asarray(orders * (epsilon**2 / 2))
     less = orders - 1
     return np.asarray(np.log1p(less * np.expm1(-epsilon * (less + orders)) / (less + orders)) / less + epsilon)
 
 
 def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the Renyi divergences of a release with a ``pure_epsilon`` at ``orders`` > 1.
+    """Return an upper bound on the Renyi divergences at ``orders`` > 1 of an event with a pure epsilon.
 
-    No mechanism of pure epsilon has a larger privacy loss than randomised response (Kairouz, Oh, Viswanath 2015), whose
-    loss is +epsilon or -epsilon. Its divergence is log(p e^x + (1 - p) e^-x) / (a - 1) at x = (a - 1) epsilon and
-    p = 1 / (1 + e^-epsilon).
+    Among all mechanisms of the same pure epsilon, randomised response has the largest privacy loss: +epsilon or
+    -epsilon (Kairouz, Oh, Viswanath 2015). Its divergence at order a is log(p e^x + (1 - p) e^-x) / (a - 1) with x
+    = (a - 1) epsilon and p = 1 / (1 + e^-epsilon). Bounded-range events have a second bound, epsilon^2 / 8 in zCDP.
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
-    # Written so that nothing cancels where epsilon is small, and nothing overflows where it is large.
+    # One form avoids cancellation for a small exponent, the other one avoids overflow for a large exponent.
     few = np.minimum(exponent, 1.0)
     small = np.log1p(2 * np.sinh(few / 2) ** 2 + math.tanh(epsilon / 2) * np.sinh(few))
     large = np.logaddexp(log_expit(epsilon) + exponent, log_expit(-epsilon) - exponent)
@@ -152,13 +161,14 @@ def _gaussian_curve(noise: float) -> Curve:
 
 
 def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: NDArray[np.float64]) -> Curve:
-    """Bound the divergence of the sampled Gaussian mechanism (Mironov et al. 2019, section 3.3).
+    """Return an upper bound on the Renyi divergences of the sampled Gaussian mechanism.
 
-    With A(a) = exp((a - 1) D_a), at a whole order A - 1 is a sum of positive terms, so that a tiny divergence keeps its
-    digits; log A is convex, so between whole orders a straight line is above it.
+    It follows section 3.3 of Mironov et al. 2019. Let A(a) = exp((a - 1) D_a). At a whole order A - 1 is a sum of
+    positive terms, so a tiny divergence keeps its digits. log A is convex in a, so between whole orders a straight
+    line is an upper bound.
     """
-    # dp_accounting alone will not do. It adds to A itself, so where A is near 1 its divergence is rounded, also
-    # downwards: by 1e-9 of it at a rate of 0.01, by 1e-5 at 1e-6, at orders between 1 and 2 by all of it.
+    # dp_accounting alone is not an upper bound. It computes A instead of A - 1, so where A is near 1 its divergence is
+    # rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6, and 1 between orders 1 and 2.
     logs = _log_moments(rate, noise)
     below = np.floor(_ORDERS).astype(int)
     share = _ORDERS - below
@@ -173,7 +183,10 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
 
 @lru_cache(maxsize=4)
 def _log_moments(rate: float, noise: float) -> dict[int, float]:
-    """Return log A(n) = log sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)) at all whole orders needed."""
+    """Return {n: log A(n)} for all whole orders that ``_poisson_curve`` needs.
+
+    A(n) = sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)).
+    """
     whole = sorted({int(order) for order in ORDERS} | {int(order) + 1 for order in ORDERS if order != int(order)})
     k = np.arange(2, whole[-1] + 1, dtype=np.float64)
     growth = k / 2 / noise * (k - 1) / noise
@@ -181,22 +194,22 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
     factorials, rest = gammaln(np.arange(1, whole[-1] + 2, dtype=np.float64)), math.log1p(-rate)
     logs = {1: 0.0}
     for n in whole[1:]:
-        few = n - 1  # terms, from k = 2 to n
+        few = n - 1  # the number of terms, from k = 2 to n
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
-        # As scipy's logsumexp, which takes eight times as long for so few numbers.
+        # The same as scipy's logsumexp, which takes eight times as long for so few numbers.
         log_less_one = largest + np.log(np.exp(exponents - largest).sum()) if math.isfinite(largest) else largest
         logs[n] = float(np.logaddexp(0.0, log_less_one))
     return logs
 
 
 def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Curve:
-    """Bound the Renyi divergence by the pair that dominates sampling without replacement, or by no amplification.
+    """Return an upper bound on the Renyi divergences of a Gaussian release on a cohort of fixed size, for replace-one.
 
-    The sampled unit displaces another one: the sum moves by at most 2S either way, hence the pair
-    (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2), whose divergence is the same in both
-    directions. Without amplification replacing one unit moves the sum by 2S: divergence 2 a / z^2. Both bounds hold, so
-    the smaller one holds.
+    A unit in the cohort takes the place of another one, so the sum moves by at most 2S. The pair that dominates
+    sampling without replacement is (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its
+    divergence is the same in both directions. Without amplification, replacing one unit moves the sum by 2S:
+    divergence 2 a / z^2 at order a. Both bounds hold, so the smaller one holds.
     """
     if event.sampling_probability != 1:
         raise UserError(
@@ -204,19 +217,19 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
         )
     noise, rate = event.noise_multiplier, event.truncated_batch_size / event.dataset_size
     plain = 4 * _gaussian_curve(noise)
-    if rate == 1 or noise < 1e-3:  # with so little noise there is no amplification to speak of
+    if rate == 1 or noise < 1e-3:  # with so little noise amplification by sampling is negligible
         return plain
     return np.minimum(plain, [_mixture_divergence(order, rate, 2 / noise) for order in ORDERS])
 
 
 def _mixture_divergence(order: float, rate: float, shift: float) -> float:
-    """Return D_order((1-q) N(0,1) + q N(s,1) || (1-q) N(0,1) + q N(-s,1)) by the trapezoid rule.
+    """Return D_order((1-q) N(0,1) + q N(s,1) || (1-q) N(0,1) + q N(-s,1)), q = ``rate``, s = ``shift``.
 
-    The integrand has Gaussian tails and is analytic in a strip of half-width pi/s about the real line (where the second
-    density has its zeros), so the error falls as exp(-2 pi (pi/s) / step). At the step chosen here only rounding
-    errors are left, for which there is a margin.
+    The integral is computed by the trapezoid rule. The integrand has Gaussian tails. It is analytic in a strip of
+    half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2 pi
+    (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
     """
-    reach = shift * (2 * order - 1)  # where the farthest bump of p^a q^(1-a) lies
+    reach = shift * (2 * order - 1)  # the position of the farthest bump of p^a q^(1-a)
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
     if num_points > _MOST_POINTS:
         return math.inf
@@ -231,7 +244,10 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 
 @contextmanager
 def _quiet_excluded_orders() -> Iterator[None]:
-    """Silence the accountant's notice that a fractional order did not converge: leaving that order out is sound."""
+    """Silence dp_accounting's log message that it left out a fractional order whose series did not converge.
+
+    Leaving the order out is sound: the epsilon is the minimum over the other orders.
+    """
 
     def is_other_notice(record: logging.LogRecord) -> bool:
         return "Excluding this order" not in str(record.msg)

@@ -1,10 +1,11 @@
-"""The privacy statement of one unit: its guarantee and the epsilon spent, two numbers that are never mixed up.
+"""The privacy statement of one unit: its guarantee and the epsilon spent, which are two different numbers.
 
-A guarantee is a number that was fixed before the data were read. The epsilon spent by a run is no guarantee: the moment
-at which a run ends may depend on its releases (a budget not used up, unanswered queries, a reader's Ctrl-C), and the
-charges up to such a moment bound nothing. The cost of ALL planned releases is a bound, because a run that ends earlier
-releases a part of the whole plan (post-processing). A budget is a bound, too: it is a privacy filter (Feldman, Zrnic
-2021).
+A guarantee is an epsilon that was fixed before the data were read. The epsilon spent by a run is no guarantee, because
+the moment at which the run ends may depend on its releases. Examples are an unused part of a budget, unanswered
+queries, and a reader who interrupts the run. The charges up to such a moment bound nothing.
+
+The cost of ALL planned releases is a guarantee: a run that ends earlier releases a part of the plan, which is
+post-processing of the whole. A budget is a guarantee, too: it is a privacy filter (Feldman, Zrnic 2021).
 """
 
 from collections import Counter
@@ -32,7 +33,11 @@ _NEIGHBOURS: Final = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """Covered and uncovered outputs, in plain words. ``simulation_only``: True where the noise comes from a seed."""
+    """The outputs that a privacy statement covers.
+
+    ``covers``: the covered outputs, in words. ``does_not_cover``: the outputs that are not protected, in words.
+    ``simulation_only``: True where the noise comes from a seed.
+    """
 
     covers: str
     does_not_cover: str
@@ -43,10 +48,10 @@ _SEVERAL: Final = {
     "record": " A person with several records, at one client or at several, pays for each of them.",
     "client": " A person with records at several clients pays for each of these clients.",
 }
-"""{unit: a sentence on the cost for a person with several such units}"""
+"""{privacy unit: a sentence about a person whose data are in several such units}"""
 _SEEDED: Final = (
-    " The noise, and whatever else is drawn at random for privacy (who takes part in a round), comes from the "
-    "experiment's seed: whoever knows the seed can take it off again, so the guarantee describes the method (a "
+    " The noise and all other random choices for privacy, such as the cohorts, come from the experiment's seed. "
+    "Whoever knows the seed can compute them again and subtract the noise, so the guarantee describes the method (a "
     "simulation), not this particular release."
 )
 
@@ -55,8 +60,9 @@ _SEEDED: Final = (
 class UncoveredFacts:
     """Facts about the data that no epsilon covers.
 
-    ``read_off``: facts that were read off the private records, in words. ``tested_on``: the public test records of
-    measures, in words; empty for none. ``tuned_on``: a sentence on earlier choices made with these records.
+    ``read_off``: facts that were taken from the private records without noise, in words. ``tested_on``: the public
+    test records, in words; empty where nothing is measured on them. ``tuned_on``: a sentence on settings that were
+    chosen earlier by means of the same records.
     """
 
     read_off: tuple[str, ...] = ()
@@ -64,8 +70,12 @@ class UncoveredFacts:
     tuned_on: str = ""
 
     def in_words(self) -> str:
-        """Return the facts as sentences, each with a space before it."""
-        read_off = f" Read off the private records and told: {'; '.join(self.read_off)}." if self.read_off else ""
+        """Return the facts as sentences, each with a leading space, to be appended to ``does_not_cover``."""
+        read_off = (
+            f" Taken from the private records and published without noise: {'; '.join(self.read_off)}."
+            if self.read_off
+            else ""
+        )
         tested = (
             f" {self.tested_on[:1].upper()}{self.tested_on[1:]} are taken to be public: measures on them cost nothing."
             if self.tested_on
@@ -75,7 +85,10 @@ class UncoveredFacts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
-    """Return ``statements``, each with two more limits: the cost for a person with several units, and ``facts``."""
+    """Return copies of the privacy statements with a longer ``does_not_cover``.
+
+    Added are the cost for a person with several units, and ``facts``.
+    """
     more = facts.in_words()
     return [
         {**one, "does_not_cover": f"{one['does_not_cover']}{_SEVERAL.get(str(one['unit']), '')}{more}"}
@@ -89,7 +102,11 @@ def statement(
     planned: Mapping[dp_event.DpEvent, int] | None,
     coverage: Coverage,
 ) -> dict[str, Any]:
-    """Return the privacy statement as JSON values; ``charges`` are (release, event). See ``Ledger.statement``."""
+    """Return the privacy statement as JSON values, as ``Ledger.statement`` does.
+
+    ``charges``: all charges so far, as (name of the release, event). ``planned``: the number of all releases that
+    were fixed beforehand, by event; None where only the budget limits the releases.
+    """
     account = _account(terms, charges, planned)
     epsilon, accountant, source = _guarantee(terms, account)
     shown = account.bounds or account.realised
@@ -122,10 +139,11 @@ def statement(
 
 @dataclass(frozen=True)
 class _Account:
-    """The charges so far, the releases that were fixed beforehand, and the costs of both.
+    """The charges so far, the releases that were fixed beforehand, and the epsilons of both.
 
-    ``spent``: all charges so far; ``realised``: their cost. ``promised``: all releases that were fixed beforehand, None
-    where only a budget was; ``bounds``: their cost. ``again``: the number of charges for releases already paid for.
+    ``spent``: all charges so far, and ``realised`` their epsilon. ``promised``: all releases that were fixed
+    beforehand, and ``bounds`` their epsilon; both None where only a budget was fixed. ``again``: the number of
+    repeated charges, for releases that had been charged before.
     """
 
     spent: _Counts
@@ -138,11 +156,11 @@ class _Account:
 def promised_releases(
     terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int]
 ) -> _Counts:
-    """Return all releases that were fixed beforehand: the plan, up to the end of the budget where that is certain.
+    """Return all releases that were fixed beforehand: the planned ones, or fewer where the budget ends earlier.
 
-    A release that was paid for again is added to the plan. Where all releases are of one kind, the number that the
-    budget affords is certain before the first release, whatever a run releases and wherever it ends. ``charges``: all
-    charges so far, as (release, event).
+    Releases that were charged again, after an interruption, are added to the plan. Where all releases are of one
+    kind, the budget allows a number of them that is certain before the first release, whatever the outputs are and
+    wherever the run ends. ``charges``: all charges so far, as (name of the release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again
@@ -165,15 +183,19 @@ def _account(
 
 
 def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _Counts]:
-    """Return the counts of all charges, and of the charges for releases that had been paid for before."""
+    """Return (all charges, the repeated charges), each as a number by event.
+
+    A repeated charge has the name of an earlier release.
+    """
     spent = single_steps(Counter(event for _, event in charges))
     return spent, spent - single_steps(Counter(dict(charges).values()))
 
 
 def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
-    """Return the number of releases, from ``least`` to ``most``, that the budget affords.
+    """Return the number of releases of ``event``, from ``least`` to ``most``, that the budget allows.
 
-    Returns ``most`` where the budget does not afford ``least``: an earlier version let a charge pass that costs more.
+    Returns ``most`` where the budget does not allow ``least``. This happens with the log of an earlier version,
+    which accepted a charge beyond the budget.
     """
 
     def fits(number: int) -> bool:
@@ -188,22 +210,22 @@ def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) ->
 
 
 def _used_up(terms: Terms, spent: _Counts) -> bool:
-    """Return True if all releases are of one kind and no further release fits the budget."""
+    """Return True if all releases are of one kind and the budget does not allow another one."""
     return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
 
 
 def _cost(terms: Terms, counts: _Counts) -> float:
-    """Return the epsilon that is compared with the budget."""
+    """Return the epsilon that is compared with the budget: that of the ledger's own accountant."""
     return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 
 def _guarantee(terms: Terms, account: _Account) -> tuple[float | None, str, str]:
-    """Return the smallest epsilon that was certain beforehand, its accountant, and its source in words."""
+    """Return (epsilon, accountant, source): the smallest epsilon that was certain beforehand, with its origin."""
     budget, whole = terms.budget, account.bounds
     if budget is not None and _cost(terms, account.spent) > budget:
-        budget = None  # an earlier version let a charge pass that costs more: the budget did not hold
+        budget = None  # an earlier version accepted a charge beyond the budget, so the budget is no guarantee
     if budget is not None and (whole is None or budget < whole.least):
-        source = f"This is the budget, held against the {terms.accountant.upper()} accountant before every release"
+        source = f"This is the budget; the {terms.accountant.upper()} accountant checked it before every release"
         return budget, terms.accountant, source
     if whole is None:
         return None, terms.accountant, ""
@@ -213,10 +235,11 @@ def _guarantee(terms: Terms, account: _Account) -> tuple[float | None, str, str]
 def _in_words(terms: Terms, account: _Account, epsilon: float | None, source: str) -> str:
     change = _NEIGHBOURS[terms.adjacency].format(unit=terms.unit)
     if epsilon is None and account.promised is not None:
-        return f"none: something is released without noise, so {change} may show plainly"
+        return f"none: at least one release has no noise, so {change} may be visible in it"
     if epsilon is None:
         return (
-            "none that holds wherever the run stops: neither a number of releases nor a budget was fixed beforehand. "
+            "none that holds wherever the run stops, because neither a number of releases nor a budget was fixed "
+            "beforehand. "
             f"{_so_far(account)}"
         )
     if not (account.spent or account.promised):
@@ -228,8 +251,8 @@ def _in_words(terms: Terms, account: _Account, epsilon: float | None, source: st
     )
     if account.again:
         said += (
-            f". {account.again} of the releases were paid for again, after an interruption or by --again, taken "
-            "not to depend on the data"
+            f". {account.again} of the releases were paid for again, after an interruption or by --again; the "
+            "guarantee assumes that these repetitions do not depend on the data"
         )
     if account.promised == account.spent:
         return said
@@ -242,8 +265,8 @@ def _so_far(account: _Account) -> str:
     realised = none_if_infinite(account.realised.least)
     cost = "have no epsilon" if realised is None else f"cost epsilon {rounded_up(realised)}"
     return (
-        f"The {account.spent.total()} releases so far {cost}, which is what was spent and no guarantee: where a run "
-        "stops may depend on what it showed"
+        f"The {account.spent.total()} releases so far {cost}; this is the epsilon spent and no guarantee, because the "
+        "moment at which a run stops may depend on its releases"
     )
 
 

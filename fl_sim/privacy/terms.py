@@ -1,4 +1,4 @@
-"""Terms of a privacy guarantee: unit, adjacency, delta, budget; and the printed form of an epsilon, rounded up."""
+"""Terms of a privacy guarantee (unit, adjacency, delta, budget), and the printed form of an epsilon."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Accountant: TypeAlias = Literal["rdp", "pld"]
 class Adjacency(StrEnum):
     """The change of the population that a guarantee covers; ``fl_sim.privacy.statement`` describes it in words.
 
-    tests/fl_sim/simulation/test_two_worlds.py runs every client-level mechanism on both of two adjacent populations.
+    tests/fl_sim/simulation/test_two_worlds.py runs every client-level mechanism on two adjacent populations.
     """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
@@ -25,9 +25,10 @@ class Adjacency(StrEnum):
 class Terms:
     """Terms of a ledger, fixed before its first charge.
 
-    ``unit``: the privacy unit, such as "client" or "record"; epsilons of different units are never added. ``budget``:
-    the largest epsilon at ``delta``, None for no limit. ``accountant``: the accountant whose epsilon is compared with
-    the budget.
+    ``unit``: the privacy unit, such as "client" or "record"; epsilons of different units are never added.
+    ``adjacency``: the adjacency of all releases that are charged. ``delta``: the delta of the ledger's epsilon.
+    ``budget``: the largest epsilon at ``delta``, None for no limit. ``accountant``: the accountant whose epsilon is
+    compared with the budget.
     """
 
     unit: str
@@ -43,7 +44,7 @@ class Terms:
 
 
 def valid_delta(delta: float) -> float:
-    """Return ``delta``. Raises UserError where it is not in (0, 1)."""
+    """Return ``delta`` unchanged. Raises UserError where it is not in (0, 1)."""
     if not 0 < delta < 1:
         raise UserError(
             f"delta {delta} is not in (0, 1): choose one well below 1 / number of protected units, such as 1e-5"
@@ -52,14 +53,16 @@ def valid_delta(delta: float) -> float:
 
 
 def delta_advice(delta: float, units: float) -> str | None:
-    """Return a warning where ``delta`` is too large for ``units`` protected units, else None.
+    """Return a warning where ``delta`` is too large for a population of ``units`` privacy units, else None.
 
-    At a delta of 1/units and above, publishing all data of one unit, chosen at random, would satisfy the definition.
+    At a delta of 1/units and above, publishing all data of one unit, chosen at random, would satisfy the
+    definition.
     """
     advice = f"use delta <= {1 / (10 * units):.1g}, that is 1 / (10 x {units:g})"
     if delta >= 1 / units:
         return (
-            f"delta {delta:g} is not below 1 / {units:g}: publishing one unit's data whole would satisfy it; {advice}"
+            f"delta {delta:g} is not below 1 / {units:g}: publishing all data of one unit would satisfy the "
+            f"definition of differential privacy; {advice}"
         )
     if delta > 1 / (10 * units):
         return f"delta {delta:g} is large for {units:g} protected units; {advice}"
@@ -67,11 +70,11 @@ def delta_advice(delta: float, units: float) -> str | None:
 
 
 def none_if_infinite(epsilon: float) -> float | None:
-    """Return ``epsilon``, or None where it is infinite: in results and logs None means no guarantee."""
+    """Return ``epsilon``, or None where it is infinite. In results and logs None means that there is no guarantee."""
     assert not math.isnan(epsilon)
     return None if math.isinf(epsilon) else epsilon
 
 
 def rounded_up(epsilon: float, digits: int = 4) -> str:
-    """Return ``epsilon`` as text, rounded up to ``digits`` significant digits, such as ``2.346`` for 2.34501."""
+    """Return ``epsilon`` as text, rounded up to ``digits`` significant digits: 2.34501 gives "2.346"."""
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(epsilon)))):.{digits}g}"

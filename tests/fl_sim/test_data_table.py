@@ -155,7 +155,7 @@ def test_what_was_read_off_the_records_is_said_beside_every_epsilon(tmp_path):
                 "model": "logistic", "aggregator": "global-dp", "sampler": "poisson:0.5",
                 "evaluate": {"test_is_public": True}}  # fmt: skip
     (promise,) = run(experiment_from(settings), tmp_path / "run")["privacy"]
-    said = promise["does_not_cover"].partition("Read off the private records and told: ")[2]
+    said = promise["does_not_cover"].partition("Taken from the private records and published without noise: ")[2]
     assert "the list of classes" in said
     assert "the categories of sex" in said
 

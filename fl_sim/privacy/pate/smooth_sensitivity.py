@@ -1,17 +1,20 @@
-"""Publication of a data-dependent cost, with noise scaled to the smooth sensitivity (Papernot et al. 2018, app. B).
+"""Publication of a data-dependent PATE cost, with noise scaled to its smooth sensitivity.
 
-The published number is an upper bound on B, the sum of the data-dependent divergences of all queries at ONE order that
-is chosen without looking at the votes. One changed vote shifts every gap by at most 2. The effect of a shift on a tail
-probability is concave, so q changes at most as much as for votes whose gaps are all equal. Let t(votes) be the equal
-gap that gives the same bound q. Then each query's divergence is a falling function beta(t), neighbours are at most 2
-apart in t, and at distance d the local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in
-[t - 2d, t + 2d + 2]. The maximum is taken over small cells of t, with an upper bound in each, which assumes only that
-beta falls.
+The method is that of Papernot et al. 2018, appendix B. The published number is an upper bound on B. B is the sum of the
+data-dependent divergences of all queries at ONE Renyi order, which is chosen without looking at the votes.
 
-Confident-GNMax also pays for its test of the largest count, which one changed vote shifts by at most 1: all counts
-within d votes are examined one by one. The mask of answered queries is taken as given, as it is known from the labels.
+The sensitivity of B is bounded as follows. One changed vote changes every gap between two classes by at most 2. The
+effect of a changed gap on a tail probability is concave, so q changes at most as much as for votes whose gaps are all
+equal. Let t(votes) be the equal gap that gives the same bound q. Then each query's divergence is a falling function
+beta(t), and the t of two neighbours differ by at most 2. At distance d the local sensitivity is at most the largest
+beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The maximum is taken over small cells of t, with an upper bound
+in each, which assumes only that beta falls.
 
-The publication has a cost of its own: with few queries or teachers the published epsilon can be above the
+Confident-GNMax also pays for its test of the largest count, which one changed vote changes by at most 1. For this test
+all counts within d votes are examined one by one. The mask of answered queries is taken as given, because it is known
+from the labels.
+
+The publication has a privacy cost of its own. With few queries or teachers the published epsilon can exceed the
 data-independent one.
 """
 
@@ -33,20 +36,22 @@ Answered: TypeAlias = NDArray[np.bool_]
 PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 
 _CELLS_PER_VOTE: Final = 8
-_SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # how many cells one vote moves a gap by, at most; one is for rounding
-_ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)  # what ``planned`` tries: order,
-_PRODUCTS: Final = (0.05, 0.1, 0.2)  # order times smoothness,
-_NOISES: Final = (3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)  # noise
-_LEAST: Final = 1e-9  # keeps the logarithm of the sensitivity finite; a constant is as smooth as can be
+_SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # the most cells by which one vote moves a gap; one cell is for rounding
+# The terms that ``planned`` tries: Renyi orders, products of order and smoothness, and noise.
+_ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
+_PRODUCTS: Final = (0.05, 0.1, 0.2)
+_NOISES: Final = (3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
+_LEAST: Final = 1e-9  # a lower bound on the sensitivity, which keeps its logarithm finite and does not depend on votes
 
 
 @dataclass(frozen=True)
 class PublicationTerms:
-    """Terms of the publication of a cost, fixed without looking at the votes.
+    """Terms of the publication of a PATE cost B, fixed without looking at the votes.
 
-    ``order``: the Renyi order of the divergence. ``smoothness``: kappa, the discount of distant votes; its product with
-    ``order`` must stay well below 1/2. ``noise``: the noise on B in smooth sensitivities, and on the logarithm of the
-    sensitivity (which bounds the error of B for the reader) in units of kappa.
+    ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa, the discount rate of distant votes in
+    the smooth sensitivity; its product with ``order`` must stay well below 1/2. ``noise``: the noise on B, in
+    smooth sensitivities. It is also the noise on the logarithm of the smooth sensitivity, in units of kappa;
+    readers need this second noisy number to bound the error of B.
     """
 
     order: float = 20.0
@@ -63,10 +68,11 @@ class PublicationTerms:
             )
 
     def divergence(self) -> float:
-        """Return the Renyi divergence of the publication itself, at ``order``: that of both noisy numbers.
+        """Return the Renyi divergence at ``order`` of the publication itself, that is of both noisy numbers.
 
-        For N(B, (noise S)^2) against N(B', (noise S')^2) with |B - B'| <= min(S, S') and S within e^(+-kappa) of S'
-        (the paper's theorem 23, here without its rounding up of the Gaussians' divergence).
+        It is the divergence of N(B, (noise S)^2) and N(B', (noise S')^2) with |B - B'| <= min(S, S') and S
+        within e^(+-kappa) of S', plus that of the noisy logarithm of S. The bound is theorem 23 of the paper,
+        without its rounding up of the Gaussians' divergence.
         """
         order, kappa = self.order, self.smoothness
         scale = max(_scale_divergence(order, -kappa), _scale_divergence(order, kappa))
@@ -87,11 +93,11 @@ class PublicationTerms:
 
 @dataclass(frozen=True)
 class PublishedCost:
-    """A cost that may be shown to anybody.
+    """A data-dependent PATE cost that may be shown to anybody.
 
-    ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes unless the noise was
-    beyond its quantile, which has probability ``failure``. ``divergence``: the bound on the Renyi divergence of both at
-    ``order``.
+    ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes unless the noise
+    was beyond its quantile, which has probability ``failure``. ``divergence``: the published bound on the Renyi
+    divergence of labels and publication together, at ``order``.
     """
 
     epsilon: float
@@ -102,9 +108,9 @@ class PublishedCost:
 
 
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
-    """Return the terms that would publish the least epsilon if all teachers always agreed; they use no vote.
+    """Return the terms that would publish the smallest epsilon if all teachers always agreed.
 
-    Every query counts as answered.
+    They depend on no vote. Every query counts as answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
@@ -132,10 +138,10 @@ def release(
     server_round: int = 0,
     answered: Answered | None = None,
 ) -> PublishedCost:
-    """Publish an upper bound on the data-dependent cost of labelling ``counts``.
+    """Publish an upper bound on the data-dependent cost of labelling the queries with the votes ``counts``.
 
-    ``answered``: the mask of answered queries, shape (queries,); None: all. A second call with other noise is a second
-    release: it costs ``terms.divergence()`` once more.
+    ``answered``: the mask of answered queries, shape (queries,); None for all. A second call with other noise is a
+    second release and costs ``terms.divergence()`` once more.
     """
     answers = np.ones(len(counts), dtype=bool) if answered is None else answered
     total = float(cost.curves(counts, answers.astype(np.float64), np.array([terms.order]))[0].sum())
@@ -149,16 +155,16 @@ def smooth_sensitivity(
 ) -> float:
     """Return S, the smooth sensitivity of B at ``counts``. PRIVATE.
 
-    S is the maximum over d of e^(-kappa d) times a bound on the local sensitivity of B within d votes of ``counts``.
-    ``answered``: as in ``release``.
+    S is the maximum over d of e^(-kappa d) times a bound on the local sensitivity of B within d votes of
+    ``counts``. ``answered``: as in ``release``.
     """
     num_teachers = int(counts[0].sum())
     if isinstance(cost, ConfidentCost):
         given = counts if answered is None else counts[answered]
-        parts = [_of_tests(counts, cost, terms.order)]
-        parts += [_of_labels(given, cost.answer, terms.order)] if len(given) else []
+        parts = [_test_part(counts, cost, terms.order)]
+        parts += [_label_part(given, cost.answer, terms.order)] if len(given) else []
     else:
-        parts = [_of_labels(counts, cost, terms.order)]
+        parts = [_label_part(counts, cost, terms.order)]
     most = 0.0
     for distance in range(num_teachers + 1):
         local = [next(part.local) for part in parts]
@@ -172,11 +178,12 @@ def smooth_sensitivity(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A part of the cost of each query: that of its label, or of its test.
+class _CostPart:
+    """One part of the cost of all queries: the cost of the labels, or the cost of the tests.
 
-    ``local`` yields, for distance 0, 1, 2, ..., bounds on one query's local sensitivity, one bound for each state.
-    ``states``: the states that occur; ``queries``: the number of queries in each of them.
+    A query's state determines its sensitivity. ``local`` yields, for distance 0, 1, 2, ..., an array with one bound for
+    each state, on the local sensitivity of one query. ``states``: the states that occur. ``queries``: the number of
+    queries in each of these states.
     """
 
     local: Iterator[Floats]
@@ -184,26 +191,27 @@ class _Part:
     queries: NDArray[np.int64]
 
 
-def _of_labels(counts: Counts, cost: AnswerCost, order: float) -> _Part:
-    """Return the part of the labels; the state of a query is the cell of its equivalent gap."""
+def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
+    """Return the cost of the labels; the state of a query is the cell of t, its equivalent equal gap."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
-    # log q falls with the gap: the cell in which a query's equivalent gap lies, the last one where q is at its cap.
+    # log q falls with the gap. Each query gets the cell of its equivalent gap; of several cells with an equal q, as at
+    # the cap of q, the last one.
     found = len(gaps) - 1 - np.searchsorted(log_q[::-1], cost.log_q(counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
     orders = np.array([order])
     before = cost.divergence(cost.log_q_of_gaps(gaps - 2, num_classes), orders)[:, 0]
-    return _Part(_local_sensitivities(before, cost.divergence(log_q, orders)[:, 0]), cells, queries)
+    return _CostPart(_local_sensitivities(before, cost.divergence(log_q, orders)[:, 0]), cells, queries)
 
 
-def _of_tests(counts: Counts, cost: ConfidentCost, order: float) -> _Part:
-    """Return the part of Confident-GNMax's tests; a query's state is its largest count minus the least possible."""
+def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
+    """Return the cost of Confident-GNMax's tests; a query's state is its largest count minus the least possible."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
     beta = cost.test_curves(largest, np.array([order]))[:, 0]
-    rise = np.abs(np.diff(beta))  # from each count to the next one
+    rise = np.abs(np.diff(beta))  # the change of the divergence from each count to the next one
 
     def local() -> Iterator[Floats]:
         here = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))
@@ -212,14 +220,14 @@ def _of_tests(counts: Counts, cost: ConfidentCost, order: float) -> _Part:
             here = np.max([_from(here, step) for step in (-1, 0, 1)], axis=0)
 
     states, queries = np.unique(counts.max(axis=1) - least, return_counts=True)
-    return _Part(local(), states, queries)
+    return _CostPart(local(), states, queries)
 
 
 def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
-    """Yield, for distance 0, 1, 2, ..., bounds on one query's local sensitivity, one for each cell of its gap.
+    """Yield, for distance 0, 1, 2, ..., bounds on one query's local sensitivity, one bound for each cell of its gap.
 
-    ``beta``: the query's divergence at every boundary of the cells. ``before``: its divergence at a gap 2 votes
-    smaller.
+    ``beta``: the query's divergence at every boundary of the cells. ``before``: its divergence where the gap is 2
+    votes smaller.
     """
     if (np.diff(beta) > 1e-12).any():
         raise ArithmeticError("the data-dependent divergence does not fall with the gap: its sensitivity is not known")
@@ -233,7 +241,7 @@ def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
 def _published(
     total: float, sensitivity: float, delta: float, terms: PublicationTerms, normal: tuple[float, float]
 ) -> PublishedCost:
-    """Return the published cost: each of the two noises is beyond ``quantile`` with probability delta / 2."""
+    """Return the published cost. Each of the two noisy numbers is beyond its quantile with probability delta / 2."""
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
     bound = max(total + terms.noise * (sensitivity * normal[1] + at_most * quantile), 0.0)
@@ -243,7 +251,7 @@ def _published(
 
 
 def _from(values: Floats, ahead: int) -> Floats:
-    """Return the values ``ahead`` cells further along; the first and last values stand for all beyond them."""
+    """Return, for each cell, the value ``ahead`` cells later; beyond the ends the end values are repeated."""
     return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
 
 

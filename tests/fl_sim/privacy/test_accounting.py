@@ -372,7 +372,7 @@ def test_replacement_keeps_how_often_and_what_is_stated_so_already() -> None:
     for times in (2, 7):
         often = under_replacement(dp_event.SelfComposedDpEvent(Gaussian(2.0), times))
         assert often == dp_event.SelfComposedDpEvent(amplify_fixed_size(Gaussian(2.0), 1, 1), times)
-    with pytest.raises(UserError, match="LaplaceDpEvent costs where a unit is replaced is not known"):
+    with pytest.raises(UserError, match="LaplaceDpEvent under replace-one adjacency is not known"):
         under_replacement(dp_event.LaplaceDpEvent(1.0))
 
 

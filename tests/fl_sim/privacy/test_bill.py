@@ -140,10 +140,10 @@ def test_without_a_guarantee_anywhere_there_is_none_together() -> None:
     assert told.epsilon is None
     assert told.to_json()["epsilon"] is None
     assert "none, since 2 of the 4 runs released something about the same records without" in told.in_words
-    assert "The private releases among themselves cost epsilon" in told.in_words
+    assert "The private releases alone cost epsilon" in told.in_words
     lost = only(run(payment()), RunPayments("digits", "", None, bare=False), RunPayments("", "", None, bare=False))
     assert lost.epsilon is None
-    assert "none, since it is not known what 2 of the 3 runs released" in lost.in_words
+    assert "none, since the releases of 2 of the 3 runs are not known" in lost.in_words
     noiseless = only(run(payment()), run(payment(epsilon=None, charged=())))
     assert noiseless.epsilon is None
     assert (noiseless.bare, noiseless.totals[0].releases) == (1, 1)
@@ -175,7 +175,7 @@ def test_a_run_is_elsewhere_bare_or_of_no_release_and_not_two_of_these() -> None
     record = payment(unit="record")
     client, _ = bills([run(payment()), run(record), run(record, bare=True), run()])
     assert (client.runs, client.elsewhere, client.bare, client.unknown) == (4, 1, 1, 0)
-    assert "In no sum here: 1 of the runs" in client.in_words
+    assert "Not included here: 1 of the runs" in client.in_words
 
 
 def test_units_data_sets_and_the_clients_of_other_splits_have_bills_of_their_own() -> None:
@@ -192,7 +192,7 @@ def test_units_data_sets_and_the_clients_of_other_splits_have_bills_of_their_own
     assert places["digits", "record", ""].totals[0].releases == 4, "rounds that protect a client cost its records, too"
     assert places["digits", "record", ""].elsewhere == 0
     assert places["digits", "client", "iid, 10 clients"].totals[0].releases == 1
-    assert "In no sum here: 3 of the runs" in places["digits", "client", "iid, 10 clients"].in_words
+    assert "Not included here: 3 of the runs" in places["digits", "client", "iid, 10 clients"].in_words
 
 
 def test_runs_that_share_a_name_or_a_content_have_one_bill_in_the_place_and_under_the_name_of_the_first() -> None:
@@ -217,7 +217,7 @@ def test_two_adjacencies_meet_only_by_group_privacy() -> None:
     assert "under replacing one client" in told.in_words.lower()
     vast = only(run(payment(epsilon=800.0)), run(replace))
     assert vast.epsilon is None
-    assert "promise nothing" in vast.in_words
+    assert "have no guarantee" in vast.in_words
 
 
 def test_events_of_two_adjacencies_are_not_composed() -> None:

@@ -141,7 +141,7 @@ def test_the_same_release_with_the_same_noise_is_free_and_with_new_noise_costs_a
     assert [book.has_charged("round 1", noise) for noise in ("key", "another key")] == [True, False]
     book.charge(POISSON, release="round 1", noise="another key")
     assert book.epsilon == epsilon([POISSON] * 3, 1e-5)
-    with pytest.raises(RunError, match="one noise, two releases"):
+    with pytest.raises(RunError, match="the same noise must not serve"):
         book.charge(QUIET, release="round 2", noise="key")
 
 

@@ -122,7 +122,7 @@ def test_every_edited_line_is_refused_and_named(path: Path) -> None:
     ]
     for number, content in wrong:
         path.write_bytes(b"".join(content))
-        with pytest.raises(RunError, match=f"ledger.jsonl is damaged, line {number}: .*pays again"):
+        with pytest.raises(RunError, match=f"ledger.jsonl is damaged, line {number}: .*charged again"):
             Ledger(TERMS, path)
         assert path.read_bytes() == b"".join(content)
 
@@ -272,7 +272,7 @@ def test_a_receipt_is_held_against_its_own_ledger_and_its_own_number_of_charges(
         (replace(third, charges=2), "holds other charges"), (replace(first, charges=3), "holds other charges"),
         (replace(third, charges=4), "holds 3 charges"), (other, "is another ledger"),
     ):  # fmt: skip
-        with pytest.raises(RunError, match=f"ledger.jsonl {wrong}, and this run was paid for"):
+        with pytest.raises(RunError, match=f"ledger.jsonl {wrong}, but this run was paid for"):
             Ledger(TERMS, path, receipt=receipt)
 
 

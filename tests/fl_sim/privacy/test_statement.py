@@ -48,7 +48,7 @@ def test_a_run_that_stops_early_is_promised_the_whole_plan() -> None:
     assert said["epsilon"] == least({ROUND: 10}) > said["epsilon_realised"] == least({ROUND: 3})
     assert (said["steps"], said["steps_planned"]) == (3, 10)
     assert "holds wherever the run stops" in said["guarantee"]
-    assert f"3 releases so far cost epsilon {rounded_up(said['epsilon_realised'])}," in said["guarantee"]
+    assert f"3 releases so far cost epsilon {rounded_up(said['epsilon_realised'])};" in said["guarantee"]
     assert "no guarantee" in said["guarantee"]
     assert "budget" not in said["guarantee"]
     assert [row["times"] for row in (*said["events"], *said["planned_events"])] == [3, 10]
@@ -68,7 +68,7 @@ def test_unanswered_queries_are_in_the_guarantee() -> None:
 def test_a_budget_that_is_not_used_up_is_the_guarantee() -> None:
     said = told(charge(charge(book(budget=0.8), TEST, 50), ANSWER, 2), {TEST: 500, ANSWER: 500})
     assert said["epsilon"] == 0.8 == said["budget"] > said["epsilon_realised"]
-    assert "This is the budget, held against the RDP accountant" in said["guarantee"]
+    assert "This is the budget; the RDP accountant checked it" in said["guarantee"]
     small = told(charge(charge(book(budget=30.0), TEST, 5), ANSWER, 2), {TEST: 5, ANSWER: 5})
     assert small["epsilon"] == least({TEST: 5, ANSWER: 5}) < 30
 

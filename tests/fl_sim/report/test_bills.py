@@ -152,7 +152,7 @@ def test_where_names_alone_tell_records_apart_the_bill_says_so(write_experiment,
         change(place, privacy=[PAID | {"ledger": f"{number:04}"}], records=records)
     told = bills_of(read_all([tmp_path]))[0]
     assert [bill["runs_told_by_name"] for bill in told] == [by_name] * 2
-    said = "the same records under another name would pay for both"
+    said = "If two such names mean the same records, the costs of both add up"
     assert [said in bill["in_words"] for bill in told] == [by_name > 0] * 2
 
 

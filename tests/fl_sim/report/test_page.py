@@ -114,7 +114,7 @@ def test_what_all_runs_cost_together_has_a_section_of_its_own(write_run, tmp_pat
     assert "none, since 1 of the 3 runs released something about the same records without a guarantee" in told
     (tmp_path / "run-1" / "result.json").write_text("{")
     told = text_of(shown(tmp_path / "run-0", tmp_path / "run-1"))
-    assert "none, since it is not known what 1 of the 2 runs released" in told
+    assert "none, since the releases of 1 of the 2 runs are not known" in told
 
 
 def test_a_release_says_its_epsilon_delta_unit_and_what_it_covers(write_run):

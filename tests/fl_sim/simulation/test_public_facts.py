@@ -60,7 +60,8 @@ def test_one_record_changes_nothing_that_a_private_run_says_where_its_facts_are_
 def test_facts_that_were_read_off_the_records_are_said_to_be_and_no_name_is_told(tmp_path):
     result = ran(tmp_path / "a", table(tmp_path / "a", f"44,f,d,{SECRET},train"))
     (promise,) = result["privacy"]
-    assert "Read off the private records and told: the list of classes" in promise["does_not_cover"]
+    words = "Taken from the private records and published without noise: the list of classes"
+    assert words in promise["does_not_cover"]
     written = [path for path in (tmp_path / "a/run").rglob("*") if path.is_file()]
     assert len(written) > 3
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []

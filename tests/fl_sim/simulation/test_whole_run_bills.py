@@ -143,4 +143,4 @@ def test_a_pool_in_the_same_run_is_told_as_no_part_of_what_a_client_pays(tmp_pat
     run(experiment_from(both()), tmp_path / "a")
     [client] = [bill for bill in bills_of(read_all([tmp_path]))[0] if bill["unit"] == "client"]
     assert client["runs_that_protect_others"] == 1
-    assert "In no sum here: 1 of the runs" in client["in_words"]
+    assert "Not included here: 1 of the runs" in client["in_words"]

@@ -112,7 +112,7 @@ def test_a_plot_is_drawn(votes: Path, tmp_path: Path) -> None:
 
 def test_a_large_delta_is_warned_of(votes: Path) -> None:
     assert call(votes, *GNMAX)["warnings"] == []
-    assert "publishing one unit's data whole" in call(votes, *GNMAX, "--delta", "0.01")["warnings"][0]
+    assert "publishing all data of one unit" in call(votes, *GNMAX, "--delta", "0.01")["warnings"][0]
 
 
 def test_twenty_thousand_queries_take_seconds(tmp_path: Path) -> None:
