@@ -139,25 +139,25 @@ class Experiment(Settings):
             )
         if self.evaluate.validation and self.is_private:
             raise ValueError(
-                f"evaluate.validation={self.evaluate.validation} reads records without noise, so it has no place in a "
-                "run that promises privacy: leave it out, or choose settings on public records"
+                f"evaluate.validation={self.evaluate.validation} reads records without noise, so a run that promises "
+                "privacy cannot use it: leave it out, or choose settings on public records"
             )
         return self
 
     def _check_own_server(self) -> None:
         """Raise ValueError if the user's own server has no procedure of its own, or if the run promises privacy."""
         if self.is_synchronous:
-            raise ValueError(f"server {kind_of(self.server)} has the procedure '': name one as module:Class")
+            raise ValueError(f"server {kind_of(self.server)} has no procedure: set procedure = 'module:Class' in it")
         if self.is_private:
             raise ValueError(
-                f"server {kind_of(self.server)} is of your own, and this run promises privacy: nobody knows what its "
-                "procedure releases, so there is no epsilon; take server=synchronous"
+                f"server {kind_of(self.server)} is your own code, and this run promises privacy: the releases of its "
+                "procedure are unknown, so there is no epsilon; take server=synchronous"
             )
 
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let the chosen kinds compute their missing settings, such as the noise multiplier for a privacy budget."""
+        """Let the chosen kinds compute their missing settings, such as the noise multiplier from an epsilon."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):
@@ -170,7 +170,7 @@ class Experiment(Settings):
 
     @property
     def is_central(self) -> bool:
-        """True if one client holds all records, for any values of ``partition`` and ``clients``."""
+        """True if training is centralized: one client holds all records, whatever ``partition`` and ``clients`` are."""
         return isinstance(self.algorithm, Central) and self.algorithm.is_central
 
     @property
@@ -241,9 +241,9 @@ class Experiment(Settings):
 
     @property
     def hides_time(self) -> bool:
-        """True if the time that clients take would reveal private facts.
+        """True if the duration of local training would reveal private facts.
 
-        False if all clients train only on a pool of synthetic records, because this pool is public.
+        False if clients train only on a pool of synthetic records, because the pool is public.
         """
         return any(not replaces_records(part) for part in self._promising)
 
@@ -339,12 +339,12 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 
 
 def with_values(table: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a copy of ``table`` with (dotted name, value) pairs, as in ``with_overrides``; values have any type."""
+    """Return a copy of ``table`` in which the (dotted name, value) ``pairs`` are set; values have any type."""
     merged = copy.deepcopy(dict(table))
     for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
         *groups, key = path.split(".")
         if len(groups) > MOST_LEVELS:
-            raise UserError(f"{shortened(path)!r} lies {len(groups)} groups deep: no setting does")
+            raise UserError(f"{shortened(path)!r} has {len(groups)} dots: no setting has more than {MOST_LEVELS}")
         target: dict[str, Any] = merged
         settings: type[BaseModel] | None = Experiment
         for group in groups:

@@ -30,7 +30,10 @@ class RateSchedule(Protocol):
     """A schedule of the learning rate: one of this module, or the user's own."""
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate in round ``server_round`` of ``rounds``: finite and at least 0."""
+        """Return the factor of the learning rate in round ``server_round`` of ``rounds``: finite and at least 0.
+
+        The learning rate of the round is this factor times ``local.learning_rate``.
+        """
 
 
 class Constant(Settings):
@@ -102,7 +105,7 @@ Schedule: TypeAlias = Constant | Exponential | Step | Cosine
 
 
 def _whole_as_int(value: float) -> float:
-    """Return a whole number as int (10 for 10.0), so that it is written in the form in which users write it."""
+    """Return a whole number as int, so that files contain 10 and not 10.0."""
     return int(value) if value == int(value) else value
 
 
@@ -115,29 +118,30 @@ class Local(Settings):
     """The training of clients in a round (NIID-Bench's protocol but for one epoch instead of ten).
 
     ``epochs``: the number of passes over a client's records in a round; 0.5 is half of an epoch's batches, rounded up.
-    ``steps``: every client takes this many steps in place of ``epochs``, for any number of records (0: epochs count).
+    ``steps``: the number of minibatch steps of every client in a round, in place of ``epochs`` (0: ``epochs`` is used).
     ``batch_size``: records in a step; the last batch of an epoch may be smaller. ``learning_rate``: the learning rate
     of the first round. ``schedule``: the change of the learning rate over the rounds. ``momentum``: the momentum of
     SGD; its buffer starts at 0 in every round.
-    ``weight_decay``: this times every weight is added to its gradient ("adamw" shrinks the weight itself).
+    ``weight_decay``: this number times every weight is added to the weight's gradient ("adamw" shrinks the weight
+    itself).
 
-    ``clip_norm``: gradients, with the terms that the method adds to them, are scaled down to at most this L2 norm over
-    all parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
+    ``clip_norm``: the whole gradient, with the terms that the method adds, is scaled down to at most this L2 norm over
+    all parameters (0: no clipping), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
     ``label_smoothing``: the part of every label that is spread evenly over all classes in training. ``optimizer``:
-    "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum``: it is 0 then.
-    ``augment``: the random change of images each time that they are trained on. "crop" pads them by 4 black pixels on
-    every side and cuts out a window of their own size at a random place, "flip" mirrors them with probability 1/2,
-    "crop-flip" does both; "reflect-crop" and "reflect-crop-flip" pad with their own pixels, mirrored at the edge, as
+    "sgd", or torch's "adam" or "adamw". Adam starts anew in every round; it has no ``momentum``, whose default is then
+    0. ``augment``: the random change of images in training. "crop" pads an image by 4 black pixels on every side and
+    cuts out a window of the image's size at a random place, "flip" mirrors an image with probability 1/2, "crop-flip"
+    does both; "reflect-crop" and "reflect-crop-flip" pad with the image's own pixels, mirrored at the edge, as
     NIID-Bench's program does with CIFAR-10.
 
-    ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models that have them, "average" averages their
-    running statistics in the same way as parameters, for every method, and with "personal" these layers stay on every
+    ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm, "average" averages running
+    statistics in the same way as parameters, for every method, and with "personal" BatchNorm layers stay on every
     client, with their parameters (FedBN, Li et al. 2021).
 
-    ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, their steps and
-    evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors that
-    have products of such numbers (AVX512-BF16; by AMX where there is that, too). With ``engine.stack`` above 1 any CPU
-    takes it, and it does not pay.
+    ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, steps and
+    evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors with
+    bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any CPU, but saves no
+    time.
     """
 
     epochs: Annotated[float, AfterValidator(_whole_as_int), PlainSerializer(_whole_as_int, return_type=int | float)] = (
@@ -172,17 +176,17 @@ class Local(Settings):
         if hides_clients(aggregator):
             raise ValueError(
                 f"{chosen} cannot run under aggregator global-dp: running statistics are means over a client's "
-                "records, which clipping its update does not bound; take a model with nn.GroupNorm"
+                "records, and clipping an update does not bound them; take a model with nn.GroupNorm"
             )
         if kind_of(aggregator) != "mean":
             raise ValueError(
-                f"{chosen} goes with aggregator mean alone: {kind_of(aggregator)} looks at single updates, and "
-                "running statistics are none; leave aggregator out, or take a model with nn.GroupNorm"
+                f"{chosen} works with aggregator mean only: {kind_of(aggregator)} compares single updates, and running "
+                "statistics are no part of an update; leave aggregator out, or take a model with nn.GroupNorm"
             )
         if not is_none(attack):
             raise ValueError(
-                f"{chosen} cannot run with attack {kind_of(attack)}: what hostile clients would send as running "
-                "statistics is not modelled; leave attack out, or take a model with nn.GroupNorm"
+                f"{chosen} cannot run with attack {kind_of(attack)}: no attack defines the running statistics of "
+                "hostile clients; leave attack out, or take a model with nn.GroupNorm"
             )
 
     @model_validator(mode="before")
@@ -198,8 +202,8 @@ class Local(Settings):
     def _compatible(self) -> Self:
         if self.optimizer != "sgd" and self.momentum:
             raise ValueError(
-                f"local.momentum={self.momentum:g} has no place beside local.optimizer={self.optimizer}, which has its "
-                "own: leave local.momentum out, or set it to 0"
+                f"local.momentum={self.momentum:g} does not work with local.optimizer={self.optimizer}, which has its "
+                "own momentum: leave local.momentum out, or set it to 0"
             )
         if bool(self.epochs) == bool(self.steps):
             raise ValueError(
@@ -217,7 +221,7 @@ def _share_or_given(value: Any) -> float | Literal["given"]:
     except (TypeError, ValueError):
         share = math.nan
     if not 0 <= share < 1:
-        raise ValueError("it is a share of every client's records, at least 0 and below 1, or given")
+        raise ValueError("it must be a share of every client's records, at least 0 and below 1, or the word given")
     return share
 
 
@@ -230,21 +234,21 @@ Validation: TypeAlias = Annotated[
 class Evaluate(Settings):
     """The records on which the server's model is measured, and the rules that stop a run early.
 
-    ``validation``: the share of every client's training records that is held out, rounded to whole records, at least
-    one of a client that holds two or more; clients train on the rest (0: none is held out). The model is measured on
-    the held-out records of all clients together, with their true labels and with each client's feature skew. The server
-    measures the model itself only because this is a simulation: in a real federation clients would measure, and send
-    counts. The test set is not used for this. "given" instead measures the model on the validation records that the
-    data set comes with (``x_val`` of an npz file), which no client holds.
+    ``validation``: the share of every client's training records that is held out, rounded to whole records, and at
+    least one record of a client with two or more; clients train on the other records (0: no record is held out). The
+    model is measured on the held-out records of all clients together, with their true labels and with each client's
+    feature skew. The server measures the model itself only because this is a simulation: in a real federation clients
+    would measure, and send counts. The test set is not used for validation. With "given", the model is measured on the
+    validation records that the data set comes with (``x_val`` of an npz file), which no client holds.
 
     ``test``: the times at which the model is measured on the test records: after every evaluated round ("rounds"), only
     after the last round ("last"), or "never", for a search of settings by validation, or if test records are private.
 
-    ``test_is_public``: the user says that the test records of data of their own are public. A run that promises privacy
-    measures models on such records alone: what is measured is published, and no epsilon pays for it.
+    ``test_is_public``: true states that the test records of the user's own data are public. A run that promises privacy
+    measures models on public records only: the measures are published, and no epsilon covers them.
 
-    ``patience``: the run stops once so many rounds have passed without a better validation accuracy than before (0: it
-    does not). ``target_accuracy``: it stops once the validation accuracy is at least this (0: it does not).
+    ``patience``: the run stops after so many rounds without a better validation accuracy than before (0: it does not
+    stop). ``target_accuracy``: the run stops once the validation accuracy is at least this (0: it does not stop).
     """
 
     validation: Validation = 0.0
@@ -258,8 +262,8 @@ class Evaluate(Settings):
         for name in ("patience", "target_accuracy"):
             if (value := getattr(self, name)) and not self.validation:
                 raise ValueError(
-                    f"evaluate.{name}={value:g} stops a run by its validation accuracy, and nothing is held out for "
-                    f"that: set evaluate.validation, for example to 0.1, or leave evaluate.{name} out"
+                    f"evaluate.{name}={value:g} stops a run by its validation accuracy, and there are no validation "
+                    f"records: set evaluate.validation, for example to 0.1, or leave evaluate.{name} out"
                 )
         return self
 
@@ -294,14 +298,14 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
         count = max(1, round(share * len(own)))
         if count == len(own):
             raise UserError(
-                f"evaluate.validation={share:g} leaves client {client}, which holds {len(own)} records, none to "
-                "train on: take a smaller share, or fewer clients"
+                f"evaluate.validation={share:g} holds out all {len(own)} records of client {client}, so none are left "
+                "for training: take a smaller share, or fewer clients"
             )
         own[rng(seed, "validation", client).permutation(len(own))[:count]] = True
     if not chosen.any():
         raise UserError(
-            f"evaluate.validation={share:g} holds nothing out, as no client holds two records: leave it out, or have "
-            "fewer clients"
+            f"evaluate.validation={share:g} holds no records out, because no client has two records: leave it out, or "
+            "take fewer clients"
         )
     return shards.where(~chosen), shards.where(chosen)
 

@@ -11,7 +11,7 @@ from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
 from fl_sim.own_code import digests, edited
 from fl_sim.store import private
 
-CURE = "--again (again=True) runs it anew and moves what was there aside, another --out leaves it as it is"
+CURE = "--again (again=True) repeats the run and moves the old files aside, another --out leaves them as they are"
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Identity:
     """Digests of the records and the code from which a result is computed.
 
     ``records``: the digest of the user's own records, empty for public data sets. ``code``: {module: digest} of the
-    user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is published only
-    under a secret key: a person who knows all records but one could find the last one from a plain digest. ``data``,
-    ``root``: the name of the data set and the folder in which it is looked for.
+    user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is stored only
+    under a secret key: a person who knows all records but one could find the last one from a plain digest. ``data``:
+    the name of the data set. ``root``: the first folder to look for the data set.
     """
 
     records: str
@@ -31,7 +31,7 @@ class Identity:
     root: Path | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return the form that is stored in a run directory; empty if neither records nor code are the user's own."""
+        """Return the identity to store in a run directory; empty if neither records nor code are the user's own."""
         records = self.records
         if self.is_private and records:
             records = private.keyed(self.records)
@@ -40,8 +40,8 @@ class Identity:
     def is_of_others(self, sealed: str) -> bool:
         """Return True if a finished result was computed from other records than the present ones.
 
-        ``sealed``: the keyed digest of the records in that result. False if a comparison is impossible: for a result of
-        an older version, or of another machine.
+        ``sealed``: the keyed digest of the records that the result contains. Returns False if a comparison is
+        impossible, for a result of an older version or of another machine.
         """
         if not sealed or not self.data:
             return False
@@ -49,10 +49,10 @@ class Identity:
         return now.partition(":")[0] == sealed.partition(":")[0] and now != sealed
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
-        """Return a phrase that names the known differences from the stored identity ``recorded``; empty without any."""
+        """Return a phrase with the known differences from the stored identity ``recorded``; empty if there are none."""
         changes = []
         if self._same_records(recorded) is False:
-            changes.append("other records (what its data name has changed since)")
+            changes.append("other records (the data have changed since)")
         if (then := recorded.get("code")) is not None:
             known = {name: digest for name, digest in self.code.items() if digest and then.get(name, digest)}
             names = [name for name, digest in known.items() if then.get(name) != digest]
@@ -67,14 +67,14 @@ class Identity:
         return bool(self._same_records(recorded))
 
     def untold(self, recorded: Mapping[str, Any]) -> str:
-        """Return a phrase that names the parts ("records", "code") for which ``recorded`` has no comparable digest."""
-        untold = []
+        """Return "records", "code", both or "": the parts for which ``recorded`` has no digest to compare with."""
+        unknown = []
         if self.records and self._same_records(recorded) is None:
-            untold.append("records")
+            unknown.append("records")
         then = recorded.get("code", {})
         if self.code and (not then or "" in {*then.values(), *self.code.values()}):
-            untold.append("code")
-        return " and ".join(untold)
+            unknown.append("code")
+        return " and ".join(unknown)
 
     def _same_records(self, recorded: Mapping[str, Any]) -> bool | None:
         then = str(recorded.get("records", ""))
@@ -106,7 +106,7 @@ def edited_code(experiment: Experiment) -> str:
     files = edited(_modules(experiment))
     if not files:
         return ""
-    return f"{', '.join(files)} changed after being imported: this run is of the code as it was; start Python again"
+    return f"{', '.join(files)} changed after the import: this run uses the old code; start Python again"
 
 
 def _modules(experiment: Experiment) -> set[str]:

@@ -53,7 +53,7 @@ class Job:
     ``experiment``: the experiment, with all defaults that depend on the data filled in. ``shards``: indices into
     ``dataset.train`` of each client's training records. ``device``: the device of this process. ``root``: the first
     folder to look for data sets. ``validation``: indices of each client's held-out records, empty without validation.
-    ``read(path)``: returns the tensors of a file whose name contains the digest of its content.
+    ``read``: a function path -> tensors, for files whose names contain the digest of their content.
     """
 
     experiment: Experiment
@@ -67,7 +67,7 @@ class Job:
     @property
     def num_validated(self) -> int:
         """The number of validation records."""
-        given = self.dataset.validation  # never without being used: job_of refuses that
+        given = self.dataset.validation  # job_of refuses data with validation records that the settings do not use
         return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
@@ -136,7 +136,7 @@ def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> 
 def device_of(experiment: Experiment) -> torch.device:
     """Return the device of this process. Raises UserError if the settings require a GPU and none is visible."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
+        raise UserError("device=cuda, but there is no CUDA device here: take device=cpu, or engine=ray engine.gpus=1")
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -176,13 +176,13 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
-    """Return ``dataset`` with the mean and deviation of the setting ``normalise``; a pixel is a number from 0 to 1."""
+    """Return ``dataset`` with the mean and standard deviation of the setting ``normalise``, for pixels in [0, 1]."""
     if normalise == "published":
         return dataset
     if normalise == "unit" and len(dataset.input_shape) != 3:
         raise UserError(
-            f"normalise=unit puts images into [-1, 1], and the records of {dataset.name} are feature vectors: take "
-            "normalise=published, or none to leave them as they are"
+            f"normalise=unit scales images to [-1, 1], and the records of {dataset.name} are feature vectors: take "
+            "normalise=published, or none to leave the vectors as they are"
         )
     mean, std = (0.5, 0.5) if normalise == "unit" else (0.0, 1.0)
     return replace(dataset, mean=(mean,) * len(dataset.mean), std=(std,) * len(dataset.std))
@@ -191,15 +191,15 @@ def _scaled(dataset: Dataset, normalise: str) -> Dataset:
 def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     if (augment := experiment.local.augment) != "none" and len(dataset.input_shape) != 3:
         raise UserError(
-            f"local.augment={augment} moves images, but the records of {experiment.data} are feature vectors: leave it "
-            "out"
+            f"local.augment={augment} changes images, but the records of {experiment.data} are feature vectors: leave "
+            "it out"
         )
     if dataset.vocabulary:
         _check_sequences(experiment)
     own = own_name(experiment.data)
     if experiment.is_private and own is not None and own.option("scale") == "records":
         raise UserError(
-            "data.scale=records takes mean and deviation of the clients' records, which no epsilon would cover, "
+            "data.scale=records uses the mean and deviation of the clients' records, which no epsilon would cover, "
             "and this run promises privacy: leave it out, and give public bounds by data.range.COLUMN=LOW..HIGH"
         )
     for part in (experiment.algorithm, experiment.preprocess, experiment.calibrate):
@@ -220,16 +220,16 @@ def _check_tested(experiment: Experiment) -> None:
     evaluate, algorithm = experiment.evaluate, experiment.algorithm
     if not (experiment.is_private and is_own(experiment.data)) or evaluate.test_is_public:
         return
-    what, public = f"the test records of {without_settings(experiment.data)}", "set evaluate.test_is_public=true where"
+    what, public = f"the test records of {without_settings(experiment.data)}", "set evaluate.test_is_public=true if"
     if isinstance(algorithm, Pooling) and algorithm.pools_test_records:
         raise UserError(
-            f"algorithm {kind_of(algorithm)} takes {what} for a public pool, and this run promises privacy: {public} "
-            "they are public and no client's, or have the pool taken from elsewhere"
+            f"algorithm {kind_of(algorithm)} uses {what} as its public pool, and this run promises privacy: {public} "
+            "they are public and no client's, or take another public pool"
         )
     if evaluate.test != "never":
         raise UserError(
             f"evaluate.test={evaluate.test} publishes measures on {what}, which no epsilon covers, and this run "
-            f"promises privacy: {public} they are public, or evaluate.test=never, which measures nothing"
+            f"promises privacy: {public} they are public, or set evaluate.test=never, which measures nothing"
         )
 
 
@@ -238,24 +238,24 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(
-            f"evaluate.validation=given, and {dataset.name} comes with no validation records: evaluate.validation=0.1 "
-            "holds a tenth of every client's training records out (docs/data.md says which data come with some)"
+            f"evaluate.validation=given, and {dataset.name} has no validation records of its own: set "
+            "evaluate.validation=0.1, which holds out a tenth of every client's training records, or see docs/data.md"
         )
     if given is not None and not asked:
         raise UserError(
-            f"{dataset.name} comes with {len(given):,} validation records, which nothing uses: set "
+            f"{dataset.name} comes with {len(given):,} validation records, which these settings do not use: set "
             "evaluate.validation=given, which measures models on them, or leave them out of the data"
         )
 
 
 def _check_sequences(experiment: Experiment) -> None:
-    """Raise UserError if a setting does arithmetic on the inputs of records and these inputs are tokens of text."""
+    """Raise UserError if a setting computes with the numbers in records; here the numbers are tokens of a text."""
     for what in ("algorithm", "preprocess", "partition"):
         part = getattr(experiment, what)
         if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):
             raise UserError(
-                f"{what} {kind_of(part)} computes with the numbers of records, and those of {experiment.data} are "
-                "tokens, which are names: take another"
+                f"{what} {kind_of(part)} computes with the numbers in records, and the records of {experiment.data} "
+                f"contain tokens, whose numbers are only names: take another {what}"
             )
 
 
@@ -307,21 +307,21 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
     again = drawn() if is_own_kind(scheme) else parts
     if not (np.array_equal(parts.records, again.records) and np.array_equal(parts.bounds, again.bounds)):
         raise UserError(
-            f"{giver} splits in another way each time, from the same seed: draw from the generator that split is "
-            "given, or from the global ones of torch, NumPy or Python, which are seeded for it"
+            f"{giver} splits in another way each time, from the same seed: take random numbers from the generator that "
+            "split receives, or from the global generators of torch, NumPy or Python, which have the seed"
         )
     return parts
 
 
 def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
-    """Return ``parts`` as shards. Raises UserError if they are no valid shards.
+    """Return ``parts`` as shards. Raises UserError unless they are disjoint arrays of record indices, one per client.
 
-    ``giver``: the partition or algorithm that made the parts, in words, for the error message.
+    ``giver``: the name of the partition or algorithm that made the parts, for the error message.
     """
     if isinstance(parts, Parts):
         laid_out = parts
     else:
-        wanted = "wanted is a list of arrays of record indices, one for each client"
+        wanted = "it must give a list of arrays of record indices, one for each client"
         if isinstance(parts, Mapping | str) or not isinstance(parts, Sequence | np.ndarray):
             way = ": return list(parts.values())" if isinstance(parts, Mapping) else ""
             raise UserError(f"{giver} gave {type(parts).__name__}; {wanted}{way}")
@@ -337,7 +337,7 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
     if len(indices) and (counts := np.bincount(indices)).max() > 1:
         raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: parts must be disjoint")
     if not len(indices):
-        raise UserError(f"{giver} gave none of {num_clients} clients a record, so nobody could train: deal some out")
+        raise UserError(f"{giver} gave no record to any of {num_clients} clients: at least one must have some")
     return replace(laid_out, records=indices.astype(np.int64, copy=False))
 
 
@@ -366,15 +366,16 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
         )
     if int(own.train.labels.max()) >= facts["classes"]:  # the class may be a record's secret, and this message is sent
         raise UserError(
-            f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node others"
+            f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node records "
+            "with the experiment's classes"
         )
     if own.validation is not None:
         raise UserError(
-            f"the node's own records come with {len(own.validation):,} validation records, and a node measures "
-            "nothing: leave them out"
+            f"the node's own records come with {len(own.validation):,} validation records, and a node evaluates no "
+            "models: leave them out"
         )
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-    # Nothing is partitioned there, and no partition changes the inputs.
+    # A node partitions nothing; iid also turns off a feature skew of the inputs.
     settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
     experiment = experiment_from(settled)
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))

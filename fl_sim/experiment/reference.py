@@ -1,6 +1,4 @@
-"""The reference of all settings, made from the settings classes and their docstrings.
-
-A setting has a name, valid values, a default and a meaning.
+"""The reference of all settings (name, valid values, default, meaning), from the settings classes and their docstrings.
 
 A docstring gives the meaning of a field in sentences that name it: "``mu``: the paper tries 0.001".
 """
@@ -28,7 +26,10 @@ _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true 
 
 @dataclass(frozen=True)
 class Setting:
-    """One entry of the reference. ``name``: with dots. ``takes``: the valid values. All fields are texts for users."""
+    """One entry of the reference; all fields are texts for users.
+
+    ``name``: the name with dots, such as ``local.epochs``. ``takes``: the valid values.
+    """
 
     name: str
     takes: str
@@ -53,9 +54,9 @@ class Group:
 
 
 def groups() -> tuple[Group, ...]:
-    """Return the group of the experiment's own settings, then all other groups in the order of the settings."""
+    """Return all groups: first the experiment's own settings, then the other groups in the order of the settings."""
     first, *others = _groups(Experiment, "", "", "", {})
-    own_data = []  # settings of the user's own records, which are one line of text in an experiment
+    own_data = []  # the options of data=csv:PATH and the like, which are one text in an experiment
     for kind, keys in OPTIONS.items():
         settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)
         own_data.append(Group("data", kind, "", ABOUT[kind], settings))
@@ -127,9 +128,9 @@ def _documentation(settings: type) -> str:
 def meaning(documentation: str, field: str, known: set[str]) -> str:
     """Return the sentences of a docstring that explain ``field``; empty if there are none.
 
-    The first of them begins with the name of the field. The last one is the last before a sentence that names another
-    of the ``known`` fields, or before the end of the paragraph. If no sentence begins with the name of the field, all
-    sentences that contain the name are returned.
+    These are the sentence that begins with the name of the field and the sentences after it. They end at the end of the
+    paragraph, or before a sentence that names another one of the fields ``known``. If no sentence begins with the name
+    of the field, all sentences that contain the name are returned.
     """
     defining: list[str] = []
     naming: list[str] = []
@@ -162,7 +163,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
 
 
 def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type and the metadata of an annotation that may be an ``Annotated`` inside another type."""
+    """Return (type, metadata) of an annotation: the two parts of ``Annotated[...]``, or the annotation and ()."""
     if not hasattr(annotation, "__metadata__"):
         return annotation, ()
     extras = [inner for extra in annotation.__metadata__ for inner in getattr(extra, "metadata", [extra])]

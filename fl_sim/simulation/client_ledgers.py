@@ -1,13 +1,15 @@
 """The privacy ledgers of simulated clients.
 
-Ledgers lie in $FL_SIM_LEDGERS, else in the user's state folder, apart from the pools, which anybody may delete. One
-folder holds all ledgers about one file content (``fl_sim.data.content_of``), no matter how the file is read. In this
-folder each deal has its own folder. A deal is one reading of the file with one assignment of its records to clients;
-its name is a digest of both. Other settings, other generators or a deleted pool find the same ledger. Another seed,
-label column, range or test part makes another deal, and the costs of all deals are added up.
+The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
+of synthetic records, because a user may delete a pool, but must keep the ledgers. One folder holds all ledgers about
+one file content (``fl_sim.data.content_of``), no matter how the file is read. It has one subfolder for each deal. A
+deal is one reading of the file with one assignment of its records to clients; its name is a digest of both. A run with
+other settings, another generator or a deleted pool finds the same ledger. Another seed, label column, range or test
+part makes another deal. The costs of all deals are added up.
 
 Earlier versions named the outer folder by the reading of the file, and the deal by its settings. Such ledgers are still
-used. As soon as one of their clients is asked for again, they count with the others: the folder ``earlier`` lists them.
+used. When a run looks up one of their clients, the subfolder ``earlier`` gets an entry for the old folder. From then
+on, the costs in the old folder are added, too.
 """
 
 import hashlib
@@ -53,13 +55,13 @@ def ledger_path(job: Job, client: int) -> Path:
     """Return the path of the privacy ledger of the client number ``client`` of ``job``."""
     name, earlier = f"client-{client}.jsonl", _earlier_deal(job)
     if (earlier / name).exists():
-        _join(_folder(job), earlier.parent)
+        _link_earlier(_folder(job), earlier.parent)
         return earlier / name
     return _folder(job) / _deal(job) / name
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return two folder names for the job's deal: the present name, and the name in earlier versions."""
+    """Return two names for the job's assignment of records to clients: the present name, and that of old versions."""
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
@@ -67,8 +69,9 @@ def names_of_deal(job: Job) -> tuple[str, str]:
 def joint_cost(job: Job, delta: float) -> JointCost:
     """Return the joint privacy cost of all releases in the ledgers about the job's data set, under any settings.
 
-    In each deal a record belongs to one client. So a deal costs a record at most the maximum of its clients' Renyi
-    curves, taken order by order, and the curves of all deals are added. Raises RunError if a ledger is damaged.
+    In each deal (assignment of records to clients) a record belongs to one client. So the cost of a deal to a record is
+    at most the maximum of its clients' RDP curves, at each order. The curves of all deals are added. Raises RunError if
+    a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
@@ -87,19 +90,19 @@ def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
     """
     if together is None:
         return (
-            ". What all releases about the same records cost together is not known here: a client's ledger is with the "
+            ". The joint cost of all releases about the same records is not known here: a client's ledger is with the "
             "client, or cannot be read"
         )
     cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
     return (
-        f". The clients' ledgers hold up to {together.shares} releases about the same records (of other settings or "
-        f"seeds, or of pools that were deleted, too): together they {cost} at delta {delta:g}, where none was "
-        "chosen by what an earlier one showed"
+        f". The clients' ledgers hold up to {together.shares} releases about the same records (also those with other "
+        f"settings or seeds, and those of deleted pools): together they {cost} at delta {delta:g}, if no release "
+        "was chosen by the result of an earlier one"
     )
 
 
 def _begins_share(charge: Charge) -> bool:
-    # The labels and the generator of a pool are charged one by one.
+    # A pool has two charges, for its labels and for its generator. It counts as one release.
     return not charge.release.startswith("generator ")
 
 
@@ -108,13 +111,13 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders that may hold ledgers about the job's records, folders of earlier versions among them."""
+    """Return all folders that may hold ledgers about the job's records, including folders of earlier versions."""
     folder, earlier = _folder(job), _earlier_deal(job).parent
     joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
     return {folder, earlier, *(ledgers_root() / name for name in joined)}
 
 
-def _join(folder: Path, earlier: Path) -> None:
+def _link_earlier(folder: Path, earlier: Path) -> None:
     """Record, in ``folder``, that the folder ``earlier`` holds ledgers about the same records."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
@@ -126,10 +129,10 @@ def _join(folder: Path, earlier: Path) -> None:
 def _deal(job: Job) -> str:
     """Return a digest of the data and of the assignment of records to clients."""
     data = job.experiment.data
-    told = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
+    digest = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
     for array in (job.shards.records, job.shards.bounds):
-        told.update(np.ascontiguousarray(array, dtype=np.int64).data)
-    return told.hexdigest()[:16]
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return digest.hexdigest()[:16]
 
 
 def _earlier_deal(job: Job) -> Path:

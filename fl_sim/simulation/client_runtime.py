@@ -58,7 +58,7 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        if _is_skewed(experiment):  # the clients' own are no bytes, and one stack holds both
+        if _is_skewed(experiment):  # float32 like the clients' own records, because one tensor must hold both
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
@@ -71,7 +71,7 @@ def runtime_for(
 
     hides, model = hides_clients(experiment.aggregator), job.model().to(job.device)
 
-    @lru_cache(maxsize=2**16)  # a GPU is asked once for each client, not in every round
+    @lru_cache(maxsize=2**16)  # each call waits for the GPU: once for each client, not in every round
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
         return records(client, synthetic).class_counts(job.dataset.num_classes)
 
@@ -97,7 +97,7 @@ def runtime_for(
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     """Return the settings of local training in a round. ``learning_rate``: the round's rate after the schedule."""
     local = job.experiment.local
-    # By name, so that a field of one that the other lacks is an error, not forgotten.
+    # Copied by name: a field of LocalSettings that the experiment's settings lack raises an error.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
     return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
 
@@ -141,8 +141,9 @@ def _augment(job: Job) -> Augment:
         return Augment()
     if "reflect" in chosen and min(job.dataset.input_shape[1:]) <= PADDING:
         raise UserError(
-            f"local.augment={chosen} pads images by {PADDING} of their own pixels, and these have shape "
-            f"{job.dataset.input_shape}: take local.augment={chosen.removeprefix('reflect-')}, which pads with black"
+            f"local.augment={chosen} pads images by {PADDING} of their own pixels, and images of shape "
+            f"{job.dataset.input_shape} are too small: take local.augment={chosen.removeprefix('reflect-')}, which "
+            "pads with black"
         )
     scale = Scale.of(job.dataset, np.dtype(np.uint8), 4)
     black = scale.normalise_(torch.zeros_like(scale.offset)).flatten().tolist()
@@ -186,12 +187,8 @@ def _own_records(job: Job, client: int) -> Records:
 
 
 def _in_memory(job: Job) -> Callable[[int], Records]:
-    """Return a function like ``_own_records`` that reads from memory.
-
-    It reads from one array with the records of all clients, in the order of clients.
-    """
+    """Return a function client -> records, like ``_own_records``, that slices one array of all clients' records."""
     bounds = job.shards.bounds
-
     everybody = job.dataset.train.take(job.shards.records)
     if changed := _relabels(job):
         trained_on = everybody.labels.copy()
@@ -294,7 +291,7 @@ def _kept_shape(scheme: object, method: str, seen: NDArray[np.float32], inputs: 
     if seen.shape != inputs.shape or seen.dtype != np.float32:
         raise UserError(
             f"partition {kind_of(scheme)}: {method} gave {seen.dtype} of shape {seen.shape} for records that are "
-            f"float32 of shape {tuple(inputs.shape)}; it must keep both"
+            f"float32 of shape {tuple(inputs.shape)}; it must keep type and shape"
         )
     return torch.from_numpy(seen)
 

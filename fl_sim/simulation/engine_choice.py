@@ -45,7 +45,7 @@ RAY_START_SECONDS = 10.0
 """Seconds to start Ray and to import torch in its actors (6 to 12 s measured on two cores)."""
 
 LEAST_PRODUCTS = 1e7
-"""The smallest size of a batch of work, in products of parameters and records: about a millisecond of one core."""
+"""The smallest batch of work, as the product of model parameters and records: about a millisecond on one core."""
 
 MOST_NUMBERS = 2**24
 """The largest number of parameters of all clients in a batch of work.
@@ -66,14 +66,14 @@ class EngineChoice:
 FLOWER = EngineChoice(
     "flower",
     "engine flower: Flower's own runtime started this run",
-    "unknown: each node trains with what it has, the native trainer or PyTorch",
+    "unknown: each node trains with the native trainer if it has one, else with PyTorch",
 )
 
 
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
     """Start the job's engine, yield its grid and a description of the choice, and close the grid afterwards."""
-    check_trainer(job)  # before steps are timed, which could take a minute
+    check_trainer(job)  # before choose() times steps, which could take a minute
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     grid: LocalGrid
@@ -82,14 +82,14 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
         if not engine.address:
             choose_token()  # before Ray is imported
-        # Ray, which nobody else should need.
+        # Imported here, so that the other engines need no Ray.
         from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
         together = together_of(job, runtime_of, stack)
         if engine.address:
-            # Clusters, which most runs do not have.
+            # Imported here, because most runs use no cluster.
             from fl_sim.simulation.remote_workers import (  # noqa: PLC0415
                 ClientStore,
                 WorkerSetup,
@@ -134,7 +134,7 @@ def client_app() -> ClientApp:
 
 
 def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
-    """Return the rule that combines several clients into one batch of work; None if batches would not save time.
+    """Return the settings by which several clients form one batch of work; None if batches would not save time.
 
     ``stack``: the number of clients in one computation.
     """
@@ -143,7 +143,7 @@ def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     handler = partial(train_together, runtime_of, stacked=stack > 1)
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
-    least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # of a tiny model many steps
+    least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # the smaller the model, the more steps
     return ClientBatching(handler, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
 
 
@@ -155,7 +155,7 @@ def choose(job: Job) -> tuple[Engine, str]:
     experiment, engine = job.experiment, job.experiment.engine
     if isinstance(engine, Ray) and (script := defined_in_script(experiment)):
         raise UserError(
-            f"engine=ray: {script} is defined in the script that runs, where no other process finds it: put it in a "
+            f"engine=ray: {script} is defined in the running script, which Ray's processes cannot import: put it in a "
             "module of its own, or take engine=inprocess"
         )
     if not isinstance(engine, Auto):
@@ -166,7 +166,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         return alone, f"engine inprocess: {why}"
     seconds, beforehand = estimated_seconds(job), seconds_beforehand(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
-    seconds += beforehand  # threads share them out in process, too
+    seconds += beforehand  # threads of one process share this work, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -176,11 +176,11 @@ def choose(job: Job) -> tuple[Engine, str]:
 def _why_alone(job: Job, workers: int) -> str:
     """Return the reason, in words, why ``workers`` Ray actors cannot be faster than one process; empty without one."""
     if script := defined_in_script(job.experiment):
-        return f"no other process finds {script}, which the script that runs defines"
+        return f"other processes cannot import {script}, which the running script defines"
     if job.device.type == "cuda":
         return "there is a GPU, which one process keeps busy"
     if workers < 2:
-        return "with one client at a time, or one core, there is nothing to share out"
+        return "with one client at a time, or one core, clients cannot run in parallel"
     if trains_natively(job):
         return "the native trainer keeps all cores busy in one process"
     return "Ray is not installed" if importlib.util.find_spec("ray") is None else ""
@@ -200,7 +200,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     ``workers``: the number of threads. ``stack``: the number of clients in one computation.
     """
     if isinstance(job.experiment.algorithm, Training):
-        return f"trainers of algorithm {kind_of(job.experiment.algorithm)}, one client after another; else PyTorch"
+        return f"algorithm {kind_of(job.experiment.algorithm)}'s own trainers, one client after another; else PyTorch"
     precision = "" if job.experiment.local.precision == "float32" else f", {job.experiment.local.precision}"
     if stack > 1:
         return f"stacked trainer on {job.device.type}, {stack} clients as one computation{precision}"
@@ -211,11 +211,11 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
         return f"native trainer, {threads}{precision}{by_amx}"
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
-    return f"PyTorch trains, {threads}{precision}{_left_to_pytorch(job) if kernel is not None else ''}"
+    return f"PyTorch trains, {threads}{precision}{_not_native(job) if kernel is not None else ''}"
 
 
-def _left_to_pytorch(job: Job) -> str:
-    """Return a description of the settings of ``job`` that the native trainer does not support; empty if unknown."""
+def _not_native(job: Job) -> str:
+    """Return a phrase with the settings of ``job`` that the native trainer does not support; empty if unknown."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
@@ -233,7 +233,7 @@ def check_trainer(job: Job) -> None:
     if stack_of(job.experiment.engine, job) == 1 and not trains_natively(job):
         raise UserError(
             "local.precision=bfloat16 is for the native trainer and for GPUs, and here PyTorch trains"
-            f"{_left_to_pytorch(job)}; leave it out"
+            f"{_not_native(job)}; leave it out"
         )
 
 

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fl_sim.importing import importing
 
-with importing():  # each of Flower's processes imports torch for itself
+with importing():  # each of Flower's processes imports torch again
     from fl_sim.errors import UserError
     from fl_sim.experiment.experiment import Experiment, experiment_from
     from fl_sim.settings import parse_table, read_table
@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment of the run configuration on Flower's grid.
 
     ``experiment``: TOML text, the path of a TOML file, or empty for the default experiment. ``out``: the absolute path
-    of the run directory. Raises UserError for a mistake in either of them; RunError if the run cannot continue.
+    of the run directory. Raises UserError if one of these two is invalid; RunError if the run cannot continue.
     """
     experiment = read_experiment(str(context.run_config["experiment"]))
     run(experiment, read_out(str(context.run_config["out"])), grid=grid)
@@ -42,7 +42,7 @@ def read_out(text: str) -> Path:
     """Return the path of the run directory. Raises UserError if ``text`` is not an absolute path."""
     if not Path(text).is_absolute():
         raise UserError(
-            f"out={text!r} must be an absolute path: Flower runs the ServerApp in a directory of its own choosing; "
+            f"out={text!r} must be an absolute path, because Flower runs the ServerApp in another directory: "
             "for example flwr run . -c 'out=\"/data/results/first\"'"
         )
     return Path(text)
@@ -51,4 +51,4 @@ def read_out(text: str) -> Path:
 def _table(text: str) -> dict[str, Any]:
     if "=" not in text:
         return read_table(Path(text)) if text else {}
-    return parse_table(text, "experiment, which is no path as it holds '=',")
+    return parse_table(text, "experiment (TOML text, because it contains '=')")

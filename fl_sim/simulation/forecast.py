@@ -42,10 +42,10 @@ class Estimate:
     """The forecast of a whole run.
 
     ``seconds``: the time of the run on this machine without other load; None without a timing; a lower bound if
-    ``at_least`` is True. ``synthetic_seconds``: the part of ``seconds`` for synthetic records, which several runs
-    share. ``traffic``: the bytes of arrays to and from all clients in all rounds; None without rounds (PATE and TSTR),
-    and if they were not counted. ``once``: the approximate bytes before or after the rounds, {purpose: bytes}.
-    ``left_out``: descriptions of the kinds of work without a timing, or with a timing of only a part.
+    ``at_least`` is True. ``synthetic_seconds``: the part of ``seconds`` for making synthetic records, which several
+    runs share. ``traffic``: the bytes of arrays to and from all clients in all rounds; None without rounds (PATE and
+    TSTR), or if the bytes were not counted. ``once``: the approximate bytes before or after the rounds, {purpose:
+    bytes}. ``left_out``: descriptions of the kinds of work that were not timed, or timed only in part.
     """
 
     seconds: float | None
@@ -103,6 +103,7 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
+# Settings, also those in local, that do not change the seconds of a minibatch step.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
@@ -112,7 +113,10 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 
 
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
-    """Return the work of clients that train ``trainings`` times on average, of the evaluation, and of the stages."""
+    """Return all kinds of work of a run with rounds: local training, training at the server, evaluation and stages.
+
+    ``trainings``: the average number of local trainings of a client that takes part in every round.
+    """
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
     times = -(-rounds // job.experiment.evaluate_every)  # the last round is measured in any case
@@ -121,14 +125,14 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     server_steps = sum(stage.num_server_steps() for stage in stages)
     return (
         clients,
-        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # the server alone, one step after another
+        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server, without parallel work
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         *(work for stage in stages for work in stage.work()),
     )
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the work of the clients' local training in ``trainings`` rounds."""
+    """Return the work of the clients' local training in ``trainings`` rounds, with an expected cohort in each."""
     job = procedure.job
     experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
     steps, sizes = steps_by_client(job, pooled), sizes_trained_on(job, pooled)

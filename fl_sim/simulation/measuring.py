@@ -45,10 +45,11 @@ class Measured:
     """The measures of one model.
 
     ``test``: the scores on the test records, and ``confusion`` their confusion matrix; both are None if the model is
-    not tested. ``validation``: the scores on the validation records; None without such records. ``clients``: statistics
-    of the client accuracies; None if these are private or no client has records. ``clients_by``: the basis of the
-    client accuracies, either the owner of each test record or the class counts of each client. ``by_client``: the
-    accuracy of each client, NaN for a client without one; clients after the last one with an accuracy may be missing.
+    not tested. ``validation``: the scores on the validation records; None without validation records. ``clients``:
+    statistics of the client accuracies; None if the accuracies are private or no client has records. ``clients_by``:
+    the data from which client accuracies are computed: the owner of each test record, or the class counts of each
+    client. ``by_client``: the accuracy of each client, NaN if undefined; clients after the last defined accuracy may be
+    missing.
     """
 
     test: Scores | None
@@ -121,7 +122,7 @@ class Measuring:
     def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
         """Return the evaluator of ``job``, with its records in memory."""
         validation = validation_records(job) if job.num_validated else None
-        # The class counts of a client are private where anybody is promised privacy.
+        # In a private run the class counts of a client are private.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         return cls(job, evaluation_records(job), validation, clients_by, own_metrics)
 
@@ -151,7 +152,7 @@ class Measuring:
                 returned = metrics(server_round, model, self._test_records)
             for name, value in _checked(returned, what, server_round).items():
                 if name in found:
-                    raise RunError(f"{what} returned {name!r}, as another observer does: give it another name")
+                    raise RunError(f"{what} returned {name!r}, as another observer does: give the metric another name")
                 found[name] = value
         return found
 
@@ -173,10 +174,10 @@ class Measuring:
 
 
 def _clients_by(job: Job) -> Holdings | OwnTests | None:
-    """Return the basis of client accuracies: the owners of the test records, or the class counts of clients.
+    """Return the data from which client accuracies are computed: owners of test records, or class counts of clients.
 
-    Owners are used if both the data set and the partition group records by owner. None if one client holds all records,
-    because client accuracies would then add nothing to the accuracy.
+    Owners are used if both the data set and the partition group records by owner. None if one client holds all records:
+    its accuracy is then the accuracy of the model.
     """
     if job.experiment.is_central:
         return None
@@ -192,19 +193,21 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
 def _checked(returned: object, what: str, server_round: int) -> dict[str, float]:
     """Return the user's own metrics as floats, {name: number}. Raises the same errors as ``Measuring.own``."""
     if not isinstance(returned, Mapping):
-        raise RunError(f"{what} returned {in_one_line(repr(returned))}; wanted is a dict of numbers by name")
+        raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict of numbers by name")
     numbers: dict[str, float] = {}
     for name, value in returned.items():
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
-            raise RunError(f"{what} named a number {in_one_line(repr(name))}: wanted is a name of printable letters")
+            raise RunError(
+                f"{what} named a number {in_one_line(repr(name))}: a name has 1 to {_LONGEST_NAME} printable letters"
+            )
         if name in ROUND_FIELDS:
-            raise RunError(f"{what} returned {name!r}, which every round has already: give it another name")
+            raise RunError(f"{what} returned {name!r}, a field that every round has: give the metric another name")
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
-            value = value.item()  # noqa: PLW2901 (what such a metric is meant to be)
+            value = value.item()  # noqa: PLW2901 (an array of one element becomes a number)
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RunError(
-                f"{what} returned {name} = {in_one_line(repr(value))} after round {server_round}; wanted is a finite "
-                "number: leave it out where it has none"
+                f"{what} returned {name} = {in_one_line(repr(value))} after round {server_round}; it must be a finite "
+                "number: leave the metric out of rounds without one"
             )
         numbers[name] = float(value)
     return numbers

@@ -32,9 +32,9 @@ from partitions import Parts
 class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
-    ``shards``, ``validation``: as in ``Job``. ``digest``: the digest of all arrays. ``signer``: checks the signatures
-    of tickets; a ticket states that the driver has charged a private release. ``files``: {name: content} of files that
-    the worker received later.
+    ``experiment``: the experiment as JSON. ``shards``, ``validation``: as in ``Job``. ``digest``: the digest of all
+    arrays. ``signer``: checks the signature of a ticket, the driver's proof that a private release was charged.
+    ``files``: {name: content} of files that the worker received later.
     """
 
     experiment: str
@@ -48,8 +48,8 @@ class WorkerSetup:
 
     @classmethod
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
-        """Return the setup of ``job`` for workers that accept only tickets signed by ``signer``."""
-        # The driver measures models: validation records stay there.
+        """Return the setup of ``job``; its workers accept a ticket (proof of a charge) only if ``signer`` signed it."""
+        # The driver evaluates models, so workers need no validation records.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         digest = _digest(dataset, job.shards, job.validation)
         return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest, signer)
@@ -58,7 +58,7 @@ class WorkerSetup:
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of the job. Raises RunError if the received records differ from those sent."""
         if _digest(self.dataset, self.shards, self.validation) != self.digest:
-            raise RunError("other records arrived than were sent: start the same command again")
+            raise RunError("the received records differ from those that were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
         device = device_of(experiment)
         job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self._read)
@@ -71,8 +71,8 @@ class WorkerSetup:
 
 
 def worker_app(setup: WorkerSetup) -> ClientApp:
-    """Return the ClientApp of a worker with ``setup``. Its trainer is made here, so no client waits for it later."""
-    setup.runtime.trainer  # noqa: B018 (made once, before any client waits for it)
+    """Return the ClientApp of a worker with ``setup``; create the trainer now, so that no client waits for it."""
+    setup.runtime.trainer  # noqa: B018 (a cached property: the access creates the trainer)
     return build_client_app(lambda *_: setup.runtime, setup.signer)
 
 
@@ -85,7 +85,7 @@ def worker_handler(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
 
 
 def _plain(examples: Examples) -> Examples:
-    """Return the records as plain arrays. A memory-mapped file could not be read on another machine."""
+    """Return the records as plain arrays, because another machine cannot read a memory-mapped file."""
     groups = None if examples.groups is None else examples.groups.view(np.ndarray)
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
@@ -120,7 +120,7 @@ class ClientStore:
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
         try:
             own = self._own(message, order, content)
-        except Exception as error:  # noqa: BLE001 (as in fl_sim.engines.batching.answer: this client's failure)
+        except Exception as error:  # noqa: BLE001 (it becomes this client's error reply, as in batching.answer)
             return raised(message, error)
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
 
@@ -138,14 +138,14 @@ class ClientStore:
         assert isinstance(task, PaidAtHome)
         try:
             kept = task.finish(begun, answer.content)
-        except Exception as error:  # noqa: BLE001 (as above)
+        except Exception as error:  # noqa: BLE001 (it becomes this client's error reply)
             return raised(message, error)
         return Message(kept, reply_to=message)
 
     def _own(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return the private part of one client's message, or the client's answer if it is known already.
+        """Return the records for one client only (its state, or a signed ticket), or its answer if known already.
 
         ``content``: the part of the message that all clients share.
         """

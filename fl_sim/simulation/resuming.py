@@ -1,4 +1,4 @@
-"""The start of a run in its directory: a new run, a resumed one, an extended one, or one that is repeated."""
+"""The start of a run in its run directory: a new run is begun, an old run is resumed, extended or repeated."""
 
 import hashlib
 import itertools
@@ -42,8 +42,8 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
     result = run_directory.read_result(out)
     if result is None and not (out / CHECKPOINT).exists():
         raise UserError(
-            f"{out / run_directory.RESULT} is damaged, so nobody can tell whether the run is finished: put an "
-            "unchanged copy of it back, or delete it to run again"
+            f"{out / run_directory.RESULT} is damaged, so it is unknown whether the run is finished: put an unchanged "
+            "copy of the file back, or delete the file to run again"
         )
     if result is None or result.get("status") != "finished":
         return None
@@ -56,10 +56,10 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
 
 def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
     """Raise UserError if a finished ``result`` does not fit the stored rounds in the same directory ``out``."""
-    there, told = len(run_directory.read_rounds(out)), result.get("rounds")
-    if told not in {None, there}:
+    there, stated = len(run_directory.read_rounds(out)), result.get("rounds")
+    if stated not in {None, there}:
         raise UserError(
-            f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it is of {told}: "
+            f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it is of {stated}: "
             f"put the whole file back; {CURE}"
         )
     if result.get("chain") != run_directory.log_chain(out):
@@ -73,7 +73,7 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
 def _check_same(out: Path, now: Identity) -> None:
     """Raise UserError if the run in ``out`` used other records or other code than the present ones (``now``)."""
     if changed := now.changed(run_directory.read_identity(out)):
-        raise UserError(f"{out} holds a run of {changed}: put that back as it was; {CURE}")
+        raise UserError(f"{out} holds a run of {changed}: restore the old files; {CURE}")
 
 
 def objection(experiment: Experiment, out: Path, now: Identity) -> str:
@@ -88,16 +88,17 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
         if changed := _other_settings(experiment, found, out, now):
             return f"{out} holds a run with {changed}: choose another --out, or delete it"
         if changed := now.changed(run_directory.read_identity(out)):
-            return f"{out} holds a run of {changed}: put that back as it was; {CURE}"
+            return f"{out} holds a run of {changed}: restore the old files; {CURE}"
     return ""
 
 
 def on_trust(out: Path, now: Identity) -> str:
     """Return a warning if the run in ``out`` has no digest of its records or code to compare; empty otherwise."""
-    if not (out / run_directory.CONFIG).exists() or not (untold := now.untold(run_directory.read_identity(out))):
+    if not (out / run_directory.CONFIG).exists() or not (unknown := now.untold(run_directory.read_identity(out))):
         return ""
     return (
-        f"{out} does not tell which {untold} it is of (an older version, or another machine), so it is taken on trust"
+        f"{out} has no digest of its {unknown} that can be compared here (it is of an older version, or of another "
+        f"machine): it is assumed that its {unknown} are the same as now"
     )
 
 
@@ -164,16 +165,16 @@ def has_leftovers(experiment: Experiment, out: Path) -> bool:
     if (out / run_directory.STUDENT).exists():
         return True
     there = (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
-    return there and not _can_go_on(experiment, out)
+    return there and not _stays_extendable(experiment, out)
 
 
 def clean_up(experiment: Experiment, out: Path) -> None:
     """Remove the files that a finished run does not need.
 
-    These are private errors and warnings, and a student's checkpoint. The checkpoint of rounds and the client states
-    stay, so that the run can be extended, unless they are large or the run promises privacy.
+    These are private errors and warnings, and the checkpoint of PATE's student. The run's checkpoint and client states
+    stay, so that the run can be extended. If they are large, or the run promises privacy, they are removed, too.
     """
-    if not _can_go_on(experiment, out):
+    if not _stays_extendable(experiment, out):
         if (out / run_directory.STATE).exists():
             shutil.rmtree(out / run_directory.STATE)
         (out / CHECKPOINT).unlink(missing_ok=True)
@@ -181,7 +182,7 @@ def clean_up(experiment: Experiment, out: Path) -> None:
         (out / needless).unlink(missing_ok=True)
 
 
-def _can_go_on(experiment: Experiment, out: Path) -> bool:
+def _stays_extendable(experiment: Experiment, out: Path) -> bool:
     return not experiment.is_private and num_bytes_kept(out) <= MOST_KEPT
 
 
@@ -206,14 +207,14 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
     if checkpoint is not None or (out / run_directory.START).exists():
         _check_same(out, now)
     if checkpoint is not None and checkpoint[0].records not in {"", log.records}:
-        raise UserError(f"{out} holds a run of other records (what its data name has changed since): {CURE}")
+        raise UserError(f"{out} holds a run of other records (the data have changed since): {CURE}")
 
 
 def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: Identity | None) -> str:
-    """Return a phrase that names the settings in which ``found`` differs from ``experiment``; empty without any.
+    """Return a phrase with the settings that differ from ``found``, the stored experiment of the run in ``out``, or "".
 
-    ``found``: the stored experiment of the run in ``out``. A path is no setting: files that were moved, or that another
-    machine has elsewhere, are the same data set if their digest is the stored one.
+    The settings ``engine``, ``round_timeout`` and ``rounds`` are not compared: a run may continue with other values.
+    A path of the user's own files may differ, too, if the digest of the records is the stored one.
     """
     compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
     settings, earlier = compared
@@ -266,7 +267,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        if progress.chain != chain:  # which it is where a crash came between what is written below
+        if progress.chain != chain:  # equal if a crash interrupted an earlier call after write_state
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
             if state := procedure.kept_by_clients(server):
@@ -275,8 +276,8 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         run_directory.write_log(out, content)
     elif run_directory.read_rounds(out):
         raise UserError(
-            f"{out} holds this run of {earlier.rounds} rounds, but not {CHECKPOINT}, without which it cannot go on: "
-            f"what a finished run ended with is kept up to {MOST_KEPT // 2**20} MiB, and was not by older versions; "
+            f"{out} holds this run of {earlier.rounds} rounds, but not {CHECKPOINT}, so more rounds cannot follow: "
+            f"a finished run keeps its checkpoint only up to {MOST_KEPT // 2**20} MiB, and older versions kept none; "
             f"{_ANEW}"
         )
     for stale in (run_directory.RESULT, run_directory.MODEL, run_directory.CLIENTS):
@@ -294,7 +295,7 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return the names of the measures that this round does not have unless it is the last round of a run."""
+    """Return name prefixes of the measures that this round lacks, unless it is the last round of its run."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED
@@ -304,21 +305,21 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
     held = f"{out} holds this run with rounds={earlier.rounds}"
     if experiment.is_private:
         raise UserError(
-            f"{held}, which promises privacy for what was fixed before it began: rounds added after its results were "
-            f"seen are covered by no epsilon that was stated; {_ANEW}, and pays from the beginning"
+            f"{held}, which promises privacy for settings that were fixed before it began: no stated epsilon covers "
+            f"rounds that are added after its results were seen; {_ANEW}, with its full privacy cost"
         )
     result = run_directory.read_result(out) or {}
-    stopped = result.get("stopped") and not result.get("stopped_by_observer")  # more rounds are the user's own wish
+    stopped = result.get("stopped") and not result.get("stopped_by_observer")  # an observer's stop does not count
     if result.get("status") == "finished" and stopped:
-        raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more of them change nothing")
+        raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more rounds change nothing")
 
 
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
     """Raise UserError if the experiment has no more rounds than the run, or other learning rates in these rounds."""
     if len(records) >= experiment.rounds:
         raise UserError(
-            f"{out} holds {len(records)} rounds of this run already, so rounds={experiment.rounds} cannot be what it "
-            f"goes on to: take more of them, or {_ANEW}"
+            f"{out} holds {len(records)} rounds of this run already, so it cannot be extended to "
+            f"rounds={experiment.rounds}: take more rounds, or {_ANEW}"
         )
     local = experiment.local
     for record in records:
@@ -326,7 +327,7 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
         if rate != record.learning_rate:
             raise UserError(
                 f"local.schedule={kind_of(local.schedule)} depends on the number of rounds: round {record.round} has "
-                f"the learning rate {record.learning_rate:g} with rounds={earlier.rounds}, as {out} holds it, and "
+                f"the learning rate {record.learning_rate:g} with rounds={earlier.rounds}, as in {out}, and "
                 f"{rate:g} with rounds={experiment.rounds}; {_ANEW}"
             )
 
@@ -336,8 +337,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
 
     The run's settings and the ledger of Global DP also stay in ``out``: a repetition with other noise is another
     release about the same clients, and is charged in addition to the earlier one. Raises UserError if ``out`` holds
-    something else, or a run with another number of rounds (allowed if ``of_any_length``); RunError if ``out`` is in use
-    or cannot be written.
+    another run or other files. A run with another number of rounds is refused, too, unless ``of_any_length`` is True.
+    Raises RunError if ``out`` is in use or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:
@@ -355,7 +356,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
         for name in stays:
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
-        # Killed between two of these, the run in out is whole, or is refused: never cleared as one that has not begun.
+        # The order matters: if the process is killed between two moves, the next start finds a complete run in out, or
+        # refuses it. It never clears it like a run that has not begun.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

@@ -1,4 +1,4 @@
-"""The main loop of a run: federated rounds. A setting's ``procedure = "module:Class"`` replaces this loop."""
+"""The main loop of a run with federated rounds. A settings class with ``procedure = "module:Class"`` replaces it."""
 
 import json
 import time
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment, RunPayments
 
 Exchange: TypeAlias = Callable[[int, float], Round]
-"""A function (round, learning rate) -> outcome of the round. It stores the new server state in the strategy.
+"""A function (number of the round, learning rate) -> ``Round`` that executes one round.
 
-It raises the same errors as ``strategies.flower.run_round``.
+It stores the new server state in the strategy, and raises the same errors as ``strategies.flower.run_round``.
 """
 
 
@@ -146,7 +146,7 @@ class Rounds(Procedure):
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         ends_untested = log.stopped_by_observer and (log.measured is None or log.measured.test is None)
         if (log.measured is None or ends_untested) and log.rounds:
-            # All of them ran before this process, or an observer made a round the last that was not known to be.
+            # An earlier process ran all rounds, or an observer ended the run after a round that was not tested.
             model = self._model(log.server, log.server.params)
             log.measured = run.measuring.measured(model, f"after round {len(log.rounds)}: {_CURE}", is_last=True)
             log.measured_again = log.measured if ends_untested else None
@@ -198,7 +198,7 @@ class Rounds(Procedure):
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan, to find the trainers that take such plans."""
+        """Return a typical local plan, from which callers find out which trainers support the algorithm."""
         dataset, pool = self.job.dataset, {}
         if isinstance(self.algorithm, Sharing):
             template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
@@ -211,12 +211,12 @@ class Rounds(Procedure):
         return runtime_for(self.job, self.algorithm, tasks_of(self.job), self._on_clients)
 
     def beginning(self) -> ServerState:
-        """Return the first server state: the model with its initial weights."""
+        """Return the server state before the first round, after checks of the algorithm and of all layers."""
         model, experiment = self.job.model(), self.job.experiment
         plan = self.typical_plan()
         if plan.class_features and not trainable(head_of(model)):
             raise UserError(
-                f"algorithm {kind_of(self.algorithm)} looks at the features of a head that learns, and that of "
+                f"algorithm {kind_of(self.algorithm)} needs a trainable head (last layer), and the head of "
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
             )
         with error_context(f"init of {type(self.algorithm).__name__}"):
@@ -227,16 +227,16 @@ class Rounds(Procedure):
         for layer in layer_kinds(experiment):
             layer.check(experiment, Beginning(server, plan, sent, kept, whole))
             server = layer.begun(experiment, model, server)
-        self._check_asked()
+        self._check_own_code()
         return server
 
-    def _check_asked(self) -> None:
+    def _check_own_code(self) -> None:
         """Raise UserError if a run promises privacy and the user's own code would receive answers without noise."""
         experiment = self.job.experiment
         if hides_clients(experiment.aggregator) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
             raise UserError(
                 f"{own[0].__name__}, a layer of your own, sees clients' updates without noise, and this run promises "
-                "privacy: no epsilon could be printed; leave it out, or the promise"
+                "privacy: no epsilon would cover the layer; leave the layer out, or the privacy promise"
             )
         if not (hides_clients(experiment.aggregator) or replaces_records(experiment.preprocess)):
             return
@@ -244,8 +244,8 @@ class Rounds(Procedure):
             if is_own_kind(task):
                 raise UserError(
                     f"{type(task).__name__}, code of your own, asks clients for {name!r}, and this run promises "
-                    "privacy: no noise covers what they answer, so no epsilon could be printed; leave its stage out, "
-                    "or the promise"
+                    "privacy: the answers have no noise, so no epsilon would cover them; leave the stage out, or the "
+                    "privacy promise"
                 )
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
@@ -259,9 +259,9 @@ class Rounds(Procedure):
         """Return the warnings to the user before the first round."""
         experiment = self.job.experiment
         warnings = [said for stage in stages_of(self.job) for said in stage.warnings()]
-        if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
-            warnings.append(told)
-        # How many records clients hold is their own affair under privacy.
+        if isinstance(self.algorithm, Advising) and (advice := self.algorithm.advice(experiment.local.momentum)):
+            warnings.append(advice)
+        # In a private run the numbers of records of clients are private.
         idle = [] if experiment.is_private else np.flatnonzero(self.job.shards.sizes == 0).tolist()
         for kind in layer_kinds(experiment):
             warnings += kind.warnings(experiment, len(log.rounds), idle)
@@ -269,7 +269,7 @@ class Rounds(Procedure):
         cohort = experiment.sampler.expected_size(everybody)
         if without and cohort != everybody:
             warnings.append(
-                f"{without:,} of {everybody:,} clients hold no records and are drawn as others are: of {cohort:g} "
+                f"{without:,} of {everybody:,} clients hold no records and are sampled like the others: of {cohort:g} "
                 f"clients in a round about {cohort * (1 - without / everybody):.3g} train"
             )
         return warnings
@@ -314,7 +314,7 @@ def procedure_of(job: Job) -> Procedure:
     path = path_in(type(algorithm), "procedure")
     if path and experiment.is_timed:
         raise UserError(
-            f"devices={kind_of(experiment.devices)} has no place beside algorithm {kind_of(algorithm)}, which has "
+            f"devices={kind_of(experiment.devices)} does not work with algorithm {kind_of(algorithm)}, which has "
             "no rounds whose time could be simulated: leave devices out"
         )
     path = path or path_in(type(experiment.server), "procedure") or _ROUNDS
@@ -337,7 +337,7 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
     if not isinstance(procedure, Rounds):
         raise UserError(
             f"algorithm {kind_of(experiment.algorithm)} needs public records of the server's data set on every node, "
-            "and this one has records of its own alone: leave data out of its node configuration"
+            "and this node has only records of its own: leave data out of its node configuration"
         )
     return procedure.runtime()
 
@@ -345,7 +345,7 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
 def planned_bill(job: Job) -> "RunPayments":
     """Return the planned privacy costs of a run of ``job``, as far as they are known before the run begins.
 
-    For a private run this takes seconds, because the privacy loss distribution (PLD) is computed here.
+    For a private run this call takes seconds, because it computes the privacy loss distribution (PLD).
     """
     from fl_sim.privacy.bill import RunPayments  # noqa: PLC0415 (the accountants load slowly)
 

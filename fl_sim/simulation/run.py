@@ -43,18 +43,18 @@ def run(
     """Run ``experiment`` in the run directory ``out`` and return the content of ``result.json``.
 
     ``grid``: Flower's grid, if Flower's own runtime started this process; without it the experiment's engine is
-    started. If ``out`` holds an unfinished run of the experiment, or one with fewer rounds, the run continues after the
-    last finished round. A finished run is not repeated and costs no privacy again: its stored result is returned.
-    Raises RunError if the run cannot continue; UserError for settings that cannot be run, and for files that do not fit
-    together. Finished rounds stay on the disk.
+    started. If ``out`` holds an unfinished run of the experiment, or a run with fewer rounds, the run continues after
+    its last finished round. A finished run is not repeated and has no further privacy cost: its stored result is
+    returned. Raises RunError if the run cannot continue; finished rounds stay on the disk. Raises UserError for
+    settings that cannot be run, and for files that do not fit together.
     """
     observer = observer or Silent()
     if grid is not None and experiment.is_timed:
         raise UserError(
-            f"devices={kind_of(experiment.devices)} simulates how long clients take, and on Flower's own runtime they "
-            "take the time they take: leave devices and server out, or use fl-sim run"
+            f"devices={kind_of(experiment.devices)} simulates the time of clients, and Flower's own runtime cannot do "
+            "that: leave devices and server out, or use fl-sim run"
         )
-    job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
+    job = job_of(experiment, data_root)  # raises for an impossible partition, before anything is written
     with readable_os_errors():
         now = identity_of(job.experiment, data_root)
         result = finished_result(job.experiment, out, now)
@@ -83,12 +83,12 @@ def _check_metrics(job: Job, observer: Observer) -> None:
         if not type(procedure_of(job)).has_rounds:
             raise UserError(
                 f"observer {name} has metrics of a round's model, and algorithm {kind_of(job.experiment.algorithm)} "
-                "trains none in rounds: leave out its method metrics"
+                "has no rounds: leave out the observer's method metrics"
             )
         if job.experiment.evaluate.test == "never":
             raise UserError(
-                f"observer {name} has metrics on the test records, and evaluate.test=never looks at none: set "
-                "evaluate.test=rounds or last, or leave out its method metrics"
+                f"observer {name} has metrics on the test records, and evaluate.test=never uses none: set "
+                "evaluate.test=rounds or last, or leave out the observer's method metrics"
             )
 
 
@@ -121,7 +121,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     error: BaseException | None = None
     with process_kept(), fixed_threads(experiment.engine.threads):
         try:
-            # Under privacy the times of replies are private, also on the screen.
+            # In a private run the times of replies are private, so the screen must not show replies.
             replied = Silent().replied if experiment.is_private else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with readable_os_errors(), own as (opened, engine):
@@ -146,7 +146,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     with suppress(OSError):
         if log.server.params:
             run_directory.write_model(out, {**log.fixed, **log.server.model})
-    with suppress(RunError):  # an observer's error, after the first one
+    with suppress(RunError):  # an error of an observer must not replace the error of the run
         observer.ended(result)
     raise error
 
@@ -161,17 +161,16 @@ def _first_lines(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
     Of these lines, only the warnings are stored in the result.
     """
     states = out / run_directory.STATE
-    where = f"it lies in {states}, for your eyes only, until the run has finished"
-    told = [f"what clients keep between rounds is private: {where}"]
+    on_states = [f"client states are private: only you can read {states}, until the run has finished"]
     of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
-    return list(dict.fromkeys([*(told if log.seal and experiment.is_private else []), *log.warnings, *of_layers]))
+    return list(dict.fromkeys([*(on_states if log.seal and experiment.is_private else []), *log.warnings, *of_layers]))
 
 
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
     """Return the seconds that the run took in earlier processes.
 
-    The log of a private run contains no seconds. For such a run the result is the time since its oldest file was last
-    written, including all pauses between processes.
+    The log of a private run contains no seconds. For a private run the result is the time since its oldest file was
+    last written, including all pauses between processes.
     """
     if not experiment.is_private:
         return sum(record.seconds or 0.0 for record in log.rounds)
@@ -180,10 +179,7 @@ def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
 
 @contextmanager
 def _off_screen(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
-    """Redirect the output of code that reads private records from the screen to a private log file.
-
-    This covers prints and warnings. Without a privacy promise nothing is redirected.
-    """
+    """In a private run, redirect prints and warnings of client code from the screen to a private log file."""
     if not experiment.is_private:
         yield
         return

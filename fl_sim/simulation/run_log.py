@@ -47,7 +47,7 @@ class FactSource(Protocol):
         ...
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements of the run: ``others`` and those of this stage."""
+        """Return the privacy statements ``others``, which the stage may change, and the stage's own statements."""
         ...
 
 
@@ -65,7 +65,9 @@ class RunLog:
     ``result.json`` that a procedure writes itself. ``seal``: the checksum of the client states. ``records``: a digest
     of the user's own records, for the checkpoint. ``versions``: {round: digest} of the models that clients still train.
     ``counts_holders``: True if an algorithm that divides by the number of clients counts only those with records.
-    ``fixed``: the tensors of the model that nobody trains; they are saved with the server's tensors.
+    ``fixed``: the tensors of the model that are not trained; they are saved with the server's tensors. ``chain``: the
+    hash chain over the settings and rounds. ``identity``: digests of the user's own records and code. ``doubts``:
+    warnings that these records or code could not be compared, or have changed.
     """
 
     server: ServerState
@@ -115,7 +117,7 @@ class Observer(Protocol):
         ...
 
     def preparing(self, what: str) -> None:
-        """Receive a description of work before the first round. ``replied`` then reports how many clients are done."""
+        """Receive a description of the clients' work before the first round. ``replied`` then reports its progress."""
         ...
 
     def replied(self, replies: int) -> None:
@@ -157,13 +159,13 @@ class Silent:
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 
-_PRIVATE = "how many records of which class a client holds is private"
-_ONE_HOLDER = "one holder has all records: there are no clients whose accuracies could differ"
-_SHARES = "accuracy on the test records, each counted as often as its class occurs with the client"
-_SKEWED = f"{_SHARES}; what each client sees of its own in its records is not in it"
-_ONCE = "the test records are looked at once at most, after the last round, so nobody knows how rounds before it did"
-_UNTOLD = "who took part is secret under Global DP; the bytes of a client in a round depend on no record"
-_EARLIER = "some rounds were run by an earlier version, which did not count"
+_PRIVATE = "the class counts of a client are private"
+_ONE_HOLDER = "one client holds all records: there are no other clients whose accuracies could differ"
+_SHARES = "accuracy on the test records, with each class weighted by its share of the client's records"
+_SKEWED = f"{_SHARES}; the client's feature skew has no effect on it"
+_ONCE = "the test records are used once at most, after the last round, so the accuracies of earlier rounds are unknown"
+_HIDDEN_COHORT = "the cohort is secret under Global DP; the bytes of a client in a round depend on no record"
+_EARLIER = "some rounds were run by an earlier version, which did not count bytes"
 
 
 def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
@@ -251,9 +253,9 @@ def _scores(log: RunLog) -> list[RoundRecord]:
 
 
 def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | None:
-    """Return the record of the best model; of equally good models, the first.
+    """Return the record of the best model; of several best models, the first.
 
-    Untested models are considered only if the settings ask for no test at all.
+    Rounds without a test are considered only if ``evaluate.test`` is "never".
     """
     if experiment.evaluate.test != "never":
         scores = [one for one in scores if one.test_accuracy is not None]
@@ -343,7 +345,7 @@ def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> 
         return _SKEWED if skewed else _SHARES
     without, nobodys = (clients_by.counts == 0).sum(), (clients_by.owners < 0).sum()
     lacking = f"; {without:,} of {clients_by.num_clients:,} clients have none, and are left out" if without else ""
-    strange = f"; {nobodys:,} test records are of nobody who trains, and are left out" if nobodys else ""
+    strange = f"; {nobodys:,} test records belong to no client that trains, and are left out" if nobodys else ""
     return f"accuracy on each client's own test records{lacking}{strange}"
 
 
@@ -356,7 +358,7 @@ def _bytes(log: RunLog) -> dict[str, Any]:
     others = {**log.before, **log.after}
     left_out = {what: _PRIVATE for what, traffic in others.items() if traffic is None}
     if in_rounds is None:
-        left_out["rounds"] = _UNTOLD if log.layer is not None and log.layer.hides_clients else _EARLIER
+        left_out["rounds"] = _HIDDEN_COHORT if log.layer is not None and log.layer.hides_clients else _EARLIER
 
     def table(traffic: Traffic | None) -> dict[str, int] | None:
         return asdict(traffic) if traffic else None

@@ -61,7 +61,7 @@ RESULT: Final = frozenset({
 })  # fmt: skip
 """The field names that every ``result.json`` uses. A stage may not use them for its own fields (``Stage.facts``)."""
 
-_SHARES: Final = "fl_sim.stages.shares:Shares"  # of every algorithm that shares, ours or not
+_SHARES: Final = "fl_sim.stages.shares:Shares"  # the stage of every algorithm with the interface Sharing
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Run:
 
         ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
         sent. ``quoted``: True if an error message may quote a client's message; it must be False if answers are
-        private. ``order``: a task configuration in place of the run's own. Raises RunError that names the first client
-        without a valid answer.
+        private. ``order``: a task configuration that replaces the run's. Raises RunError, with the number of the first
+        client that has no valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
@@ -142,7 +142,7 @@ class Stage:
         return 0
 
     def trains_model(self) -> bool:
-        """Return True if the stage trains the model at the server, which requires that all its parameters are there."""
+        """Return True if the stage trains the model at the server. Then no parameters may stay on clients."""
         return False
 
     def num_server_steps(self) -> int:
@@ -182,7 +182,7 @@ class Stage:
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements of the run: ``others`` and those of this stage."""
+        """Return the privacy statements ``others``, which this stage may change, and the stage's own statements."""
         return list(others)
 
 
@@ -222,7 +222,7 @@ class Procedure(ABC):
         return ()
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan, to find the trainers that take such plans."""
+        """Return a typical local plan, from which callers find out which trainers support the algorithm."""
         return LocalPlan()
 
     def model(self) -> nn.Module:
@@ -230,7 +230,7 @@ class Procedure(ABC):
         return self.job.model()
 
     def beginning(self) -> ServerState:
-        """Return the first server state."""
+        """Return the server state before the first round."""
         return ServerState({})
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
@@ -247,8 +247,8 @@ class Procedure(ABC):
 def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
     """Call ``stage.before`` or ``stage.after``, then check the result fields (``facts``) of all stages.
 
-    Raises RunError if two stages use the same field name, or if fields are no JSON values. An error in a stage that
-    the user wrote is raised as an error that names its class.
+    Raises RunError if two stages use the same field name, or if fields are no JSON values. If the user's own stage
+    raises an error, the new error message contains the name of its class.
     """
     with error_context(f"{method} of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
         stage.before(run) if method == "before" else stage.after(run)
@@ -258,10 +258,10 @@ def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
         with error_context(f"facts of {name}"):
             facts = one.facts()
         if twice := sorted(said.keys() & facts.keys()):
-            raise RunError(f"facts of {name} say {twice[0]!r}, as {said[twice[0]]} does: give it another name")
+            raise RunError(f"facts of {name} say {twice[0]!r}, as {said[twice[0]]} does: give the field another name")
         said |= dict.fromkeys(facts, name)
         if is_own_kind(one) and not is_json(facts):
-            raise RunError(f"facts of {name} gave {facts!r}; wanted is a dict of JSON values by name")
+            raise RunError(f"facts of {name} gave {facts!r}; it must return a dict of JSON values by name")
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:

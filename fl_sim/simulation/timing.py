@@ -16,19 +16,24 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.types import Examples
 
 Ready = Callable[[int, int], Callable[[], object]]
-"""A function (records of a piece, number of pieces) -> turn. A turn is a function that does these pieces of work."""
+"""A function (records in a piece, pieces in a turn) -> a function that does one turn of the work.
+
+It loads the input of the turn, so that loading is not timed.
+"""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work, which consists of turns, and each turn of pieces. Example: local trainings and their steps.
+    """One kind of work of a run, for the time forecast.
 
-    ``turns``, ``pieces``: the total numbers of turns and of pieces. ``what``: a description of a piece. ``kind``: a
-    key, equal for works whose pieces take equally long. ``ready``: a function that loads the input of a turn and
-    returns the turn; None if the work is not timed. ``records``: the number of records in a piece. ``most``: the
-    largest number of pieces in a timed turn. ``at_once``: the number of parallel turns. ``makes``: the name of a result
-    that several runs share, empty without one. ``threads``: the number of torch threads. ``clock``: the clock of a
-    turn; on a CPU the time of this thread, which other programs do not change.
+    A turn is one call of the work, a piece an equal part of a turn. Example: a turn is a client's local training, and
+    a piece is a minibatch step. ``turns``, ``pieces``: their total numbers in the run. ``what``: a description of a
+    piece. ``kind``: a key; works with the same key have pieces that take equally long. ``ready``: a function that loads
+    the input of a turn and returns the turn as a function; None if the work is not timed. ``records``: the number of
+    records in a piece. ``most``: the largest number of pieces in a timed turn. ``at_once``: the number of parallel
+    turns. ``makes``: the name of the work's result if several runs share it, else empty. ``threads``: the number of
+    torch threads. ``clock``: the clock for timing; by default the CPU time of this thread, which other programs do not
+    change.
     """
 
     what: str
@@ -59,15 +64,18 @@ MEASURING_SECONDS: Final = 12.0
 _FEWEST: Final = 2
 """The number of records of the first timed piece. BatchNorm needs two."""
 _GROWTH: Final = 8
+"""Usually the largest factor between the records of two successive timed pieces."""
 _LEAST_GROWTH: Final = 1.5
+"""The smallest such factor. If the remaining time allows less, the timing ends."""
 _FLAT: Final = 1.5
-"""If eight times the records take less than this many times as long, the next timed piece is far larger."""
+"""If a timed piece took less than this many times the seconds of the piece before, the next factor is _GROWTH**2."""
 _CHEAP: Final = 0.25
-"""A share of the remaining time. A piece that is expected to take less is timed without smaller pieces before it."""
+"""A whole piece is timed at once if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
 """Work that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
+"""For four passes over all unfinished kinds: the seconds of one kind, in equal shares of the remaining time."""
 
 
 @dataclass(frozen=True)
@@ -101,21 +109,21 @@ class Stopwatch:
     def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
         """Time each new kind of work in ``works`` until the time budget is spent.
 
-        ``say`` receives a description of the kind that is timed next. Each kind gets an equal share of the remaining
-        time; unfinished kinds then get larger shares of the rest.
+        ``say`` receives a description of the kind that is timed next. Each kind first gets an equal share of the
+        remaining time. In later passes, the unfinished kinds get larger shares.
         """
         new = {work.kind: work for work in works if work.ready and work.kind not in self.timings}
         self._what |= {work.kind: work.what for work in new.values()}
         deadline = self.clock() + self.budget
-        waiting = [_Ladder(work, self.clock) for work in new.values()]
+        waiting = [_GrowingTiming(work, self.clock) for work in new.values()]
         with torch_kept():
             for shares in _SHARES:
-                for place, ladder in enumerate(waiting):
+                for place, one in enumerate(waiting):
                     left = deadline - self.clock()
                     if left > 0:
-                        say(f"timing {ladder.work.what}")
-                    ladder.climb(left * min(1.0, shares / (len(waiting) - place)))
-                    self.timings[ladder.work.kind] = ladder.found
+                        say(f"timing {one.work.what}")
+                    one.go_on(left * min(1.0, shares / (len(waiting) - place)))
+                    self.timings[one.work.kind] = one.found
                 waiting = [one for one in waiting if one.found == NO_TIME or one.found.at_least]
 
     @property
@@ -125,7 +133,7 @@ class Stopwatch:
 
     def timing(self, work: Work) -> Timing:
         """Return the timing of the kind of ``work``, or a ``Timing`` with the reason for no timing."""
-        return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it is not timed beforehand")
+        return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it cannot be timed beforehand")
 
     def seconds(self, work: Work) -> float:
         """Return the approximate seconds of all turns and pieces of ``work``; 0 without a timing."""
@@ -133,22 +141,22 @@ class Stopwatch:
         return (work.turns * timing.turn + work.pieces * timing.piece) / work.at_once
 
 
-class _Ladder:
-    """The timing of one kind of work, in growing steps.
+class _GrowingTiming:
+    """The timing of one kind of work, first with few records, so that slow work does not exceed the time budget.
 
     It times pieces of more and more records up to a whole piece, then a turn of several pieces. ``_size``: the number
-    of records of the largest piece so far. ``_waited``: the wall-clock seconds of that piece. ``_waited_before``: those
-    of the piece before it. ``_least``: a lower bound of the seconds of a piece in a turn of several pieces.
+    of records of the largest piece so far. ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece
+    and of the piece before. ``_least``: a lower bound of the seconds of a piece in a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
         self.work, self.found = work, NO_TIME
         self._clock, self._size, self._waited, self._waited_before, self._least = clock, 0, 0.0, 0.0, 0.0
 
-    def climb(self, seconds: float) -> None:
+    def go_on(self, seconds: float) -> None:
         """Time larger and larger pieces of work for at most about ``seconds`` seconds.
 
-        The next piece is timed only if it fits into the remaining time, judged by the time of the last piece.
+        The next piece is timed only if its expected seconds, from the seconds of the last piece, are left.
         """
         deadline = self._clock() + seconds
         try:
@@ -159,12 +167,12 @@ class _Ladder:
                     taken, self._size = self._timed(size, 1, deadline), size
                     if self.work.most == 1:
                         self.found = Timing(piece=taken, at_least=size < self.work.records)
-                    else:  # until a turn's own time is told from that of its pieces, these take what fewer records do
+                    else:  # a lower bound from smaller pieces; _time_several replaces it by the seconds of a piece
                         self._least = max(self._least, self._least_of_a_piece(size, taken, deadline))
                         self.found = Timing(taken - self._least, self._least, at_least=True)
                 if self.work.most > 1:
                     self._time_several(deadline)
-        except Exception as error:  # noqa: BLE001 (what is wrong with a model or a method is told by the run itself)
+        except Exception as error:  # noqa: BLE001 (the forecast goes on; the run itself will raise the error)
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
     def _next(self, left: float) -> int:
@@ -174,7 +182,7 @@ class _Ladder:
             return min(_FEWEST, records) if left > 0 else 0
         if self._waited * records / self._size <= _CHEAP * left:
             return records
-        growth = min(_GROWTH, left / max(self._waited, 1e-9))  # work may well grow less than its records
+        growth = min(_GROWTH, left / max(self._waited, 1e-9))  # the time may grow more slowly than the records
         if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
             growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
@@ -189,14 +197,14 @@ class _Ladder:
         return min(one, max(0.0, two - one))
 
     def _time_several(self, deadline: float) -> None:
-        """Time a turn of several pieces, if time is left, to separate the turn's own time from that of its pieces."""
+        """Time a turn of several pieces, if time is left, to separate the turn's fixed seconds from those per piece."""
         one, affordable = self.found.turn + self.found.piece, (deadline - self._clock()) / max(self._waited, 1e-9)
         if affordable < 2:
             return
         pieces = max(2, int(min(self.work.most, _CHEAP * affordable)))
         several = self._timed(self.work.records, pieces, deadline)
         piece = (several - one) / (pieces - 1)
-        # Of work that is lost in the noise of the clock, all is in the pieces.
+        # If the noise of the clock hides the difference, all seconds are counted as those of the pieces.
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:

@@ -125,4 +125,4 @@ def test_validation_records_of_a_node_which_measures_nothing_are_refused(ask: As
     np.savez(own, **arrays, x_val=arrays["x_test"], y_val=arrays["y_test"])
     answer = wire.error_of(ask({"data": f"npz:{own}"}))
     assert answer is not None
-    assert "validation records, and a node measures nothing: leave them out" in answer
+    assert "validation records, and a node evaluates no models: leave them out" in answer

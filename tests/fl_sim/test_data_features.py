@@ -137,9 +137,9 @@ def test_training_sees_numbers_of_about_deviation_one() -> None:
 
 
 def test_what_fits_no_vector_is_refused() -> None:
-    with pytest.raises(UserError, match="normalise=unit puts images into"):
+    with pytest.raises(UserError, match="normalise=unit scales images to"):
         job_of(experiment_from({**SETTINGS, "normalise": "unit"}))
-    with pytest.raises(UserError, match=r"local\.augment=flip moves images"):
+    with pytest.raises(UserError, match=r"local\.augment=flip changes images"):
         job_of(experiment_from({**SETTINGS, "local": {"augment": "flip"}}))
     with pytest.raises(UserError, match="niid-cnn"):
         job_of(experiment_from({**SETTINGS, "model": "niid-cnn"})).model()

@@ -198,9 +198,9 @@ def test_a_server_of_ones_own_proceeds_by_its_procedure(tmp_path: Path, install_
     usual = run(experiment_from(QUICK), tmp_path / "usual")
     assert "by a procedure of my own" in result["warnings"]
     assert result["final_accuracy"] == usual["final_accuracy"]
-    with pytest.raises(UserError, match=r"server .*:Mine is of your own, and this run promises privacy"):
+    with pytest.raises(UserError, match=r"server .*:Mine is your own code, and this run promises privacy"):
         experiment_from({**QUICK, "server": "mine", "aggregator": "global-dp"})
-    with pytest.raises(UserError, match=r"server .*:Idle has the procedure '': name one as module:Class"):
+    with pytest.raises(UserError, match=r"server .*:Idle has no procedure: set procedure"):
         experiment_from({**QUICK, "server": f"{HERE}:Idle"})
 
 
@@ -287,7 +287,7 @@ class Halving(Averaging):
         (
             "algorithm",
             f"{HERE}:Halving",
-            "Halving' has a field 'share', which is the name of an optional method: rename the field$",
+            "Halving' has a field 'share', which is the name of an optional method: call the field otherwise$",
         ),
         ("algorithm", "nowhere.fed:FedDyn", "cannot be imported: there is no module 'nowhere'"),
         ("algorithm", "fedprx:Mine", r"did you mean 'fedprox'\?"),
@@ -413,7 +413,7 @@ def test_what_a_script_defines_stays_in_its_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Kinded, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Kinded", Kinded, raising=False)
     settings = {"algorithm": Kinded(), "model": "dafl-cnn"}
-    with pytest.raises(UserError, match="engine=ray: Kinded is defined in the script that runs"):
+    with pytest.raises(UserError, match="engine=ray: Kinded is defined in the running script"):
         choose(job_of(experiment_from({**settings, "engine": "ray"})))
     engine, why = choose(job_of(experiment_from({**settings, "engine": "auto"})))
-    assert (engine.kind, "no other process finds Kinded" in why) == ("inprocess", True)
+    assert (engine.kind, "other processes cannot import Kinded" in why) == ("inprocess", True)

@@ -106,7 +106,7 @@ def test_what_are_no_tokens_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "mlp"}, "model 'gru' alone is for sequences of tokens, and these records are such sequences"),
+        ({"model": "mlp"}, "model 'gru' alone is for sequences of tokens, and these records are no other"),
         ({"algorithm": "fedmix"}, "algorithm fedmix computes with the numbers of records"),
         ({"preprocess": "da-fl"}, "preprocess da-fl computes with the numbers of records"),
         ({"algorithm": "pate"}, "algorithm pate has students that compute with the numbers of records"),

@@ -92,7 +92,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local.steps=5", "local.epochs=2"], "local.epochs=2 and local.steps=5: clients train for epochs or steps"),
         (["local.optimizer=sdg"], "local.optimizer = 'sdg'"),
         (["local.augment=rotate"], "local.augment = 'rotate': input should be 'none', 'crop', 'flip', 'crop-"),
-        (["local.optimizer=adam", "local.momentum=0.9"], "momentum=0.9 has no place beside local.optimizer=adam"),
+        (["local.optimizer=adam", "local.momentum=0.9"], "momentum=0.9 does not work with local.optimizer=adam"),
         *[([f"algorithm={kind}", "local.optimizer=adamw"], f"{kind} cannot run with local.optimizer=adamw: its? ")
           for kind in ("scaffold", "fednova", "feddyn", "fedspeed", "fedcm", "mofedsam")],
         (["local.label_smoothing=1"], "local.label_smoothing = '1': input should be less than 1"),

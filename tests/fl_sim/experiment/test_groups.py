@@ -50,12 +50,12 @@ def test_what_is_held_out_follows_the_seed_and_the_client_alone():
 
 
 def test_a_client_left_without_training_records_is_named():
-    with pytest.raises(UserError, match=r"evaluate.validation=0.9 .*client 1, .* 2 records"):
+    with pytest.raises(UserError, match=r"evaluate.validation=0.9 .*all 2 records of client 1"):
         held_out(_shards(20, 2), 0.9, 0)
 
 
 def test_a_validation_of_no_records_is_refused():
-    with pytest.raises(UserError, match="holds nothing out, as no client holds two records"):
+    with pytest.raises(UserError, match="holds no records out, because no client has two records"):
         held_out(_shards(1, 0, 1), 0.1, 0)
 
 
@@ -119,9 +119,9 @@ def test_given_validation_records_are_measured_and_clients_keep_all_of_theirs(wi
 
 def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(with_validation):
     for used in ("evaluate.validation=0", "evaluate.validation=0.1"):
-        with pytest.raises(UserError, match="comes with 50 validation records, which nothing uses: set"):
+        with pytest.raises(UserError, match="comes with 50 validation records, which these settings do not use: set"):
             job_of(_made(with_validation, used))
-    with pytest.raises(UserError, match="digits comes with no validation records"):
+    with pytest.raises(UserError, match="digits has no validation records of its own"):
         job_of(_made("evaluate.validation=given"))
     with pytest.raises(UserError, match="features=scattering are made of training and test images"):
         job_of(_made(with_validation, "evaluate.validation=given", "features=scattering"))
@@ -146,5 +146,5 @@ def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp
 
 @pytest.mark.parametrize("wrong", ["1", "-0.1", "gven", "nan"])
 def test_what_is_no_share_is_refused_with_what_is(wrong):
-    with pytest.raises(UserError, match="at least 0 and below 1, or given"):
+    with pytest.raises(UserError, match="at least 0 and below 1, or the word given"):
         _made(f"evaluate.validation={wrong}")

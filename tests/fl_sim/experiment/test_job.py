@@ -65,7 +65,7 @@ def test_the_device_is_the_one_asked_for(monkeypatch):
     assert device_of(_made("device=cpu")).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of(_made()).type == "cpu"
-    with pytest.raises(UserError, match=r"device=cuda, but .*no CUDA device.*; take device=cpu"):
+    with pytest.raises(UserError, match=r"device=cuda, but .*no CUDA device.*: take device=cpu"):
         device_of(_made("device=cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_of(_made()).type == "cuda"
@@ -171,13 +171,16 @@ class Answering:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("dict", r"Answering gave dict; wanted is a list of arrays .* one for each client: return list\(parts.values"),
-        ("generator", "Answering gave list_iterator; wanted is a list of arrays"),
-        ("none", "Answering gave NoneType; wanted is a list of arrays"),
-        ("text", "Answering gave str; wanted is a list of arrays of record indices, one for each client$"),
-        ("numbers", "Answering gave parts that are no arrays .*; wanted is a list of arrays"),
-        ("ragged", "Answering gave parts that are no arrays .*; wanted is a list of arrays"),
-        ("nobody", "Answering gave none of 2 clients a record, so nobody could train: deal some out"),
+        (
+            "dict",
+            r"Answering gave dict; it must give a list of arrays .* one for each client: return list\(parts.values",
+        ),
+        ("generator", "Answering gave list_iterator; it must give a list of arrays"),
+        ("none", "Answering gave NoneType; it must give a list of arrays"),
+        ("text", "Answering gave str; it must give a list of arrays of record indices, one for each client$"),
+        ("numbers", "Answering gave parts that are no arrays .*; it must give a list of arrays"),
+        ("ragged", "Answering gave parts that are no arrays .*; it must give a list of arrays"),
+        ("nobody", "Answering gave no record to any of 2 clients: at least one must have some"),
         ("fails", "Answering failed with AttributeError: .*no_such_thing"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_finished_run_of_other_records_is_not_given_again(tmp_path: Path) -> N
     assert run(made(data=name), tmp_path / "run")["final_accuracy"] > 0.9
     assert run(made(data=name), tmp_path / "run")["final_accuracy"] > 0.9
     table(tmp_path / "t.csv", noise=True)
-    with pytest.raises(UserError, match=r"other records \(what its data name.*--again .* another"):
+    with pytest.raises(UserError, match=r"other records \(the data have changed.*--again .* another"):
         run(made(data=name), tmp_path / "run")
     assert fl_sim.run(made(data=name), out=tmp_path / "run", again=True, progress=False).final_accuracy < 0.8
     assert run(made(data=name), tmp_path / "fresh")["final_accuracy"] < 0.8  # in one process, too
@@ -135,7 +135,7 @@ def test_a_run_of_other_code_is_neither_given_again_nor_gone_on_with(code: Path,
     assert set(first["identity"]["code"]) == {"own_method", "own_factor"}
     write_method(code, 0.0)
     for rounds in (2, 4):
-        with pytest.raises(UserError, match=r"other code \(own_factor .* put that back"):
+        with pytest.raises(UserError, match=r"other code \(own_factor .* restore the old files"):
             run(made(**settings, rounds=rounds), tmp_path / "run")
     write_method(code, 1.0)
     assert run(made(**settings, rounds=4), tmp_path / "run")["rounds"] == 4
@@ -152,7 +152,7 @@ def test_code_that_changed_after_it_was_imported_is_said(code: Path, tmp_path: P
     (code / "own_factor.py").write_text("FACTOR = 0.0\n")
     result = run(made(algorithm="own_method:Mine"), tmp_path / "second")
     assert result["identity"] == run_directory.read_identity(tmp_path / "first")
-    assert any("own_factor.py changed after being imported" in said for said in result["warnings"])
+    assert any("own_factor.py changed after the import" in said for said in result["warnings"])
 
 
 def test_a_run_of_an_older_version_is_taken_with_a_warning(
@@ -165,9 +165,12 @@ def test_a_run_of_an_older_version_is_taken_with_a_warning(
     assert b"identity" not in (tmp_path / "run" / "config.toml").read_bytes()
     write_method(code, 0.0)
     fl_sim.run(settings, out=tmp_path / "run")
-    assert "does not tell which records and code it is of (an older version" in capsys.readouterr().err
+    assert (
+        "has no digest of its records and code that can be compared here (it is of an older version"
+        in capsys.readouterr().err
+    )
     longer = run(settings.model_copy(update={"rounds": 3}), tmp_path / "run")
-    assert "does not tell which records and code" in longer["warnings"][0]
+    assert "has no digest of its records and code" in longer["warnings"][0]
 
 
 def test_runs_of_public_records_and_our_own_code_have_the_files_of_older_versions(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def told(**changes: Any) -> list[str]:
 
 def test_cohorts_and_hostile_clients_without_records_are_told() -> None:
     [drawn] = told(sampler="fixed-size:4")
-    assert drawn.startswith("5 of 8 clients hold no records and are drawn as others are: of 4 clients in a round")
+    assert drawn.startswith("5 of 8 clients hold no records and are sampled like the others: of 4 clients in a round")
     assert "about 1.5 train" in drawn
     [hostile] = told(attack={"kind": "sign-flip", "clients": 7}, aggregator="trimmed-mean:0.4")
     who = hostile_clients(experiment_from({"attack": {"kind": "sign-flip", "clients": 7}}).attack, HOLDERS + 5, 0)

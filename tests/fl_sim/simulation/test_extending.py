@@ -136,9 +136,9 @@ def _nothing(out: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "rounds", "before", "said"),
     [
-        ({}, 1, _nothing, r"holds 2 rounds of this run already, so rounds=1 .* choose another --out"),
+        ({}, 1, _nothing, r"holds 2 rounds of this run already, so .* to rounds=1: .* choose another --out"),
         ({"local": {"schedule": "cosine"}}, 4, _nothing, r"schedule=cosine depends on .*: .* 0.005 .* 0.0085355"),
-        ({}, 4, _forget_the_checkpoint, r"not checkpoint.safetensors, without which it cannot go on: .* 64 MiB"),
+        ({}, 4, _forget_the_checkpoint, r"not checkpoint.safetensors, so more rounds cannot follow: .* 64 MiB"),
         ({}, 4, _change_a_round, r"rounds.jsonl or .*config.toml was changed"),
         ({"algorithm": "scaffold"}, 4, _forget_the_states, "does not hold what clients knew after round 2"),
     ],
@@ -159,7 +159,7 @@ def test_a_run_that_cannot_go_on_says_why_and_stays_as_it_was(
 def test_a_run_that_stopped_by_itself_would_have_done_so_with_more_rounds_too(tmp_path: Path) -> None:
     evaluate = {"validation": 0.2, "target_accuracy": 0.01}
     assert run(quick(evaluate=evaluate, rounds=3), tmp_path / "run")["rounds"] == 1
-    with pytest.raises(UserError, match=r"rounds=3, and it stopped by itself \(.*\): more of them change nothing"):
+    with pytest.raises(UserError, match=r"rounds=3, and it stopped by itself \(.*\): more rounds change nothing"):
         run(quick(evaluate=evaluate, rounds=4), tmp_path / "run")
 
 
@@ -208,7 +208,7 @@ def test_a_run_does_not_go_on_with_records_that_have_changed(tmp_path: Path) -> 
     run(quick(**settings), tmp_path / "run")
     before = (tmp_path / "run" / "config.toml").read_bytes()
     table(tmp_path / "t.csv", 0.5)
-    with pytest.raises(UserError, match=r"other records \(what its data name.* put that"):
+    with pytest.raises(UserError, match=r"other records \(the data have changed since.* restore the old files"):
         run(quick(**settings, rounds=3), tmp_path / "run")
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
     table(tmp_path / "t.csv")

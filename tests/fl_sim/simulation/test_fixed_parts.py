@@ -132,7 +132,7 @@ def test_a_frozen_head_is_refused_where_it_would_have_to_learn(tmp_path: Path) -
 
 
 def test_a_frozen_parameter_that_every_process_would_draw_for_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"differs between two calls of its factory with the same seed \(in body\)"):
+    with pytest.raises(UserError, match=r"another one each time it is made of the same seed \(body differs\)"):
         trained(tmp_path / "run", "fresh_each_time")
 
 

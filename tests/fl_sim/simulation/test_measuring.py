@@ -50,7 +50,7 @@ def test_the_model_is_validated_on_what_all_clients_hold_out_with_true_labels() 
 def test_one_holder_of_all_records_has_no_worst_tenth_of_clients(tmp_path: Path) -> None:
     result = run(quick("algorithm=centralized", "rounds=2"), tmp_path / "central")
     assert not {name for name in result["measures"] if name.startswith("client_")}
-    assert result["measures"]["left_out"]["client_accuracy"].startswith("one holder has all records")
+    assert result["measures"]["left_out"]["client_accuracy"].startswith("one client holds all records")
     assert [record.client_worst_tenth for record in read_rounds(tmp_path / "central")] == [None, None]
     federated = run(quick("rounds=2", "partition=label-2"), tmp_path / "federated")
     measured = federated["measures"]
@@ -168,7 +168,7 @@ def _curve(out: Path) -> list[tuple[float | None, ...]]:
 
 @pytest.mark.parametrize("name", ["patience=5", "target_accuracy=0.9"])
 def test_without_validation_nothing_stops_a_run_early(name: str) -> None:
-    with pytest.raises(UserError, match=f"evaluate.{name} stops a run by its validation accuracy, and nothing is held"):
+    with pytest.raises(UserError, match=f"evaluate.{name} stops a run by its validation accuracy, and there are no"):
         quick(f"evaluate.{name}")
 
 
@@ -251,7 +251,7 @@ def test_under_privacy_nothing_is_told_that_follows_from_whose_records_are_where
             assert one.balanced_accuracy is not None
     assert results[0]["bytes"] == results[1]["bytes"]
     assert results[0]["bytes"]["total"] is results[0]["bytes"]["rounds"] is None
-    assert "who took part is secret" in results[0]["bytes"]["left_out"]["rounds"]
+    assert "the cohort is secret" in results[0]["bytes"]["left_out"]["rounds"]
     assert "client_accuracy" not in results[0]["measures"]
     assert "private" in results[0]["measures"]["left_out"]["client_accuracy"]
     taken = [step for one in results for step in one["measures"]["reached"].values()]
@@ -343,7 +343,7 @@ def test_clients_are_measured_on_their_own_test_records_where_the_data_say_whose
     own, tested = result["measures"], load(str(settings["data"])).test
     assert own["client_accuracy_is"] == (
         "accuracy on each client's own test records; 2 of 4 clients have none, and are left out; 10 test records "
-        "are of nobody who trains, and are left out"
+        "belong to no client that trains, and are left out"
     )
     job = job_of(experiment_from(settings))
     model = load_file(tmp_path / "own" / "model.safetensors")
@@ -352,7 +352,7 @@ def test_clients_are_measured_on_their_own_test_records_where_the_data_say_whose
     accuracies = [right[tested.groups == job.dataset.train.groups[job.shards[client][0]]].mean() for client in (0, 1)]
     assert own["client_accuracy"] == pytest.approx(np.mean(accuracies))
     split = run(experiment_from({**settings, "partition": "iid"}), tmp_path / "iid")
-    assert "each counted as often as its class" in split["measures"]["client_accuracy_is"]
+    assert "with each class weighted by its share" in split["measures"]["client_accuracy_is"]
     private = {**settings, "aggregator": "global-dp", "sampler": "poisson:0.5", "evaluate": {"test_is_public": True}}
     assert "client_accuracy" in run(experiment_from(private), tmp_path / "private")["measures"]["left_out"]
 

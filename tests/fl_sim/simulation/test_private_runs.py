@@ -182,7 +182,7 @@ def test_what_clients_keep_in_an_interrupted_private_run_is_told_closed_to_other
             run(private(algorithm="scaffold"), out, observer=told)
     finally:
         os.umask(before)
-    assert f"what clients keep between rounds is private: it lies in {out / 'clients'}" in told.said
+    assert f"client states are private: only you can read {out / 'clients'}" in told.said
     modes = {path.name: path.stat().st_mode & 0o777 for path in (out / "clients", *(out / "clients").iterdir())}
     assert modes == {"clients": 0o700, "states.bin": 0o600, "layout.json": 0o600, "seal.json": 0o600}
     run(private(algorithm="scaffold"), out)

@@ -86,7 +86,7 @@ def test_how_many_records_are_left_out_is_told_where_nobody_is_promised_privacy(
         ({"aggregator": "mean", "algorithm": {"kind": "pate", "student": "supervised", "public": "train"}},
          "evaluate.test=rounds publishes"),
         ({"aggregator": "mean", "algorithm": {"kind": "pate", "student": "supervised"}, "evaluate": {"test": "never"}},
-         "algorithm pate takes the test records of csv:.* for a public pool"),
+         "algorithm pate uses the test records of csv:.* as its public pool"),
         ({"aggregator": "mean", "algorithm": "tstr", "preprocess": DA_FL | {"train_on": "synthetic"}},
          "evaluate.test=last publishes"),
     ],
@@ -95,7 +95,7 @@ def test_a_private_run_measures_on_no_test_records_that_nobody_says_are_public(s
     name = table(tmp_path / "a", "44,f,d,well,train")
     usual = {"data": name, "partition": "natural", "clients": 4, "model": "logistic", "sampler": "full",
              "aggregator": {"kind": "global-dp", "noise_multiplier": 20}}  # fmt: skip
-    with pytest.raises(UserError, match=f"{way}.*set evaluate.test_is_public=true where"):
+    with pytest.raises(UserError, match=f"{way}.*set evaluate.test_is_public=true if"):
         job_of(experiment_from({**usual, **settings}))
     job_of(experiment_from({**usual, **settings, "evaluate": settings.get("evaluate", {}) | PUBLIC}))
 

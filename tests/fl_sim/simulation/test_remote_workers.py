@@ -159,6 +159,6 @@ def test_shards_that_were_dealt_otherwise_are_other_records() -> None:
     setup = WorkerSetup.of(job_of(experiment_from({"model": "logistic", "clients": 3})), remote.Signer.fresh())
     first, second, third = (setup.shards[client] for client in range(3))
     for shards in (Parts.of([second, first, third]), Parts.of([first[:-1], np.append(second, first[-1]), third])):
-        with pytest.raises(RunError, match="other records arrived than were sent"):
+        with pytest.raises(RunError, match="the received records differ from those that were sent"):
             replace(setup, shards=shards).runtime  # noqa: B018 (made when it is asked for)
     assert setup.runtime.num_clients == 3

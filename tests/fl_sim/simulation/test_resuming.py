@@ -79,7 +79,7 @@ def test_a_damaged_result_is_made_again_from_a_checkpoint_and_told_where_there_i
     (finished / run_directory.RESULT).write_text("{")
     assert resuming.finished_result(made(), finished, NOBODYS) is None
     (finished / CHECKPOINT).unlink()
-    with pytest.raises(UserError, match=r"result.json is damaged, so nobody can tell"):
+    with pytest.raises(UserError, match=r"result.json is damaged, so it is unknown"):
         resuming.finished_result(made(), finished, NOBODYS)
 
 

@@ -164,13 +164,13 @@ def test_a_profile_that_changes_between_stop_and_start_is_noticed(tmp_path: Path
 
 
 def test_flowers_own_runtime_is_refused_a_clock(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="on Flower's own runtime they take the time they take"):
+    with pytest.raises(UserError, match="and Flower's own runtime cannot do that"):
         run(experiment(devices="constant"), tmp_path / "run", grid=cast("Grid", object()))
 
 
 @pytest.mark.parametrize("algorithm", ["pate", "tstr"])
 def test_what_has_no_rounds_is_refused_a_clock(algorithm: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="devices=constant has no place"):
+    with pytest.raises(UserError, match="devices=constant (does not work with|has no place in)"):
         run(experiment(algorithm=algorithm, devices="constant"), tmp_path / "run")
 
 

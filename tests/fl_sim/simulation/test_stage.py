@@ -61,10 +61,13 @@ class Teller(FedAvg):
 @pytest.mark.parametrize(
     ("says", "told"),
     [
-        ("a name of the result", "facts of Telling say 'privacy', as the result itself does: give it another name"),
+        (
+            "a name of the result",
+            "facts of Telling say 'privacy', as the result itself does: give the field another name",
+        ),
         ("another's", "facts of Calibration say 'calibrate', as Telling does"),
-        ("a tensor", r"facts of Telling gave .*tensor.*; wanted is a dict of JSON values by name"),
-        ("a number as name", "facts of Telling gave {1: 2}; wanted"),
+        ("a tensor", r"facts of Telling gave .*tensor.*; it must return a dict of JSON values by name"),
+        ("a number as name", "facts of Telling gave {1: 2}; it must return"),
     ],
 )
 def test_facts_of_a_stage_that_the_result_cannot_hold_are_refused(says: str, told: str, tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_do
         ({"grid": {"local.epochs": [1, 2]}, "space": {"local.epochs": [1]}}, "sets local.epochs in the grid"),
         ({"grid": {"algorithm": [{"kind": "fedprox", "mu": 1.0}]}, "space": {"algorithm.mu": [1]}}, "sets algorithm"),
         ({"grid": {"algorithm": ["fedprox:2"]}, "space": {"algorithm.mu": [1]}}, "row FedProx.* sets algorithm.mu"),
-        ({"validation": 0.999}, "leaves client 0.* none to train on"),
+        ({"validation": 0.999}, "holds out all .* of client 0, so none are left"),
         ({"base": {"aggregator": "global-dp"}}, r"row FedAvg promises privacy.*tune.data = \"NAME\""),
         ({"data": "digits"}, "tune.data=digits is also the data set of the table"),
         ({"data": "digts"}, "digts"),

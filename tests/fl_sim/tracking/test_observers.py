@@ -229,10 +229,10 @@ def test_metrics_of_ones_own_never_stand_for_a_rounds_own_number(tmp_path: Path)
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        ({"test_loss": 1.0}, "'test_loss', which every round has already: give it another name"),
-        ({"ece": float("nan")}, "ece = nan after round 1; wanted is a finite number"),
-        ({"ece": "low"}, "ece = 'low' after round 1; wanted is a finite number"),
-        ({"": 1.0}, "named a number '': wanted is a name"),
+        ({"test_loss": 1.0}, "'test_loss', a field that every round has: give the metric another name"),
+        ({"ece": float("nan")}, "ece = nan after round 1; it must be a finite number"),
+        ({"ece": "low"}, "ece = 'low' after round 1; it must be a finite number"),
+        ({"": 1.0}, "named a number '': a name has 1 to"),
     ],
 )
 def test_what_is_no_metric_is_refused_in_words(tmp_path: Path, numbers: dict[str, object], said: str) -> None:
@@ -242,7 +242,7 @@ def test_what_is_no_metric_is_refused_in_words(tmp_path: Path, numbers: dict[str
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [({"algorithm": "pate"}, "trains none in rounds"), ({"evaluate": {"test": "never", "validation": 0.1}}, "at none")],
+    [({"algorithm": "pate"}, "has no rounds"), ({"evaluate": {"test": "never", "validation": 0.1}}, "uses none")],
 )
 def test_metrics_that_would_never_be_measured_are_refused_before_the_run(
     tmp_path: Path, more: dict[str, Any], said: str

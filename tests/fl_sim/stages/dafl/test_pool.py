@@ -250,7 +250,7 @@ def test_deleted_pools_other_settings_and_other_seeds_stay_on_the_bill(tmp_path:
     said = [statement(_made(tmp_path / str(number), order), order) for number, order in enumerate(orders)]
     assert [one["shares_together"] for one in said] == [2, 3, 4, 5]
     assert "The clients' ledgers hold up to 5 releases about the same records" in str(said[-1]["guarantee"])
-    assert "where none was chosen by what an earlier one showed" in str(said[-1]["guarantee"])
+    assert "if no release was chosen by the result of an earlier one" in str(said[-1]["guarantee"])
     assert said[-1]["epsilon"] == first["epsilon"]
     # Here all clients of an order pay the same, so that the joint bound is known exactly.
     counts: dict[Any, int] = {}
@@ -280,7 +280,7 @@ def test_a_ledger_that_cannot_be_read_makes_the_sum_unknown_and_not_smaller(tmp_
         joint_cost(job_of(_order()), 1e-5)
     said = statement(pool, _order())
     assert said["epsilon_together"] is None
-    assert "cost together is not known here" in str(said["guarantee"])
+    assert "joint cost of all releases about the same records is not known here" in str(said["guarantee"])
 
 
 def test_a_pool_is_named_by_its_content(tmp_path: Path) -> None:
