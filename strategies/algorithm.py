@@ -1,4 +1,8 @@
-"""The algorithm: a frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
+"""The protocols of federated algorithms, and ``Averaging`` (FedAvg), the base class of most of them.
+
+An algorithm is a frozen settings object. Its client half is the methods ``plan`` and ``finish``, its server half the
+methods ``init`` and ``merge``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from pydantic import model_validator
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
-from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (said so for mypy: it is one of these protocols)
+from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (for mypy: this module exports the name, too)
 from fl_sim.own_code import check_returned, error_context
 from fl_sim.params import WriteGuard, add, scale, subtract
 from fl_sim.seeding import rng, seeded_alone
@@ -43,8 +47,8 @@ Result: for each client, positions in this argument. Raises UserError if the par
 """
 
 
-FEDAVG = "the run is one of fedavg"
-"""Part of a warning: with strength 0, many methods are FedAvg."""
+FEDAVG = "this is fedavg"
+"""The reason in warnings about a setting without effect: with strength 0, many methods equal FedAvg."""
 
 _LEAST, _MOST = 1e-37, 1e37
 """Range of absolute values x for which float32 can represent both x and 1 / x."""
@@ -69,7 +73,7 @@ class Algorithm(LocalAlgorithm, Protocol):
 
 @runtime_checkable
 class Dealing(Protocol):
-    """An algorithm that chooses the records of each client itself, instead of the partition of all training records."""
+    """An algorithm that assigns training records to clients itself. By default the partition splits all records."""
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return each client's record indices into the training set. Raises UserError for an unsuitable data set."""
@@ -119,7 +123,10 @@ class MeanOnly(Protocol):
     """An algorithm whose server needs the mean of the payloads: robust aggregators, such as the median, do not fit."""
 
     def mean_only(self) -> str:
-        """Return the reason as a clause for an error message; an empty string if other aggregators are allowed, too."""
+        """Return the reason, as a clause for an error message; an empty string if the algorithm does not need the mean.
+
+        Settings may decide if an algorithm needs the mean.
+        """
         ...
 
 
@@ -163,7 +170,7 @@ class Steered(Protocol):
 
 
 class Averaging(Settings):
-    """FedAvg: the base class of the algorithms here. Each of them overrides one or two of the four methods."""
+    """FedAvg, and the base class of most algorithms. They override some of its methods init, plan, finish and merge."""
 
     weighting: ClassVar[Weighting] = "examples"
 
@@ -172,8 +179,8 @@ class Averaging(Settings):
         for name in type(self).model_fields:
             if isinstance(value := getattr(self, name), float) and value and not _LEAST <= abs(value) <= _MOST:
                 raise ValueError(
-                    f"{name}={value:g} is out of range: models are float32, which holds 0 and sizes from {_LEAST:g} to "
-                    f"{_MOST:g}"
+                    f"{name}={value:g} is out of range: models are float32; take 0, or an absolute value from "
+                    f"{_LEAST:g} to {_MOST:g}"
                 )
         return self
 
@@ -196,7 +203,7 @@ class Averaging(Settings):
 
 
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
-    """Return the rule for the weights of clients in a round's mean: a name or the algorithm's own function."""
+    """Return the rule for the weights of clients in a round's mean: a name, or the algorithm's method ``weigh``."""
     return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
 
 
@@ -209,12 +216,12 @@ def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
 
 
 def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the payload template. Its names and shapes are those of the update of a client without records."""
+    """Return the payload template: names and shapes of an update. Computed for a client without records."""
     return _blank_update(algorithm, server, num_examples=0).payloads
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the client state template. Its names and shapes are those of a client after one local step."""
+    """Return the client state template: names and shapes of the state of a client after one local step."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
@@ -229,7 +236,7 @@ def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes
 
 
 def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
-    """Return the local plan of a client with one record in round 1.
+    """Return an example of a local plan: that of a client with one record in round 1.
 
     ``pool``: the tensors that clients share before the first round; their values do not matter.
     """
@@ -259,7 +266,7 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) 
 
 
 def groups_of(server: ServerState) -> Payloads:
-    """Return all tensors of the server state as {description in words: tensors by name}."""
+    """Return all tensors of the server state as {description: tensors by name}; error messages quote a description."""
     others = {**server.broadcast, **server.memory, **({"layers": server.layers} if server.layers else {})}
     return {"the global model": server.params, **{f"the server's {name!r}": one for name, one in others.items()}}
 

@@ -14,8 +14,8 @@ from strategies.algorithm import Weighting
 class CoordinateMedian(Robust):
     """The median of every coordinate; for an even number of clients, the mean of the two middle values.
 
-    Fewer than half of the clients cannot move a coordinate beyond the range of honest clients' values. Every client
-    counts the same, because the server cannot verify a client's number of records. No privacy.
+    Fewer than half of the clients cannot move a coordinate beyond the range of honest clients' values. Every client has
+    the same weight, because the server cannot verify a client's number of records. No privacy guarantee.
     """
 
     kind: Literal["median"] = "median"
@@ -25,7 +25,7 @@ class CoordinateMedian(Robust):
         """Return remarks on settings that have no effect."""
         if (size := cohort_size(experiment)) > 2:
             return []
-        return [off("aggregator median", f"rounds have {size:g} clients, of which the median is the mean")]
+        return [off("aggregator median", f"rounds have {size:g} clients, and the median of two values is their mean")]
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the coordinate-wise median of all payloads, or None if no client has records; see ``Aggregator``."""

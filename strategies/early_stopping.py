@@ -1,4 +1,4 @@
-"""Early stopping: a run ends once validation accuracy reaches a target, or has not risen for some rounds."""
+"""Early stopping: a run ends when validation accuracy reaches a target, or when it has not risen for some rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EarlyStopping(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Return the layer of a run. It needs no checkpoint: it reads the records of the rounds."""
+        """Return the layer of a run. The layer needs no checkpoint, as it reads the run's ``rounds.jsonl``."""
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
 

@@ -10,7 +10,10 @@ from strategies.samplers import Everyone
 
 
 class FedAvg(Averaging):
-    """x <- x + sum_i (n_i / n) (y_i - x)."""
+    """x <- x + sum_i (n_i / n) (y_i - x).
+
+    x is the global model, y_i the trained model of client i, n_i the client's number of records, and n the sum of n_i.
+    """
 
     kind: Literal["fedavg"] = "fedavg"
 
@@ -28,15 +31,21 @@ class Centralized(Averaging):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for settings that need several clients: sampling, Global DP and preprocessing."""
         if not isinstance(experiment.sampler, Everyone):
-            raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
+            raise ValueError("algorithm centralized has a single client, which is in every round: leave sampler out")
         if hides_clients(experiment.aggregator):
-            raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
+            raise ValueError(
+                "algorithm centralized has one client, and client-level privacy would hide all of its data: leave "
+                "aggregator out"
+            )
         if not is_none(experiment.preprocess):
-            raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
+            raise ValueError(
+                "algorithm centralized has all records in one place, and preprocess is for several clients: leave "
+                "preprocess out"
+            )
 
     def mean_only(self) -> str:
         """Return the reason: there is only one client."""
-        return "it has a single client, which there is nobody to compare with"
+        return "it has a single client, and robust aggregators compare clients"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Return the local plan that starts with the momentum of the last round."""

@@ -1,4 +1,4 @@
-"""FedCM: client-level momentum. Local steps contain a share of the last mean update (Xu et al. 2021, algorithm 2)."""
+"""FedCM: local steps contain a share of the last round's mean update (Xu et al. 2021, algorithm 2)."""
 
 from typing import ClassVar, Literal
 
@@ -12,7 +12,7 @@ from strategies.algorithm import Averaging, Weighting, accumulated_momentum, che
 
 
 class ClientMomentum(Averaging):
-    """Clients step with alpha g + (1 - alpha) D, where D has the direction of the last round's mean update.
+    """Clients step with alpha g + (1 - alpha) D, where D is the last round's mean update, scaled like a gradient.
 
     ``alpha``: the share of the client's own gradient g in a step.
     """
@@ -20,27 +20,27 @@ class ClientMomentum(Averaging):
     alpha: float = Field(0.1, gt=0, le=1)
     weighting: ClassVar[Weighting] = "uniform"
     knobs: ClassVar[str] = (
-        "a larger algorithm.alpha carries less of the last round on, and the paper has local.momentum=0"
+        "set a larger algorithm.alpha, which adds less of the last round's update, or local.momentum=0, as in the paper"
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
         if self.alpha == 1:
-            return [off("algorithm.alpha=1", "nothing of the last round is carried on")]
+            return [off("algorithm.alpha=1", "nothing of the last round's update is added")]
         if experiment.rounds == 1:
-            return [off(f"algorithm.alpha={self.alpha:g}", "rounds=1, and it carries the round before on")]
+            return [off(f"algorithm.alpha={self.alpha:g}", "rounds=1, and the first round has no earlier update")]
         return []
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the local optimizer is not SGD."""
-        check_sgd(self, experiment, "its momentum is a last step in units of SGD's, eta K, mixed into gradients")
+        check_sgd(self, experiment, "it divides the last mean update by eta K, the scale of K steps of SGD")
 
     def init(self, params: Params) -> ServerState:
         """Return the server state before the first round: the model ``params`` and a last mean update of 0."""
         return ServerState(params, broadcast={"last": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that mixes the last mean update into every gradient."""
+        """Return the local plan that adds a share of the last mean update to every gradient."""
         settings = task.settings
         reach = accumulated_momentum(settings.num_steps(task.num_examples), settings.momentum) * settings.learning_rate
         carried = scale(task.broadcast["last"], (self.alpha - 1) / reach if reach else 0.0)
@@ -55,9 +55,10 @@ class ClientMomentum(Averaging):
 class FedCM(ClientMomentum):
     """Clients step with alpha g + (1 - alpha) D, D = -(last round's mean of y_i - x) / (eta K); equal weights.
 
-    The K steps of a client together contain (1 - alpha) of the last mean update. ``alpha`` 1 is FedAvg with equal
-    weights. If clients differ in size, the learning rate changes between rounds, or steps have momentum, eta K is the
-    sum over this client's steps in this round; the released code takes the first client's K and the last round's rate.
+    eta is the learning rate, and K a client's number of local steps. The K steps of a client together contain
+    (1 - alpha) of the last mean update. ``alpha`` 1 is FedAvg with equal weights. If clients differ in size, if the
+    learning rate changes between rounds, or if steps have momentum, eta K is the sum over this client's steps in this
+    round; the released code takes the first client's K and the last round's rate.
     """
 
     kind: Literal["fedcm"] = "fedcm"

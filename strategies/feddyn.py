@@ -1,4 +1,4 @@
-"""FedDyn: dynamic regularisation, so that clients agree at the optimum (Acar et al. 2021, algorithm 1)."""
+"""FedDyn: dynamic regularisation, so that local optima agree with the global one (Acar et al. 2021, algorithm 1)."""
 
 from typing import ClassVar, Literal
 
@@ -14,14 +14,14 @@ from strategies.algorithm import Averaging, Weighting, check_sgd
 class Dynamic(Averaging):
     """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2; every client has the same weight.
 
-    g_i is the client state of client i and approaches the gradient of F_i at the client's model. h, in the server
-    state, follows the mean of all clients' g_i.
+    F_i is the loss of client i, w its model, and x the global model. g_i, the client state, approaches the gradient of
+    F_i at the client's model. h, in the server state, is the mean of all clients' g_i.
     """
 
     alpha: float = Field(0.01, gt=0)
     weighting: ClassVar[Weighting] = "uniform"
     knobs: ClassVar[str] = (
-        "the server moves by h / alpha: set a larger algorithm.alpha, or local.momentum=0, as in the paper"
+        "the server step contains h / alpha: set a larger algorithm.alpha, or local.momentum=0, as in the paper"
     )
 
     def check(self, experiment: Choices) -> None:
@@ -29,14 +29,14 @@ class Dynamic(Averaging):
         check_sgd(
             self,
             experiment,
-            "its correction is the gradient at a client's model, which a step of its own scale never balances",
+            "its correction is a gradient, and steps that are not in proportion to gradients never balance it",
         )
 
     def mean_only(self) -> str:
-        """Return the reason: h is the mean of client states."""
+        """Return the reason for error messages: h is the mean of client states."""
         return (
-            "its corrections cancel where the loss of all is least only while h is the mean of what clients keep, and "
-            "of other aggregates the gap adds up"
+            "its corrections cancel at the optimum only while h is the mean of the client states, and with other "
+            "aggregates the error adds up over rounds"
         )
 
     def init(self, params: Params) -> ServerState:
@@ -54,7 +54,10 @@ class Dynamic(Averaging):
         return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state={"g_i": g_i})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: h <- h - alpha |S|/K mean(y_i - x), then x <- mean(y_i) - h / alpha."""
+        """Return the next server state: h <- h - alpha |S|/K mean(y_i - x), then x <- mean(y_i) - h / alpha.
+
+        |S| is the number of clients in the cohort, and K the number of all clients.
+        """
         delta = aggregate.payloads["delta"]
         h = add(server.memory["h"], delta, -self.alpha * aggregate.participation)
         return ServerState(add(add(server.params, delta), h, -1 / self.alpha), memory={"h": h})
@@ -63,9 +66,9 @@ class Dynamic(Averaging):
 class FedDyn(Dynamic):
     """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2, so that they agree where the sum of F_i is least.
 
-    ``alpha``: the paper tries 0.001, 0.01 and 0.1. The released code divides it by a client's share of the records
-    times the number of clients, clips gradients to norm 10 (``local.clip_norm``), and evaluates the mean of the
-    clients' models beside x.
+    ``alpha``: the paper tries 0.001, 0.01 and 0.1. The released code divides alpha by a client's share of the records
+    times the number of clients, clips gradients to norm 10 (``local.clip_norm``), and evaluates both x and the mean of
+    the clients' models.
     """
 
     kind: Literal["feddyn"] = "feddyn"

@@ -14,42 +14,43 @@ from strategies.algorithm import Averaging, Weighting
 class FedExP(Averaging):
     """x <- x + eta_g mean(D_i) with eta_g = max(1, mean ||D_i||^2 / (2 (||mean D_i||^2 + epsilon))); equal weights.
 
-    ``epsilon``: 0.001 on CIFAR-10 and CIFAR-100, 0.1 on EMNIST in the released code, which weighs clients by records,
-    multiplies epsilon by the number of clients, and lets it decay with the square of the learning rate.
-    ``average_two``: the model that is evaluated after a round and saved after the last round is the mean of the last
-    two models, as in the released code and, from memory, in the paper; after the first round it is that round's model.
-    Clients always continue from the last model, and an interrupted run leaves the last model.
+    D_i = y_i - x is the update of client i. ``epsilon``: the released code has 0.001 on CIFAR-10 and CIFAR-100, and 0.1
+    on EMNIST; it also weights clients by records, multiplies epsilon by the number of clients, and lets epsilon decay
+    with the square of the learning rate. ``average_two``: the model that is evaluated after a round and saved after the
+    last round is the mean of the last two models, as in the released code and, from memory, in the paper. After the
+    first round it is that round's model. Clients always continue from the last model, and an interrupted run leaves the
+    last model.
     """
 
     kind: Literal["fedexp"] = "fedexp"
     epsilon: float = Field(1e-3, ge=0)
     average_two: bool = True
     weighting: ClassVar[Weighting] = "uniform"
-    knobs: ClassVar[str] = "the server's step is bounded by algorithm.epsilon alone: set a larger one"
+    knobs: ClassVar[str] = "algorithm.epsilon alone bounds the server step: set a larger one"
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if noise or compression would make the ratio of squared norms useless."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "algorithm fedexp cannot run under aggregator global-dp: clients send the squared norm of their update "
-                "beside it, which joint clipping and noise make useless; take fedavg, fedavgm or fedadam"
+                "algorithm fedexp cannot run under aggregator global-dp: clients also send the squared norm of their "
+                "update, which joint clipping and noise make useless; take fedavg, fedavgm or fedadam"
             )
-
         if (compress := kind_of(experiment.compress)) != "none":
             raise ValueError(
                 f"algorithm fedexp cannot run with compress {compress}: its step divides the mean of squared norms by "
-                "the square of the mean update, of which compression changes one alone; take fedavg, fedavgm or fedadam"
+                "the squared norm of the mean update, and compression changes only the latter; take fedavg, fedavgm or "
+                "fedadam"
             )
 
     def mean_only(self) -> str:
-        """Return the reason: the step size is a ratio of means."""
+        """Return the reason for error messages: the step size is a ratio of means."""
         return (
-            "its step divides the mean of squared norms by the square of the mean update, and of other aggregates that "
-            "ratio means nothing: near 0 updates that disagree would make any step"
+            "its step divides the mean of squared norms by the squared norm of the mean update, and with other "
+            "aggregates this ratio has no bound"
         )
 
     def note(self) -> str:
-        """Return the note for tables: the model that is evaluated."""
+        """Return the note for tables: one sentence on the model that is evaluated."""
         return f"FedExP: {self.reports()} is evaluated."
 
     def reports(self) -> str:

@@ -13,37 +13,38 @@ from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 _LEAST = -1e30
-"""Replaces minus infinity: the log-sum-exp of only minus infinities has no finite gradient."""
+"""A logit in place of minus infinity: the log-sum-exp of minus infinities alone has no finite gradient."""
 
 
 class FedLC(Averaging):
     """Each client lowers the logit of class c by tau n_c^(-1/4) in training, and leaves absent classes out.
 
-    ``tau``: the paper tries 0.01, 0.1, 0.5 and 1; with 0, absent classes still leave the softmax. The loss of a client
-    with one class is 0, so that 1-Label clients learn nothing. ``exclude_true``: leave a record's own class out of the
-    softmax's denominator, as the paper's equation does (from memory, not read again); all released code that was read
-    keeps the class. Without the class the loss, log(sum over the other classes of exp f_c) - f_y, has no lower bound.
-    PyTorch trains this loss: the compiled trainer does not support it.
+    n_c is the client's number of records of class c. ``tau``: the paper tries 0.01, 0.1, 0.5 and 1; with 0, absent
+    classes still leave the softmax. The loss of a client with one class is 0, so that 1-Label clients learn nothing.
+    ``exclude_true``: leave a record's own class out of the softmax's denominator, as the paper's equation does (from
+    memory, not read again). All released code that was read keeps the class. Without the class the loss,
+    log(sum over the other classes of exp f_c) - f_y, has no lower bound. PyTorch trains this loss: the compiled trainer
+    does not support it.
     """
 
     kind: Literal["fedlc"] = "fedlc"
     tau: float = Field(1.0, ge=0)
     exclude_true: bool = False
     title: ClassVar[str] = "FedLC"
-    knobs: ClassVar[str] = "with algorithm.exclude_true its loss has no lower bound: leave that out"
+    knobs: ClassVar[str] = "with algorithm.exclude_true the loss has no lower bound: leave exclude_true out"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
         del experiment
-        return [] if self.tau else [off("algorithm.tau=0", "no logit is shifted, absent classes alone are left out")]
+        return [] if self.tau else [off("algorithm.tau=0", "no logit is shifted, and only absent classes are left out")]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for label smoothing, which gives classes that a client lacks a share of the label."""
+        """Raise ValueError for label smoothing, which gives absent classes a share of the label."""
         if experiment.local.label_smoothing:
             raise ValueError(
-                f"algorithm fedlc cannot run with local.label_smoothing={experiment.local.label_smoothing:g}: it takes "
-                "the classes that a client lacks out of the softmax, and a label that gives them a part has an "
-                "infinite loss; leave local.label_smoothing out"
+                f"algorithm fedlc cannot run with local.label_smoothing={experiment.local.label_smoothing:g}: its "
+                "softmax leaves absent classes out, and a smoothed label gives them a share, so the loss would be "
+                "infinite; leave local.label_smoothing out"
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
@@ -56,7 +57,7 @@ class FedLC(Averaging):
 
 
 def without_true(batch: Batch) -> torch.Tensor:
-    """Return a loss term per record, shape (n,), that removes the record's class from its cross-entropy's sum.
+    """Return a loss term per record, shape (n,), that removes the record's own class from the softmax's denominator.
 
     The term is 0 for a client with one class.
     """

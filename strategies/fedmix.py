@@ -29,10 +29,10 @@ class _Mixing(Averaging):
     records_per_average: int = Field(5, ge=2, le=10**9)
 
     def mean_only(self) -> str:
-        """Return the reason: aggregators do not see the shared averages."""
+        """Return the reason for error messages: aggregators do not see the shared averages."""
         return (
-            "clients train on averages that others share before the first round, where no aggregator looks, so that "
-            "one hostile client would spoil all of them"
+            "clients train on averages that others share before the first round, and no aggregator checks these, so "
+            "that one hostile client could harm all others"
         )
 
     def share(
@@ -45,12 +45,13 @@ class _Mixing(Averaging):
 class FedMix(_Mixing):
     """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>, dl/dx at (1-lam)x and y.
 
-    It expands NaiveMix's loss at (1-lam)x. Derived, and tested: the error is of second order in lam. The expansion
-    itself has lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>, which also differs by lam^2, so that lam
-    and lam (1-lam) are equally good. From memory, as the paper's text was not available: its equation has lam, as here;
-    its algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has lam (1-lam), and divides by
-    the batch size, which is a mistake. Every client draws from the averages of all clients, including its own; it is
-    not known if the paper excludes a client's own averages.
+    (x, y) is a record of the client, (x_bar, y_bar) an average, and lam is ``mixing_weight``. The loss approximates
+    NaiveMix's loss by an expansion at (1-lam)x, with an error of second order in lam (derived, and tested). The exact
+    first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>. It also differs by lam^2, so
+    the factors lam and lam (1-lam) are equally good. From memory, as the paper's text was not available: its equation
+    has lam, as here; its algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has
+    lam (1-lam), and divides by the batch size, which is a mistake. Every client draws from the averages of all clients,
+    including its own. It is not known if the paper excludes a client's own averages.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.
@@ -58,8 +59,8 @@ class FedMix(_Mixing):
 
     kind: Literal["fedmix"] = "fedmix"
     knobs: ClassVar[str] = (
-        "FedMix's last term has no lower bound and grows with the scale of the inputs: set local.momentum=0, as in its "
-        "paper, or a smaller algorithm.mixing_weight"
+        "the last term of FedMix's loss has no lower bound and grows with the scale of the inputs: set "
+        "local.momentum=0, as in its paper, or a smaller algorithm.mixing_weight"
     )
 
     def advice(self, momentum: float) -> str:
@@ -69,17 +70,20 @@ class FedMix(_Mixing):
         return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that mixes batches with the shared averages by the first-order expansion."""
+        """Return the local plan that mixes each batch with shared averages, by the loss's first-order expansion."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=True))
 
 
 class NaiveMix(_Mixing):
-    """Local loss (1-lam) l(f(x_m), y) + lam l(f(x_m), y_bar) at x_m = (1-lam) x + lam x_bar."""
+    """Local loss (1-lam) l(f(x_m), y) + lam l(f(x_m), y_bar) at x_m = (1-lam) x + lam x_bar.
+
+    (x, y) is a record of the client, (x_bar, y_bar) a shared average of records, and lam is ``mixing_weight``.
+    """
 
     kind: Literal["naivemix"] = "naivemix"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that mixes batches with the shared averages by interpolation."""
+        """Return the local plan that interpolates between each batch and shared averages."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=False))
 
 

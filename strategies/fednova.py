@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging, so that clients with more local steps have no more influence.
+"""FedNova: normalised averaging, so that a client's influence does not grow with its number of local steps.
 
 Wang et al. 2020, eq. 6-8.
 """
@@ -19,9 +19,9 @@ from strategies.algorithm import Averaging, accumulated_momentum, check_sgd
 class FedNova(Averaging):
     """x <- x - tau_eff sum_i p_i (x - y_i) / a_i, with p_i = n_i / n.
 
-    a_i is the length of client i's local steps with a constant unit gradient. ``tau_eff``: None takes sum_i p_i a_i of
-    the round, as the paper does by default; a number is fixed and public, and then clients do not send a_i (the paper
-    lets the server choose tau_eff, section 4.2).
+    a_i is the distance of client i's local steps with a constant unit gradient, divided by the learning rate.
+    ``tau_eff``: None takes sum_i p_i a_i of the round, as the paper does by default; a number is fixed and public, and
+    then clients do not send a_i (the paper lets the server choose tau_eff, section 4.2).
     """
 
     kind: Literal["fednova"] = "fednova"
@@ -29,20 +29,21 @@ class FedNova(Averaging):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the local optimizer is not SGD, or under Global DP without a public ``tau_eff``."""
-        check_sgd(self, experiment, "it divides updates by how far steps of SGD move a model")
+        check_sgd(self, experiment, "it divides updates by the distance of SGD steps")
         if hides_clients(experiment.aggregator) and self.tau_eff is None:
             raise ValueError(
                 "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
-                "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
+                "number of local steps: otherwise clients also send their a_i, and joint clipping would leave almost "
+                "nothing of the update"
             )
 
     def mean_only(self) -> str:
-        """Return the reason: a_i would dominate a client's payloads. With a public ``tau_eff`` there is no reason."""
+        """Return the reason for error messages: a_i dominates distances. Empty with a public ``tau_eff``."""
         if self.tau_eff is not None:
             return ""
         return (
-            "clients send their number of steps beside the update, which is far longer and would decide alone who is "
-            "close to whom; set a public algorithm.tau_eff, such as the usual number of local steps"
+            "clients also send their a_i, which is far larger than the update and would decide distances between "
+            "clients; set a public algorithm.tau_eff, such as the usual number of local steps"
         )
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

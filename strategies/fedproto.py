@@ -19,33 +19,36 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedProto(Averaging):
     """Adds ``strength`` times the squared distance between z and the prototype of class y to a record's loss (eq. 6).
 
-    z, the input of the last layer, has d features. ``distance`` "mean" is ||z - prototype||^2 / d, as in the released
-    code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the paper's lambda, in the released code 1 on
-    MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg. A prototype is the mean of z over all records of a class, computed
-    by the clients' trained models; a class without records in a round keeps its old prototype. In the released code
-    every client that has a class counts the same, and features are those of its last epoch. In the paper clients send
-    only prototypes, and every client's own model is evaluated; here models are also averaged and evaluated.
+    y is the record's class; z, the input of the last layer, has d features. ``distance`` "mean" is
+    ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
+    paper's lambda, in the released code 1 on MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg.
+
+    A prototype is the mean of z over all records of a class, computed by the clients' trained models. A class without
+    records in a round keeps its old prototype. In the released code all clients that have a class have the same weight
+    in its prototype, and features are those of the last epoch. In the paper clients send only prototypes, and every
+    client's own model is evaluated. Here clients send their models, too, and the mean of these models is evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"
     strength: float = Field(1.0, ge=0)
     distance: Literal["mean", "sum"] = "mean"
     before: ClassVar[Mapping[str, Any]] = {"distance": "sum"}
-    knobs: ClassVar[str] = "features are pulled with algorithm.strength, squared and unbounded: set a smaller one"
+    knobs: ClassVar[str] = "algorithm.strength weighs squared distances without an upper bound: set a smaller one"
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError under Global DP, where sums of features would share the clipping norm with the update."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "algorithm fedproto cannot run under aggregator global-dp: sums of features are far longer than the "
-                "update that they would be clipped with, and drown it; take fedavg, fedprox or scaffold"
+                "algorithm fedproto cannot run under aggregator global-dp: the norm of sums of features is far larger "
+                "than that of the update, so joint clipping would leave almost nothing of the update; take fedavg, "
+                "fedprox or scaffold"
             )
 
     def mean_only(self) -> str:
-        """Return the reason: prototypes are ratios of sums."""
+        """Return the reason for error messages: prototypes are ratios of sums."""
         return (
-            "prototypes are sums of features divided by counts, of the same clients, and sums of features are longer "
-            "than the update beside which they would be judged"
+            "prototypes are sums of features divided by counts, which only means over the same clients preserve, and "
+            "sums of features have a larger norm than the update, so they would decide distances between clients"
         )
 
     def remarks(self, experiment: Choices) -> list[str]:
@@ -56,7 +59,7 @@ class FedProto(Averaging):
         return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Return the note for tables: the statistics that clients reveal besides their update."""
+        """Return the note for tables: the statistics that clients send besides their update."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:

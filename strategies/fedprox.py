@@ -13,7 +13,8 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedProx(Averaging):
     """Each client minimises F_i(w) + mu/2 ||w - x||^2, which adds mu (w - x) to its gradient.
 
-    ``mu``: the paper tries 0.001, 0.01, 0.1 and 1; 0 is FedAvg.
+    F_i is the loss of client i, w its model, and x the global model that it received. ``mu``: the paper tries 0.001,
+    0.01, 0.1 and 1; 0 is FedAvg.
     """
 
     kind: Literal["fedprox"] = "fedprox"

@@ -1,4 +1,4 @@
-"""FedSpeed: FedDyn with gradients that are partly computed uphill (Sun et al. 2023, algorithm 1)."""
+"""FedSpeed: FedDyn with gradients that are partly computed at a point of higher loss (Sun et al. 2023, algorithm 1)."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -14,17 +14,18 @@ from strategies.feddyn import Dynamic
 class FedSpeed(Dynamic):
     """Clients step with (1 - s) g(w) + s g(w + rho g / ||g||) - g_i + alpha (w - x); the server step is FedDyn's.
 
-    ``alpha`` is the paper's 1 / lambda; ``uphill_share``, s here, is the paper's alpha. The paper's algorithm 1
-    averages the corrections of the cohort only, which at the optimum moves the model away again; the released code and
-    this class average the corrections of all clients. ``rho``: the distance from w, uphill, of the point where the
-    second gradient is computed; 0 computes it at w.
+    g is the gradient, and g_i FedDyn's correction. ``alpha``: the paper's 1 / lambda. ``uphill_share``: s, which is the
+    paper's alpha. ``rho``: the distance from w to the point of higher loss where the second gradient is computed; 0
+    computes this gradient at w, too. In the paper's algorithm 1 the server averages the corrections of the cohort only,
+    which moves the model away from the optimum again. The released code and this class average the corrections of all
+    clients.
     """
 
     kind: Literal["fedspeed"] = "fedspeed"
     alpha: float = Field(0.1, gt=0)
     rho: float = Field(0.1, ge=0)
     uphill_share: float = Field(1.0, ge=0, le=1)
-    knobs: ClassVar[str] = Dynamic.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
+    knobs: ClassVar[str] = Dynamic.knobs + "; gradients are computed algorithm.rho away, uphill: set a smaller rho"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
@@ -33,5 +34,5 @@ class FedSpeed(Dynamic):
         return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedDyn's local plan with a share of each gradient computed uphill."""
+        """Return FedDyn's local plan, with a share of each gradient computed at distance ``rho`` uphill of w."""
         return replace(super().plan(task), ascent=Ascent(self.rho, share=self.uphill_share))

@@ -14,13 +14,17 @@ from strategies.algorithm import Averaging
 
 
 class FedVLS(Averaging):
-    """A client's loss is the sum of three parts, with pi_c the share of class c in the client's records.
+    """A client's loss is the sum of three terms: a calibrated cross-entropy, a distillation, a suppression of logits.
 
-    Cross-entropy of f + log pi (absent classes leave the softmax); ``distillation_weight``, the paper's lambda, times
-    KL(received model || own model) over the absent classes; ``logit_weight`` times sum over c of pi_c log(mean over
-    the batch of exp [y != c] (f_c - log pi_c - log C)). The last part and its weight are as in the released code: in
-    the paper it is log(mean of [y != c] exp f_c), with weight 1, which has no lower bound, and training diverges. The
-    paper has lambda 0.1, and 0.5 on CIFAR-100. In the released code an absent class has log 1e-9 in place of log pi.
+    f_c is the logit of class c, C the number of classes, and pi_c the share of class c in the client's records. The
+    first term is the cross-entropy of f + log pi, so that absent classes leave the softmax. The second term is
+    ``distillation_weight`` (the paper's lambda) times KL(received model || own model) over the absent classes. The
+    third term is ``logit_weight`` times the sum over c of pi_c log(mean over the batch of
+    exp [y != c] (f_c - log pi_c - log C)).
+
+    The third term and its weight follow the released code. In the paper it is log(mean of [y != c] exp f_c) with weight
+    1: that has no lower bound, and training diverges. The paper's lambda is 0.1, and 0.5 on CIFAR-100. The released
+    code has log 1e-9 in place of log pi for an absent class.
     """
 
     kind: Literal["fedvls"] = "fedvls"
@@ -28,8 +32,8 @@ class FedVLS(Averaging):
     logit_weight: float = Field(0.005, ge=0)
     title: ClassVar[str] = "FedVLS"
     knobs: ClassVar[str] = (
-        "suppressed logits weigh algorithm.logit_weight, classes that a client lacks "
-        "algorithm.distillation_weight: set smaller ones"
+        "two terms of the loss have the weights algorithm.logit_weight and algorithm.distillation_weight: set smaller "
+        "ones"
     )
 
     def remarks(self, experiment: Choices) -> list[str]:

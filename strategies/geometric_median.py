@@ -16,8 +16,9 @@ from strategies.algorithm import Weighting
 class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
 
-    ``smoothing``: the paper's nu, the lower bound of distances before the division by them. Every client counts the
-    same, because the server cannot verify a client's number of records (the paper weights by it). No privacy.
+    ``smoothing``: the paper's nu; a smaller distance is replaced by it, so that no division by 0 occurs. Every client
+    has the same weight, because the server cannot verify a client's number of records (the paper weights by it). No
+    privacy guarantee.
     """
 
     kind: Literal["geometric-median"] = "geometric-median"
@@ -35,8 +36,8 @@ class GeometricMedian(Robust):
         if len(rows) > 2 and float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:
-            return off("aggregator geometric-median", "no more than two clients had records, and this is their mean")
-        return off(f"aggregator.smoothing={self.smoothing:g}", "no update was further from their mean, which this is")
+            return off("aggregator geometric-median", "at most two clients had records, and their median is their mean")
+        return off(f"aggregator.smoothing={self.smoothing:g}", "all updates were nearer to their mean, the result")
 
     def _median(self, rows: torch.Tensor) -> torch.Tensor:
         centre = rows.mean(dim=0)

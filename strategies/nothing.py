@@ -1,4 +1,4 @@
-"""Settings for experiments without stages: no preprocessing before the first round, no calibration after the last."""
+"""The defaults ``preprocess=none`` and ``calibrate=none``: no stage before the first or after the last round."""
 
 from typing import Literal
 

@@ -24,7 +24,7 @@ class FedAvgM(Averaging):
     """v <- server_momentum v + Delta; x <- x + server_learning_rate v.
 
     ``server_learning_rate``: learning rate of the server step; 1 with ``server_momentum`` 0 is FedAvg.
-    ``server_momentum``: momentum of the server step, the factor of v from the last round.
+    ``server_momentum``: momentum of the server step, the factor of the last round's v.
     """
 
     kind: Literal["fedavgm"] = "fedavgm"
@@ -35,7 +35,7 @@ class FedAvgM(Averaging):
         """Return remarks on settings that have no effect."""
         if self.server_momentum and experiment.rounds > 1:
             return []
-        why = FEDAVG if self.server_learning_rate == 1 else "algorithm.server_learning_rate alone acts"
+        why = FEDAVG if self.server_learning_rate == 1 else "only algorithm.server_learning_rate has an effect"
         first = "" if not self.server_momentum else "rounds=1, and "
         return [off(f"algorithm.server_momentum={self.server_momentum:g}", f"{first}{why}")]
 

@@ -18,8 +18,8 @@ class TrimmedMean(Robust):
     """The mean of every coordinate without the smallest and the largest values.
 
     ``trim``: the paper's beta, the share of clients that is left out at each end, rounded up to whole clients. Choose
-    at least the share of clients that may be hostile. If no client would remain, the one or two middle values remain,
-    as in the median. Every client counts the same. No privacy.
+    at least the share of clients that may be hostile. If no value would remain, the one or two middle values remain, as
+    in the median. Every client has the same weight. No privacy guarantee.
     """
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"

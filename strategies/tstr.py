@@ -1,7 +1,7 @@
 """TSTR, "train on synthetic, test on real": classifiers train only on records from the clients' generators.
 
-Esteban, Hyland and Raetsch 2017 (RCGAN), section 4.1, in the form in which DPImageBench (Gong et al. 2025) measures
-generators of images: several classifiers are trained, and the best one on held-out *synthetic* records is tested.
+Esteban, Hyland and Raetsch 2017 (RCGAN), section 4.1. As in DPImageBench (Gong et al. 2025), several classifiers are
+trained, and the best one on held-out *synthetic* records is tested.
 """
 
 from collections.abc import Mapping
@@ -27,16 +27,17 @@ def _known_classifier(name: str) -> str:
     try:
         return known_model(name)
     except UserError as error:
-        raise UserError(f"{error}; or take {DISCRIMINANT}, {QUADRATIC} or {OWN}, for the experiment's own") from None
+        raise UserError(f"{error}; or take {DISCRIMINANT}, {QUADRATIC} or {OWN} (the experiment's own)") from None
 
 
 class Tstr(Settings):
-    """The server trains classifiers on the clients' synthetic records alone, and the best of them is tested.
+    """The server trains classifiers on the clients' synthetic records alone, and the best classifier is tested.
 
     ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" (linear) and
-    "quadratic-discriminant" for closed forms. Each trains by the experiment's ``local`` settings on all synthetic
-    records but a share ``holdout``, on which the best is chosen. No test record is used for this choice, and no client
-    trains: the synthetic records are the only release.
+    "quadratic-discriminant" for discriminant analysis in closed form. Models are trained with the experiment's
+    ``local`` settings. ``holdout``: the share of the synthetic records that is left out of training, on which the best
+    classifier is chosen. No test record is used for this choice. No client trains: the synthetic records are the only
+    release.
     """
 
     kind: Literal["tstr"] = "tstr"
@@ -53,7 +54,7 @@ class Tstr(Settings):
     holdout: float = Field(0.1, gt=0, lt=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings of rounds and clients, as there are no rounds in which clients train."""
+        """Raise ValueError for settings of rounds in which clients train: there are none."""
         preprocess = experiment.preprocess
         if not replaces_records(preprocess) or getattr(preprocess, "server_epochs", False):
             raise ValueError(
@@ -63,16 +64,16 @@ class Tstr(Settings):
         for name, wanted in (("aggregator", "mean"), ("sampler", "full"), ("attack", "none"), ("calibrate", "none")):
             if (given := kind_of(getattr(experiment, name))) != wanted:
                 raise ValueError(
-                    f"algorithm tstr has no rounds, in which {name} {given} would have a place: leave {name} out"
+                    f"algorithm tstr has no rounds, so {name} {given} would have no effect: leave {name} out"
                 )
         if (batch_norm := experiment.local.batch_norm) != "none":
             raise ValueError(
-                f"algorithm tstr cannot run with local.batch_norm={batch_norm}: no model is averaged in it; leave it "
-                "out, and take models without running statistics"
+                f"algorithm tstr cannot run with local.batch_norm={batch_norm}, as it averages no models: leave "
+                "local.batch_norm out, and take models without running statistics"
             )
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return 1: the procedure has a single result and no rounds."""
+        """Return 1: there are no rounds, and the result counts as one."""
         del rounds, dataset
         return 1
 
@@ -84,8 +85,8 @@ class Tstr(Settings):
         """Raise UserError if ``num_records`` synthetic records are too few for a training and a held-out part."""
         if not 1 <= round(self.holdout * num_records) < num_records:
             raise UserError(
-                f"{num_records} synthetic records cannot be split into training and held-out ones by "
-                f"algorithm.holdout={self.holdout:g}: take a larger preprocess.gamma, or another holdout"
+                f"algorithm.holdout={self.holdout:g} cannot split {num_records} synthetic records into training and "
+                "held-out ones: take a larger preprocess.gamma, or another holdout"
             )
 
     def reports(self) -> str:

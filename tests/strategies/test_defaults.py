@@ -111,33 +111,33 @@ def test_a_strength_that_makes_a_method_fedavg_is_said(algorithm: Any, federatio
 
 
 SAID: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing proximal": ({"algorithm": "fedprox:0"}, "algorithm.mu=0 has no effect: the run is one of fedavg"),
+    "nothing proximal": ({"algorithm": "fedprox:0"}, "algorithm.mu=0 has no effect: this is fedavg"),
     "nothing distilled": ({"algorithm": "fedntd:0"}, "algorithm.beta=0 has no effect"),
     "absent classes as others": ({"algorithm": "fedrs:1"}, "algorithm.alpha=1 has no effect"),
     "no calibration": ({"algorithm": "fedlc:0"}, "algorithm.tau=0 has no effect: no logit is shifted"),
     "vacant classes": ({"algorithm": "fedvls:0"}, "algorithm.distillation_weight=0 has no effect"),
     "no suppression": ({"algorithm": {"kind": "fedvls", "logit_weight": 0}}, "algorithm.logit_weight=0 has no effect"),
-    "not uphill": ({"algorithm": "fedsam:0"}, "algorithm.rho=0 has no effect: the run is one of fedavg"),
+    "not uphill": ({"algorithm": "fedsam:0"}, "algorithm.rho=0 has no effect: this is fedavg"),
     "nothing carried": ({"algorithm": "fedcm:1"}, "algorithm.alpha=1 has no effect"),
-    "FedCM of one round": ({"algorithm": "fedcm", "rounds": 1}, "rounds=1, and it carries the round before on"),
+    "FedCM of one round": ({"algorithm": "fedcm", "rounds": 1}, "rounds=1, and the first round has no earlier update"),
     "MoFedSAM not uphill": ({"algorithm": {"kind": "mofedsam", "rho": 0}}, "algorithm.rho=0 .* this is fedcm"),
     "FedSpeed not uphill": ({"algorithm": {"kind": "fedspeed", "rho": 0}}, "algorithm.rho=0 .* this is feddyn"),
     "no share uphill": ({"algorithm": {"kind": "fedspeed", "uphill_share": 0}}, "algorithm.uphill_share=0 has no"),
-    "no contrast": ({"algorithm": "moon:0"}, "algorithm.mu=0 has no effect: the run is one of fedavg"),
+    "no contrast": ({"algorithm": "moon:0"}, "algorithm.mu=0 has no effect: this is fedavg"),
     "MOON of one round": ({"algorithm": "moon", "rounds": 1}, "a client's first round has no earlier model"),
-    "no pull": ({"algorithm": "fedproto:0"}, "algorithm.strength=0 has no effect: the run is one of fedavg"),
+    "no pull": ({"algorithm": "fedproto:0"}, "algorithm.strength=0 has no effect: this is fedavg"),
     "FedProto of one round": ({"algorithm": "fedproto", "rounds": 1}, "no prototypes in the first round"),
     "labels do not count": ({"algorithm": "feddisco:0"}, "algorithm.a=0 has no effect: labels do not count"),
-    "no labels, no constant": ({"algorithm": {"kind": "feddisco", "a": 0, "b": 0}}, "the run is one of fedavg"),
+    "no labels, no constant": ({"algorithm": {"kind": "feddisco", "a": 0, "b": 0}}, "this is fedavg"),
     "corrections of one round": ({"algorithm": "scaffold", "rounds": 1}, "corrections have no effect: rounds=1"),
     "another program": (
         {"algorithm": {"kind": "scaffold", "variant": "niid-bench"}, "sampler": "fixed-size:5"},
         "controls start at random weights, and here they start at 0",
     ),
     "no server momentum": (
-        {"algorithm": {"kind": "fedavgm", "server_momentum": 0}}, "algorithm.server_momentum=0 .* one of fedavg",
+        {"algorithm": {"kind": "fedavgm", "server_momentum": 0}}, "algorithm.server_momentum=0 .* this is fedavg",
     ),
-    "FedAvgM of one round": ({"algorithm": "fedavgm", "rounds": 1}, "rounds=1, and the run is one of fedavg"),
+    "FedAvgM of one round": ({"algorithm": "fedavgm", "rounds": 1}, "rounds=1, and this is fedavg"),
     "nothing trimmed": ({"aggregator": "trimmed-mean:0"}, "aggregator.trim=0 has no effect: nothing is cut off"),
     "too few to trim": ({"aggregator": "trimmed-mean", "clients": 2}, "aggregator.trim=0.2 has no effect"),
     "no middle": ({"aggregator": "median", "sampler": "fixed-size:2"}, "aggregator median has no effect"),
@@ -182,7 +182,7 @@ def test_a_setting_without_effect_is_said(case: str) -> None:
 def test_what_has_no_effect_is_on_the_screen_and_in_the_result(tmp_path: Path, capsys: Any) -> None:
     settings = {"algorithm": "fedprox:0", "model": "logistic", "rounds": 1, "clients": 2, "partition": "iid"}
     result = fl_sim.run(settings, out=tmp_path / "run")
-    assert "algorithm.mu=0 has no effect: the run is one of fedavg" in result.facts["warnings"]
+    assert "algorithm.mu=0 has no effect: this is fedavg" in result.facts["warnings"]
     assert "algorithm.mu=0 has no effect" in capsys.readouterr().err
 
 

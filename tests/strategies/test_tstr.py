@@ -22,11 +22,11 @@ def test_it_takes_the_pool_alone_unless_told_otherwise(preprocess):
         ({"preprocess": "none"}, "tstr trains on synthetic records alone"),
         ({"preprocess": {"kind": "da-fl", "train_on": "own-and-synthetic"}}, "preprocess.train_on=synthetic"),
         ({"preprocess": {"kind": "da-fl", "server_epochs": 3}}, "without preprocess.server_epochs"),
-        ({"aggregator": "global-dp"}, "has no rounds, in which aggregator global-dp would have a place"),
+        ({"aggregator": "global-dp"}, "has no rounds, so aggregator global-dp would have no effect"),
         ({"sampler": "fixed-size:3"}, "leave sampler out"),
         ({"attack": "label-flip:2"}, "leave attack out"),
         ({"calibrate": "ccvr"}, "leave calibrate out|nothing leaves them but synthetic"),
-        ({"local": {"batch_norm": "average"}}, "no model is averaged"),
+        ({"local": {"batch_norm": "average"}}, "averages no models"),
         (
             {"algorithm": {"kind": "tstr", "classifiers": ["lda"]}},
             "unknown model 'lda'.*or take discriminant, quadratic",
@@ -51,6 +51,6 @@ def test_the_experiments_model_is_tried_once():
 
 @pytest.mark.parametrize("records", [0, 1, 4])
 def test_too_few_records_are_refused(records):
-    with pytest.raises(UserError, match=f"{records} synthetic records cannot be split"):
+    with pytest.raises(UserError, match=f"cannot split {records} synthetic records"):
         Tstr().check_size(records)
     Tstr().check_size(10)
