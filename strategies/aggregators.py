@@ -61,8 +61,8 @@ def check_weighing(experiment: Choices) -> None:
     """Raise ValueError if the algorithm computes the clients' weights and the aggregator is not the plain mean."""
     if isinstance(experiment.algorithm, Weighing) and type(experiment.aggregator) is not WeightedMean:
         raise ValueError(
-            f"algorithm {kind_of(experiment.algorithm)} weighs clients by what they declare of themselves: of the "
-            "aggregators only mean does that; leave aggregator out"
+            f"algorithm {kind_of(experiment.algorithm)} computes the clients' weights from their updates, and only "
+            "aggregator mean uses such weights: leave aggregator out"
         )
 
 
@@ -72,9 +72,9 @@ def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
 
 
 class Robust(Settings):
-    """A robust aggregator: compares single updates, so that a few hostile clients have little effect.
+    """Base class of robust aggregators, which compare single updates so that a few hostile clients have little effect.
 
-    It treats all payloads of a client as one vector.
+    They treat all payloads of a client as one vector.
     """
 
     def check(self, experiment: Choices) -> None:
@@ -97,12 +97,14 @@ Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
 """A function from the updates (rows of a matrix, see ``as_rows``) and their replies to the aggregate as one row."""
 
 
-def combined(cohort: Cohort, combine: Combine, idle: Callable[[torch.Tensor], str] | None = None) -> Aggregate | None:
+def combined(
+    cohort: Cohort, combine: Combine, no_effect: Callable[[torch.Tensor], str] | None = None
+) -> Aggregate | None:
     """Return the robust aggregate of the clients that have records, or None if no client has records.
 
-    ``combine``: the aggregation rule. ``idle``: a function that returns a remark if the rule gives only the mean of
-    these rows, otherwise an empty string. Raises RunError, which names client and round, if an update or a loss is not
-    finite.
+    ``combine``: the aggregation rule. ``no_effect``: a function from the updates, as rows, to a remark if the rule only
+    returns their mean, otherwise to an empty string. Raises RunError, which names client and round, if an update or a
+    loss is not finite.
     """
     for reply in cohort.replies:
         _check_finite(reply, cohort.server_round)
@@ -110,8 +112,8 @@ def combined(cohort: Cohort, combine: Combine, idle: Callable[[torch.Tensor], st
         return None
     rows = as_rows(replies)
     row = combine(rows, replies).to(rows.dtype)
-    said = idle(rows) if idle else ""
-    return Aggregate(from_row(row, replies[0].payloads), cohort.participation(len(replies)), said)
+    remark = no_effect(rows) if no_effect else ""
+    return Aggregate(from_row(row, replies[0].payloads), cohort.participation(len(replies)), remark)
 
 
 def _trained(cohort: Cohort) -> list[Reply]:

@@ -70,7 +70,7 @@ class NoAttack(_Harmless):
 
 
 class _Attack(_Harmless):
-    """``clients`` of the experiment's clients are hostile."""
+    """Base class of attacks. ``clients``: the number of hostile clients."""
 
     clients: int = Field(2, ge=1)
 
@@ -79,7 +79,7 @@ class _Attack(_Harmless):
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
-                f"attack {kind} has no place beside algorithm {kind_of(experiment.algorithm)}, which has one client: "
+                f"attack {kind} cannot run with algorithm {kind_of(experiment.algorithm)}, which has one client: "
                 "take another algorithm, or attack=none"
             )
         if self.clients >= experiment.clients:
@@ -90,15 +90,14 @@ class _Attack(_Harmless):
         for part in (experiment.algorithm, experiment.aggregator, experiment.preprocess):
             if isinstance(part, Promising) and part.is_private:
                 raise ValueError(
-                    f"attack {kind} has no place beside {kind_of(part)}: what a single client sends is not looked at "
-                    "there, and a bill for clients that break the protocol would mean nothing; take another one, or "
-                    "attack=none"
+                    f"attack {kind} cannot run with {kind_of(part)}: no single update is checked there, and a privacy "
+                    "cost is meaningless for clients that break the protocol; take another one, or attack=none"
                 )
         if isinstance(experiment.algorithm, Sharing | Dealing):
             raise ValueError(
-                f"attack {kind} has no place beside algorithm {kind_of(experiment.algorithm)}: it is on the updates of "
-                "rounds, and what hostile clients would share or be given before the first one is not modelled; take "
-                "fedavg, fedprox, scaffold or another"
+                f"attack {kind} cannot run with algorithm {kind_of(experiment.algorithm)}: attacks change the updates "
+                "of rounds, and attacks before the first round are not modelled; take fedavg, fedprox, scaffold or "
+                "another"
             )
 
 
@@ -140,12 +139,12 @@ class ALittleIsEnough(_Attack):
     before: ClassVar[Mapping[str, Any]] = {"deviations": "formula"}
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if updates are compressed: no client could send the forged updates in compressed form."""
+        """Raise ValueError if updates are compressed: the forged updates have no compressed form."""
         super().check(experiment)
         if not is_none(experiment.compress):
             raise ValueError(
-                f"attack alie cannot run with compress {kind_of(experiment.compress)}: what it forges would not travel "
-                "through that, so no hostile client could send it; take attack sign-flip or label-flip, or leave "
+                f"attack alie cannot run with compress {kind_of(experiment.compress)}: its forged updates have no "
+                "compressed form, so no hostile client could send them; take attack sign-flip or label-flip, or leave "
                 "compress out"
             )
 
@@ -188,7 +187,7 @@ def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[in
 
 
 def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the changed ``labels`` of an attack, which may be a user's class. Raises UserError for invalid labels."""
+    """Return the attack's labels in place of ``labels``. Raises UserError if a user's attack returns invalid labels."""
     poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
     is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
     if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
@@ -230,16 +229,16 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning that counts the hostile clients without records, as these have no effect."""
+        """Return a warning with the number of hostile clients without records, as they have no effect."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         if not (harmless := len(hostile.intersection(idle))):
             return []
-        told = f"{harmless} of the {len(hostile)} hostile clients hold no records, so they do nothing: set a larger "
-        return [f"{told}attack.clients, another seed, or a split that leaves no client empty"]
+        without = f"{harmless} of the {len(hostile)} hostile clients hold no records, so they have no effect"
+        return [f"{without}: set a larger attack.clients, another seed, or a partition that leaves no client empty"]
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the round's updates, in which forged updates replace those of hostile clients."""
+        """Return the round's updates. Forged updates replace those of hostile clients."""
         replies = self.inner.received(replies)
         hostile = [reply for reply in replies if reply.client in self._hostile and reply.num_examples > 0]
         self._idle = not hostile and bool(self._hostile)

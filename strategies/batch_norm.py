@@ -63,7 +63,7 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning, for personal layers, that the measured accuracy is that of a model which no client has."""
+        """Return, for personal layers, a warning that the evaluated model is the model of no client."""
         del rounds_done, idle
         return [PERSONAL] if experiment.local.batch_norm == "personal" else []
 
@@ -72,8 +72,8 @@ class BatchNormLayers(Layer):
         """Raise UserError if layers are personal and local steps contain a share of the last mean update."""
         if experiment.local.batch_norm == "personal" and (scale := beginning.plan.gradient_scale) != 1:
             raise UserError(
-                f"algorithm {kind_of(experiment.algorithm)} takes {scale:g} of every gradient and the rest from what "
-                "all clients did, which personal BatchNorm layers are no part of: take local.batch_norm=average, or "
+                f"algorithm {kind_of(experiment.algorithm)} adds the last round's mean update to {scale:g} of every "
+                "gradient, and personal BatchNorm layers have no mean update: take local.batch_norm=average, or "
                 "another algorithm"
             )
 

@@ -29,9 +29,9 @@ class GeometricMedian(Robust):
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the geometric median of all payloads, or None if no client has records; see ``Aggregator``."""
         del weighting
-        return combined(cohort, lambda rows, _: self._median(rows.double()), self._idle)
+        return combined(cohort, lambda rows, _: self._median(rows.double()), self._no_effect)
 
-    def _idle(self, rows: torch.Tensor) -> str:
+    def _no_effect(self, rows: torch.Tensor) -> str:
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
         if len(rows) > 2 and float(far) > self.smoothing:
             return ""

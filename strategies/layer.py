@@ -49,11 +49,11 @@ _USUAL: Final = {
     "attack": "strategies.attacks:HostileUpdates",
     "devices": "strategies.timed:TimedRounds",
     "evaluate": "strategies.early_stopping:EarlyStopping",
-}  # of a kind that names none
+}  # the layer of each setting whose class names no other layer
 
 
 class Layered(Protocol):
-    """A settings class that names a layer. The layer implements these settings."""
+    """A settings class that names the layer that implements it."""
 
     layer: ClassVar[str]
 
@@ -71,7 +71,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The initial state of a run, on which layers check that they fit the run.
+    """The initial state of a run, from which each layer checks that it fits the run.
 
     ``plan``: an example of a local plan. ``sent``: the payloads of a client without records. ``kept``: names and shapes
     of the algorithm's client state. ``whole``: names of stages that train the whole model at the server.
@@ -126,7 +126,7 @@ class Layer:
         del experiment, out, progress
         if cls.__init__ is object.__init__:
             return cls()
-        raise NotImplementedError(f"{cls.__name__} is a layer without `of`, the classmethod that makes it for a run")
+        raise NotImplementedError(f"layer {cls.__name__} has an __init__: define the classmethod `of`, which calls it")
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
@@ -265,13 +265,13 @@ def layer_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def check_names(experiment: Any, names: Iterable[str]) -> None:
-    """Raise UserError if one of the algorithm's payload ``names`` is a name that a layer reserves for its tensors."""
+    """Raise UserError if a layer reserves one of ``names``, those of the algorithm's payloads and client state."""
     reserved = [kind.reserved for kind in _all_kinds(experiment) if kind.reserved]
     begin = tuple(name for name in reserved if name.endswith("/"))
     if taken := [name for name in names if name in reserved or name.startswith(begin)]:
         raise UserError(
-            f"algorithm {kind_of(experiment.algorithm)} sends or keeps something called {taken[0]!r}, and the names "
-            f"{', '.join(reserved)} are those of layers' own groups: give it another name"
+            f"algorithm {kind_of(experiment.algorithm)} has a payload or client state with the name {taken[0]!r}, and "
+            f"the names {', '.join(reserved)} are reserved for layers: give it another name"
         )
 
 

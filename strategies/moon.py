@@ -15,15 +15,15 @@ class MOON(Averaging):
 
     Adds mu times -log(exp(cos(z, z_x) / tau) / (exp(cos(z, z_x) / tau) + exp(cos(z, z_prev) / tau))) to the loss. The
     features z, z_x and z_prev are those of the trained model, the received model, and the client's model after its last
-    participation; in its first round the term has no gradient. ``mu``: the paper takes 5 on CIFAR-10 and 1 on
+    participation. In a client's first round the term has no gradient. ``mu``: the paper takes 5 on CIFAR-10 and 1 on
     CIFAR-100; 0 is FedAvg. The paper puts a projection of two layers below the head; here, as in other code, z is the
-    input of the model's own last layer. ``tau``: the temperature of the contrast.
+    input of the model's own last layer. ``tau``: the temperature of the contrastive term.
     """
 
     kind: Literal["moon"] = "moon"
     mu: float = Field(5.0, ge=0)
     tau: float = Field(0.5, gt=0)
-    knobs: ClassVar[str] = "the contrast weighs algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
+    knobs: ClassVar[str] = "the contrast has the weight algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""

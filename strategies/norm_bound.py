@@ -39,9 +39,9 @@ class NormBound(Robust):
             mean: torch.Tensor = (factors * weights / weights.sum()) @ updates
             return mean
 
-        return combined(cohort, bounded, self._idle)
+        return combined(cohort, bounded, self._no_effect)
 
-    def _idle(self, rows: torch.Tensor) -> str:
+    def _no_effect(self, rows: torch.Tensor) -> str:
         if float(rows.double().norm(dim=1).max()) > self.norm_bound:
             return ""
         return off(f"aggregator.norm_bound={self.norm_bound:g}", "no update was longer")

@@ -22,8 +22,8 @@ OWN: Final = "own"
 
 
 OWN_PART: Final = (
-    "a part of the model stays with each client: the accuracy is that of a model which no client has, the server's "
-    "part with the other as it was at first"
+    "a part of the model stays with each client: the evaluated model is the model of no client, as it joins the "
+    "server's part with the initial values of the other part"
 )
 
 
@@ -53,7 +53,7 @@ class OwnPart(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning that the measured accuracy is that of a model which no client has."""
+        """Return a warning that the evaluated model is the model of no client."""
         del experiment, rounds_done, idle
         return [OWN_PART]
 
@@ -68,8 +68,8 @@ class OwnPart(Layer):
             )
         if experiment.local.batch_norm == "personal":
             raise UserError(
-                f"algorithm {kind} says itself which part of the model stays with each client: take "
-                "local.batch_norm=average, and let its sends leave out BatchNorm layers"
+                f"algorithm {kind} decides which part of the model stays with each client: take "
+                "local.batch_norm=average, and leave BatchNorm layers out of the names that its method sends returns"
             )
 
 
@@ -89,7 +89,7 @@ class ClientOwnPart(ClientLayer):
         return replace(task, params=self.model(task.params, task.state), state=state)
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return task and result without the personal parameters, so that the update does not contain them."""
+        """Return the task and the trained parameters without the personal ones, so that the update omits these."""
         del came
         params, after = self._without(task.params), self._without(trained.params)
         return replace(task, params=params), replace(trained, params=after)

@@ -30,11 +30,11 @@ from strategies.layer import Beginning, Drawn, Layer, Stop
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
-_UNDERSPENT = 0.9  # of a budget: with less spent, it is worth saying
+_UNDERSPENT = 0.9  # a share of the budget: a run that spends less warns the user
 
 BEFOREHAND = (
-    " So are the sums over records that clients sent before the first round, and the images drawn from these, which "
-    "are in the run directory."
+    " The sums over records that clients sent before the first round are covered, too. So are the images drawn from "
+    "these sums, which are in the run directory."
 )
 
 
@@ -43,8 +43,8 @@ class PrivateRounds(Layer):
     """The layer for Global DP: charges the ledger, draws secret cohorts, and releases a noised mean in every round.
 
     ``clipping_norm``: the clipping norm of the next round; adaptive clipping changes it from round to round.
-    ``beforehand``: the mechanisms of the releases before the first round, each with a cohort of its own as in a round.
-    ``failed``: {client: reason} of the clients that failed since the last valid update. PRIVATE.
+    ``beforehand``: the mechanisms of the releases before the first round; each release samples a cohort, as a round
+    does. ``failed``: {client: reason} of the clients that failed since the last valid update. PRIVATE.
     """
 
     aggregator: GlobalDP
@@ -79,21 +79,21 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences on participation, on the budget that all rounds spend, and on noise without a budget."""
+        """Return sentences for the user on default sampling, the budget that all rounds spend, and a missing budget."""
         return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings on participation, the budget, a new start of the noise's correlation, and a large delta."""
+        """Return warnings on default sampling, the budget, correlated noise in a resumed run, and a large delta."""
         del idle
-        aggregator, said = experiment.aggregator, list[str]()
+        aggregator, resumed = experiment.aggregator, list[str]()
         if aggregator.noise_bands > 1 and rounds_done:
-            said.append(
-                f"the noise of the first {rounds_done} rounds was kept nowhere, for safety, so the correlation of "
-                "the noise begins anew here: less accurate than a run without a stop, and as private"
+            resumed.append(
+                f"the noise of the first {rounds_done} rounds is not stored, for safety, so the correlation of the "
+                "noise starts again in this resumed run: less accuracy than without an interruption, and equal privacy"
             )
         advice = delta_advice(aggregator.delta, experiment.num_clients)
-        return [*said, *told_beforehand(experiment), *([advice] if advice else [])]
+        return [*resumed, *told_beforehand(experiment), *([advice] if advice else [])]
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
@@ -117,17 +117,17 @@ class PrivateRounds(Layer):
             if server_round > 1:
                 raise Stop(f"privacy budget spent after {server_round - 1} rounds ({spent})") from spent
             raise RunError(
-                f"the privacy budget does not afford the first round ({spent}): what a run that was stopped has paid "
-                "here before counts; take a larger budget and another --out"
+                f"the privacy budget does not afford the first round ({spent}): earlier charges of a stopped run in "
+                "this run directory count, too; take a larger budget and another --out"
             ) from spent
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return a cohort drawn with the noise's key, not with the run's seed: a public cohort hides no client."""
+        """Return a cohort drawn with the noise's key, not with the run's seed: a cohort hides no client if public."""
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Let the failed clients count as zeros. Raises RunError as ``note`` does."""
+        """Record the failed clients, whose updates count as zeros. Raises RunError as ``note`` does."""
         del server_round
         self.note(failed, answered=answered)
 
@@ -145,29 +145,29 @@ class PrivateRounds(Layer):
         return True
 
     def state(self) -> Mapping[str, Any]:
-        """Return the next round's clipping norm, and the receipt of all charges so far."""
+        """Return the next round's clipping norm, and the receipt (number and digest) of all charges so far."""
         return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return the privacy statements, with the statement of the rounds' cost for a client."""
+        """Return the inner layers' privacy statements and that of the rounds, whose privacy unit is the client."""
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
         """Charge the ledger for a round before the round begins, and return the epsilon spent (None: no guarantee).
 
-        With cyclic sampling, one charge is for as many rounds as there are groups, as no client takes part in two of
-        these rounds. Raises BudgetExhausted if the charge would exceed the budget.
+        With cyclic sampling of G groups, one charge covers G rounds, as no client takes part in two of these rounds.
+        Raises BudgetExhausted if the charge would exceed the budget.
         """
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Charge the ledger for release ``number`` (from 1) before the first round, in the way of ``pay``."""
+        """Charge the ledger for release ``number`` (from 1) before the first round. Returns and raises as ``pay``."""
         event = self.sampler.amplify(self.beforehand[number - 1].event(), self.num_clients)
         name = f"before round 1: {number} of {len(self.beforehand)}"
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
-        """Return the source of random numbers for the round's cohort, with the noise's key.
+        """Return the source of the random numbers that sample the round's cohort; its key is that of the noise.
 
         The random numbers are as secret as the noise, and repeatable only if the noise is seeded.
         """
@@ -189,7 +189,7 @@ class PrivateRounds(Layer):
         self.failed = {} if answered else {**self.failed, **failed}
         if len(self.failed) >= min(2, self.num_clients):
             raise RunError(
-                "every client that was asked failed, so the set-up is at fault (the data, the model, a setting) and no "
+                "no client sent a valid update, so the cause is the set-up (the data, the model, a setting) and not a "
                 f"single client; {UNQUOTED}",
                 private=in_words("client", self.failed),
             )
@@ -209,7 +209,7 @@ class PrivateRounds(Layer):
     def statement(self, rounds: int) -> dict[str, object]:
         """Return the clients' privacy statement for ``result.json``, for a run with ``rounds`` planned rounds."""
         return self.ledger.statement(
-            covers=f"{COVERS}{_turns_in_words(self.sampler)}{BEFOREHAND if self.beforehand else ''}",
+            covers=f"{COVERS}{_groups_in_words(self.sampler)}{BEFOREHAND if self.beforehand else ''}",
             does_not_cover=DOES_NOT_COVER,
             simulation_only=self.noise.simulation_only,
             planned=planned_charges(self.aggregator, self.sampler, self.num_clients, rounds, self.beforehand),
@@ -255,8 +255,8 @@ def fitted(experiment: Any) -> float:
     aggregator = experiment.aggregator
     if aggregator.epsilon is None:
         raise UserError(
-            "aggregator.noise_multiplier=from-epsilon finds the noise for aggregator.epsilon, and that is not set: set "
-            "it, or a number as noise_multiplier"
+            "aggregator.noise_multiplier=from-epsilon finds the noise for aggregator.epsilon, which is not set: set "
+            "aggregator.epsilon, or a number as aggregator.noise_multiplier"
         )
 
     def spent(noise_multiplier: float, accountant: Accountant) -> float:
@@ -269,43 +269,43 @@ def fitted(experiment: Any) -> float:
 
 def told_beforehand(experiment: Any) -> list[str]:
     """Return sentences for the user on default Poisson sampling and on the budget that all rounds spend."""
-    aggregator, sampler, told = experiment.aggregator, experiment.sampler, []
+    aggregator, sampler, sentences = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
-        told.append(
-            f"each client takes part in a round by a secret coin of probability {sampler.sampling_rate:g} (sampler="
-            f"poisson:{sampler.sampling_rate:g}, with which aggregator global-dp starts; sampler=full asks all)"
+        sentences.append(
+            f"each client takes part in a round by a secret draw of probability {sampler.sampling_rate:g} (sampler="
+            f"poisson:{sampler.sampling_rate:g} is the default of aggregator global-dp; sampler=full takes all clients)"
         )
     if aggregator.epsilon is None or not aggregator.noise_multiplier:
-        return told
+        return sentences
     charges = _charges_of(experiment, aggregator)
     spent = epsilon_of_counts(charges, aggregator.delta, accountant=aggregator.accountant)
     if not _UNDERSPENT * aggregator.epsilon <= spent <= aggregator.epsilon:
-        ends = "so training stops before them" if spent > aggregator.epsilon else "which is a ceiling"
-        told.append(
+        ends = "so training stops early" if spent > aggregator.epsilon else "of which a part stays unused"
+        sentences.append(
             f"all {experiment.rounds:,} rounds cost epsilon {rounded_up(spent)} with "
             f"aggregator.noise_multiplier={aggregator.noise_multiplier:g}, and aggregator.epsilon is "
-            f"{aggregator.epsilon:g}, {ends}: aggregator.noise_multiplier=from-epsilon finds the noise with which they "
-            "spend just that ('fl-sim privacy global-dp --epsilon' shows it beforehand)"
+            f"{aggregator.epsilon:g}, {ends}: aggregator.noise_multiplier=from-epsilon finds the noise multiplier that "
+            "spends exactly this epsilon ('fl-sim privacy global-dp --epsilon' prints it)"
         )
-    return told
+    return sentences
 
 
 def cost_of_noise(experiment: Any) -> list[str]:
     """Return a sentence on the epsilon of a noise multiplier that was set without a budget, or an empty list.
 
-    Users may think that global-dp:8 means epsilon 8.
+    Without this sentence users may think that global-dp:8 means epsilon 8.
     """
     aggregator = experiment.aggregator
     noise, default = aggregator.noise_multiplier, type(aggregator).model_fields["noise_multiplier"].default
     if aggregator.epsilon is not None or noise in {0, default}:
         return []
     spent = epsilon_of_counts(_charges_of(experiment, aggregator), aggregator.delta, accountant=aggregator.accountant)
-    told = (
-        f"aggregator.noise_multiplier={noise:g} (in short global-dp:{noise:g}) is noise and no epsilon: all "
+    sentence = (
+        f"aggregator.noise_multiplier={noise:g} (in short global-dp:{noise:g}) sets the noise and not epsilon: all "
         f"{experiment.rounds:,} rounds cost epsilon {rounded_up(spent)}; to set epsilon instead, give "
         "aggregator.epsilon=8 aggregator.noise_multiplier=from-epsilon"
     )
-    return [told]
+    return [sentence]
 
 
 def _charges_of(experiment: Any, aggregator: GlobalDP) -> Mapping[DpEvent, int]:
@@ -313,11 +313,11 @@ def _charges_of(experiment: Any, aggregator: GlobalDP) -> Mapping[DpEvent, int]:
     return planned_charges(aggregator, experiment.sampler, experiment.num_clients, experiment.rounds, beforehand)
 
 
-def _turns_in_words(sampler: AnySampler) -> str:
+def _groups_in_words(sampler: AnySampler) -> str:
     if sampler.rounds_apart == 1:
         return ""
     apart = sampler.rounds_apart
-    return f" A step is {apart} rounds, in which each client has one turn; whose turn a round is, is public."
+    return f" A step is {apart} rounds, in which a client takes part at most once; the group of each round is public."
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:
@@ -339,9 +339,9 @@ def open_private_rounds(
 ) -> PrivateRounds:
     """Return the layer of a new or resumed run in run directory ``out``, with the ledger ``ledger.jsonl`` there.
 
-    ``clipping_norm``: that of the next round, None in a new run. ``receipt``: the receipt of the charges so far, as
-    plain JSON. Raises RunError if the ledger does not contain these charges. A resumed run with secret noise has a new
-    key: a round that was charged but not finished is charged again, and has another cohort.
+    ``clipping_norm``: the clipping norm of the next round, None in a new run. ``receipt``: the receipt of the charges
+    so far, as plain JSON. Raises RunError if the ledger does not contain these charges. A resumed run with secret noise
+    has a new key: a round that was charged but not finished is charged again, and samples another cohort.
     """
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm

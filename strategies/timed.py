@@ -14,7 +14,7 @@ from strategies.samplers import Coins
 
 
 class TimedRounds(Layer):
-    """Limits the cohort, by the virtual clock, to clients in time, and limits the number of their local steps."""
+    """Limits the cohort to clients that are in time by the virtual clock, and limits the number of local steps."""
 
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
@@ -39,7 +39,7 @@ class TimedRounds(Layer):
         fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
 
     def ready(self, work: Workload) -> None:
-        """Create the virtual clock for the clients' ``work``."""
+        """Create the virtual clock, which computes durations from the clients' ``work``."""
         self._clock = clock_of(self._experiment, work)
         self.inner.ready(work)
 
@@ -57,12 +57,12 @@ class TimedRounds(Layer):
         return {**self.inner.metrics(), **timed}
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings, with the number of rounds in which no client took part."""
-        told = self.inner.conclusions(rounds)
+        """Return warnings, one of them with the number of rounds in which no client took part."""
+        warnings = self.inner.conclusions(rounds)
         if not (empty := [one.round for one in rounds if one.late is not None and not one.cohort]):
-            return told
-        where = f"in {len(empty)} of {len(rounds)} rounds no client was there and in time, first in round {empty[0]}"
-        return [*told, f"{where}: they left the model as it was"]
+            return warnings
+        where = f"in {len(empty)} of {len(rounds)} rounds no client was available and in time (first: round {empty[0]})"
+        return [*warnings, f"{where}: these rounds did not change the model"]
 
 
 def clock_of(experiment: Any, work: Workload) -> Clock:

@@ -68,8 +68,8 @@ class ErrorFeedback(Settings):
 class TopK(ErrorFeedback):
     """Sends the largest numbers of an update, a ``share`` of all; the error is added to the next round's update.
 
-    ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up. Each
-    takes 32 bits, and ceil(log2 d) bits for its position.
+    ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up. Each sent
+    number takes 32 bits, and ceil(log2 d) bits for its position.
     """
 
     kind: Literal["top-k"] = "top-k"
@@ -101,17 +101,17 @@ class TopK(ErrorFeedback):
         d = num_in(layout)
         places = unpack(packed.bits, len(packed.numbers), bits_for(d))
         if (np.diff(places) <= 0).any() or places[-1] >= d:
-            raise Malformed(f"sent places that do not rise from 0 to at most {d - 1}")
-        return _spread(packed.numbers, torch.from_numpy(places), layout)
+            raise Malformed(f"sent positions that are not in ascending order from 0 to at most {d - 1}")
+        return _scattered(packed.numbers, torch.from_numpy(places), layout)
 
 
 class RandK(ErrorFeedback):
     """Sends a ``share`` of the update's numbers, 32 bits each, at positions drawn at random per client and round.
 
     ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up.
-    ``correction``: how the other numbers are made up for. With "scale" the server multiplies by d / k, so that the mean
-    over draws is the update, with a variance of d / k - 1 times the update's squared norm. With "error-feedback" the
-    error is added to the next round's update.
+    ``correction``: the treatment of the numbers that are not sent. With "scale" the server multiplies by d / k, so that
+    the mean over draws is the update, with a variance of d / k - 1 times the update's squared norm. With
+    "error-feedback" the compression error is added to the next round's update.
     """
 
     kind: Literal["rand-k"] = "rand-k"
@@ -145,7 +145,7 @@ class RandK(ErrorFeedback):
         """Return the sent numbers at their positions, multiplied by d / k for "scale", and zeros elsewhere."""
         d = num_in(layout)
         factor = d / len(packed.numbers) if self.correction == "scale" else 1.0
-        return _spread(packed.numbers * factor, self._places(d, coins), layout)
+        return _scattered(packed.numbers * factor, self._places(d, coins), layout)
 
     def _places(self, d: int, coins: Coins) -> torch.Tensor:
         drawn = coins().choice(d, _count_of(self.share, d), replace=False, shuffle=False)
@@ -173,14 +173,14 @@ class SignSGD(ErrorFeedback):
         """Return every sign times the scale of its tensor. Raises Malformed for scales below 0."""
         del coins
         if (packed.numbers < 0).any():
-            raise Malformed("sent mean sizes that are below 0")
+            raise Malformed("sent scales that are below 0")
         signs = FlatParams(torch.from_numpy(2.0 * unpack(packed.bits, num_in(layout), 1) - 1).float(), layout)
         parts = [scale * sign.reshape(-1) for scale, sign in zip(packed.numbers, signs.values(), strict=True)]
         return FlatParams(torch.cat(parts), layout)
 
 
 class PowerSGD(Settings):
-    """Sends every weight matrix as a product of two narrow ones: ``rank`` numbers for each row and for each column.
+    """Sends every weight matrix as a product of two narrow matrices: ``rank`` numbers for each row and each column.
 
     ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
     channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.
@@ -260,12 +260,12 @@ def _corrected_by(held: Payloads, update: FlatParams) -> FlatParams:
 def _count_of(share: float, d: int) -> int:
     """Return ``share`` times ``d``, rounded up: at least 1.
 
-    The share is used as the decimal number that it is written as: 0.07 of 100 is 7, and in binary a little more.
+    The share is read as a decimal number. In binary, 0.07 times 100 is a little more than 7 and would be rounded to 8.
     """
     return math.ceil(Fraction(str(share)) * d)
 
 
-def _spread(numbers: torch.Tensor, places: torch.Tensor, layout: Layout) -> FlatParams:
+def _scattered(numbers: torch.Tensor, places: torch.Tensor, layout: Layout) -> FlatParams:
     """Return an update with ``numbers`` at the positions ``places``, and zeros elsewhere."""
     flat = torch.zeros(num_in(layout))
     flat[places] = numbers

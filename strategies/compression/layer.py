@@ -23,11 +23,11 @@ from strategies.scaffold import Scaffold
 from strategies.trimmed_mean import TrimmedMean
 
 HELD: Final = "held-back/"
-"""The prefix of the client state that belongs to compression, such as the error of error feedback."""
+"""Prefix of the names of compression's tensors in client state, such as the error of error feedback."""
 
 
 class Compression(Layer):
-    """Compression as a layer that wraps the messages of clients only: it packs and unpacks updates."""
+    """Compression as a layer whose work is all in its client half: it compresses and decompresses updates."""
 
     reserved: ClassVar[str] = HELD
 
@@ -43,14 +43,14 @@ class Compression(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the part of the layer that packs and unpacks the updates of clients."""
+        """Return the client half, which compresses and decompresses the updates of clients."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
 
 @dataclass(frozen=True)
 class ClientCompression(ClientLayer):
-    """Packs those payloads of an update that have the names and shapes of the model's parameters."""
+    """Compresses those payloads of an update that have the names and shapes of the model's parameters."""
 
     packing: Packing
 
@@ -59,7 +59,7 @@ class ClientCompression(ClientLayer):
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the packed update; its client state also holds the state of compression."""
+        """Return the compressed update, with compression's tensors, such as the error, added to the client state."""
         payloads, packed, held = self.packing.pack(
             update.payloads, task.params, held_in(came.state), task.client, task.server_round
         )
@@ -67,11 +67,11 @@ class ClientCompression(ClientLayer):
         return replace(update, payloads=payloads, packed=packed, state=state)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the sizes of the packed payloads, by their names in ``template``."""
+        """Return {payload name: compressed size} for all payloads that are compressed."""
         return self.packing.sizes(template, model)
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return the reply with all payloads of its update unpacked, as in ``template``."""
+        """Return the reply with all payloads of its update decompressed, in the order of ``template``."""
         opened = {
             name: self.packing.unpack(name, packed, layout_of(template[name]), reply.client, server_round)
             for name, packed in reply.packed.items()
@@ -80,46 +80,46 @@ class ClientCompression(ClientLayer):
         return replace(reply, payloads=payloads, packed={})
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the client state ``state`` with the state of compression added."""
+        """Return the client state template with compression's tensors added."""
         return with_held(state, self.packing.held_back(template, server.params))
 
 
 def check_compression(experiment: Choices) -> None:
-    """Raise ValueError where the compression of an ``experiment`` does not fit its other settings."""
+    """Raise ValueError if the compression of an experiment does not fit its algorithm or aggregator."""
     compress, algorithm = experiment.compress, experiment.algorithm
     kind, has_rounds = kind_of(compress), not path_in(type(algorithm), "procedure")
     if not has_rounds or isinstance(algorithm, Dealing) or (isinstance(algorithm, Central) and algorithm.is_central):
         raise ValueError(
-            f"compress {kind} has no place beside algorithm {kind_of(algorithm)}, whose clients send no updates: leave "
+            f"compress {kind} cannot run with algorithm {kind_of(algorithm)}, whose clients send no updates: leave "
             "compress out, or take another algorithm, such as fedavg"
         )
     if isinstance(algorithm, Scaffold | Dynamic) and not compress.keeps_error:
         raise ValueError(
-            f"algorithm {kind_of(algorithm)} cannot run with compress {kind}, which is right on average only: what "
-            "clients keep and what the server adds up would drift apart, round by round; take one with error feedback, "
-            "such as compress=top-k, or leave compress out"
+            f"algorithm {kind_of(algorithm)} cannot run with compress {kind}, which is exact only on average: client "
+            "states and server state would drift apart, round by round; take a compressor with error feedback, such as "
+            "compress=top-k, or leave compress out"
         )
     if hides_clients(experiment.aggregator) and not (type(compress) is RandK and not compress.keeps_error):
         raise ValueError(
-            f"compress {kind} cannot run under aggregator global-dp: what a client leaves out depends on its records, "
-            "or comes in a later round, and the guarantee here is stated for what is left out without a look at them: "
-            "take compress=rand-k, whose places are drawn, or leave compress out"
+            f"compress {kind} cannot run under aggregator global-dp: the numbers that a client leaves out depend on "
+            "its records, or are sent in a later round, and the guarantee covers only positions that are independent "
+            "of records: take compress=rand-k, which draws positions at random, or leave compress out"
         )
     if isinstance(compress, TopK | RandK) and isinstance(experiment.aggregator, CoordinateMedian | TrimmedMean):
         raise ValueError(
-            f"aggregator {kind_of(experiment.aggregator)} cannot run with compress {kind}: most clients leave out any "
-            "one number, which counts as 0, so the middle is 0 and nothing would be learnt; take aggregator krum, "
-            "multi-krum, geometric-median or norm-bound, or compress=qsgd"
+            f"aggregator {kind_of(experiment.aggregator)} cannot run with compress {kind}: most clients leave out each "
+            "number, which then counts as 0, so the middle value is 0 and nothing would be learnt; take aggregator "
+            "krum, multi-krum, geometric-median or norm-bound, or compress=qsgd"
         )
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return client state with the state of compression added; ``held`` maps each payload name to its tensors."""
+    """Return the client state ``state`` with compression's tensors added. ``held``: {payload name: its tensors}."""
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return the state of compression in the client state ``state``, by the payload name of the update."""
+    """Return compression's tensors in the client state ``state``, as {payload name: its tensors}."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

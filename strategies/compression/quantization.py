@@ -23,7 +23,7 @@ from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.settings import Settings
 from fl_sim.types import Payloads
 
-_WORD: Final = 64
+_WORD: Final = 64  # bits
 
 
 class QSGD(Settings):
@@ -44,7 +44,7 @@ class QSGD(Settings):
         return Size(-(-d // self.bucket_size), num_digit_bytes(d, self._values))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the packed norms and levels of ``update``, and no client state."""
+        """Return the norms of the buckets and the packed levels of ``update``, and no client state."""
         del held
         buckets = self._in_buckets(update.flat.numpy())
         with np.errstate(over="ignore"):  # the server reports a norm that is not finite
@@ -58,7 +58,7 @@ class QSGD(Settings):
         return Packed.of(norms, pack_digits(digits, self._values)), {}
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the update rounded to levels. Raises Malformed for norms below 0 and for unknown levels."""
+        """Return the update, rounded to levels. Raises Malformed for norms below 0 and for unknown levels."""
         del coins
         norms, d = packed.numbers.numpy(), num_in(layout)
         if (norms < 0).any():
@@ -101,10 +101,10 @@ def pack(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
-    """Return the ``count`` numbers in bytes from ``pack``. Raises Malformed where a bit after them is not 0."""
+    """Return the ``count`` numbers in bytes from ``pack``. Raises Malformed if an unused bit after them is not 0."""
     each = np.unpackbits(packed)
     if each[count * bits :].any():
-        raise Malformed("sent packed numbers with something behind the last of them")
+        raise Malformed("sent packed numbers whose unused bits are not 0")
     numbers = np.zeros(count, np.int64)
     for column in each[: count * bits].reshape(count, bits).T:
         numbers = numbers << 1 | column
@@ -150,5 +150,5 @@ def unpack_digits(packed: NDArray[np.uint8], count: int, base: int) -> NDArray[n
         row[:] = left
     every = digits.T.ravel()
     if words.any() or every[count:].any():
-        raise Malformed(f"sent levels that are not among the {base} there are")
+        raise Malformed(f"sent levels outside the {base} valid ones")
     return every[:count]

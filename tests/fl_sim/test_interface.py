@@ -41,7 +41,7 @@ def test_a_run_returns_its_rounds_and_where_they_lie_and_finds_them_again(
 def test_what_a_run_warns_of_after_its_start_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     late = {"devices": "log-normal", "server": {"deadline": 1e-4}}
     fl_sim.run({**SMALL, **late}, out=tmp_path / "late")
-    assert capsys.readouterr().err.count("in 2 of 2 rounds no client was there and in time") == 1
+    assert capsys.readouterr().err.count("in 2 of 2 rounds no client was available and in time") == 1
     fl_sim.run({**SMALL, "local": {"momentum": 0.5}, "algorithm": "fedmix"}, out=tmp_path / "mixed")
     assert capsys.readouterr().err.count("has no local momentum") == 1, "what was shown at the start is not repeated"
 

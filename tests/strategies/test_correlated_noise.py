@@ -252,7 +252,7 @@ def test_a_run_has_such_noise_and_goes_on_after_a_stop_and_says_what_that_means(
     with pytest.raises(KeyboardInterrupt):
         run(experiment, stopped, observer=Stopping())
     after = run(experiment, stopped)
-    assert any("the correlation of the noise begins anew" in warning for warning in after["warnings"])
+    assert any("the correlation of the noise starts again" in warning for warning in after["warnings"])
     read = [
         [json.loads(line) for line in (tmp_path / name / ROUNDS).read_text().splitlines()]
         for name in ("whole", "stopped")

@@ -101,7 +101,7 @@ def test_a_layer_that_no_run_can_make_is_told_what_it_lacks(tmp_path: Path) -> N
         def __init__(self, needs: int) -> None:
             self.needs = needs
 
-    with pytest.raises(NotImplementedError, match="Unmade is a layer without `of`"):
+    with pytest.raises(NotImplementedError, match="layer Unmade has an __init__: define the classmethod `of`"):
         Unmade.of(None, tmp_path, {})
 
 

@@ -187,7 +187,11 @@ def test_fedcm_carries_on_the_rest_of_the_last_update(
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("fedexp", "squared norm"), ("fedproto", "sums of features"), ("feddisco", "of the aggregators only mean")],
+    [
+        ("fedexp", "squared norm"),
+        ("fedproto", "sums of features"),
+        ("feddisco", "only aggregator mean uses such weights"),
+    ],
 )
 def test_what_global_dp_cannot_clip_with_the_update_is_refused(kind: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"algorithm {kind} .*{message}"):

@@ -143,7 +143,7 @@ def test_no_single_client_stops_a_run_and_two_that_fail_with_nobody_answering_do
         strategy.cohort = np.array(cohort, dtype=np.int64)
         strategy.aggregate_train(server_round, [reply_of(client, good) for client in sent])
     strategy.cohort = np.array([6])
-    with pytest.raises(RunError, match="every client that was asked failed") as caught:
+    with pytest.raises(RunError, match="no client sent a valid update") as caught:
         strategy.aggregate_train(6, [])
     assert not set("0123456789") & set(str(caught.value))
     assert caught.value.private.splitlines() == [
@@ -158,7 +158,7 @@ SMALL = {"model": "logistic", "rounds": 1, "clients": 20, "partition": "iid", "s
 def test_noise_that_is_no_epsilon_is_told_when_the_run_starts_and_is_no_warning(tmp_path, capsys):
     run({**SMALL, "aggregator": "global-dp:8"}, out=tmp_path / "run")
     lines = capsys.readouterr().err.splitlines()
-    [told] = [number for number, line in enumerate(lines) if "(in short global-dp:8) is noise and no epsilon" in line]
+    [told] = [n for n, line in enumerate(lines) if "(in short global-dp:8) sets the noise and not epsilon" in line]
     assert told < next(number for number, line in enumerate(lines) if line.startswith("round 1/1"))
-    assert "is noise and no epsilon" not in (tmp_path / "run" / "result.json").read_text()
+    assert "sets the noise and not epsilon" not in (tmp_path / "run" / "result.json").read_text()
     assert PrivateRounds.told(experiment_from({**SMALL, "aggregator": "global-dp"})) == []

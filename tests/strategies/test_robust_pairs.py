@@ -23,7 +23,7 @@ REFUSED = {
     "fedexp": "squared norms",
     "fedproto": "divided by counts",
     "fednova": "set a public algorithm.tau_eff",
-    "feddisco": "of the aggregators only mean does that",
+    "feddisco": "only aggregator mean uses such weights",
     "fedmix": "averages that others share",
     "naivemix": "averages that others share",
     "centralized": "single client",

@@ -159,6 +159,6 @@ def test_cohorts_and_hostile_clients_without_records_are_told() -> None:
     [hostile] = told(attack={"kind": "sign-flip", "clients": 7}, aggregator="trimmed-mean:0.4")
     who = hostile_clients(experiment_from({"attack": {"kind": "sign-flip", "clients": 7}}).attack, HOLDERS + 5, 0)
     harmless = sum(client >= HOLDERS for client in who)
-    assert hostile.startswith(f"{harmless} of the 7 hostile clients hold no records, so they do nothing")
+    assert hostile.startswith(f"{harmless} of the 7 hostile clients hold no records, so they have no effect")
     assert told() == told(aggregator="global-dp", sampler="full") == told(aggregator="global-dp") == []
     assert told(sampler="fixed-size:8") == []

@@ -81,7 +81,7 @@ def test_what_was_found_is_a_setting_like_any_other(tmp_path: Path) -> None:
 
 
 def test_it_takes_a_budget_and_an_aggregator_with_noise() -> None:
-    with pytest.raises(UserError, match=r"finds the noise for aggregator\.epsilon, and that is not set"):
+    with pytest.raises(UserError, match=r"finds the noise for aggregator\.epsilon, which is not set"):
         private(aggregator={"epsilon": None, **FOUND})
     with pytest.raises(UserError, match=r"aggregator\.noise_multiplier"):
         experiment_from({**BASE, "aggregator": {"kind": "mean", **FOUND}})
@@ -92,10 +92,10 @@ def test_it_takes_a_budget_and_an_aggregator_with_noise() -> None:
 def test_a_ceiling_that_is_not_reached_or_too_low_is_told_and_one_that_fits_is_not() -> None:
     [under] = told_beforehand(private(sampler="poisson:0.2"))
     assert f"all 10 rounds cost epsilon {rounded_up(spent(private(sampler='poisson:0.2')))} with" in under
-    assert "aggregator.epsilon is 8, which is a ceiling" in under
+    assert "aggregator.epsilon is 8, of which a part stays unused" in under
     assert "aggregator.noise_multiplier=from-epsilon" in under
     [over] = told_beforehand(private(sampler="full", rounds=50))
-    assert "so training stops before them" in over
+    assert "so training stops early" in over
     assert told_beforehand(private(sampler="poisson:0.2", aggregator=FOUND)) == []
     assert told_beforehand(private(sampler="poisson:0.2", aggregator={"epsilon": None})) == []
 
@@ -104,7 +104,7 @@ def test_a_noise_multiplier_typed_in_short_is_told_to_be_no_epsilon_and_what_it_
     short = experiment_from({**BASE, "aggregator": "global-dp:8", "sampler": "poisson:0.2"})
     assert noise_of(short) == 8
     [told] = PrivateRounds.told(short)
-    assert "aggregator.noise_multiplier=8 (in short global-dp:8) is noise and no epsilon" in told
+    assert "aggregator.noise_multiplier=8 (in short global-dp:8) sets the noise and not epsilon" in told
     assert f"all 10 rounds cost epsilon {rounded_up(spent(short))}; to set epsilon instead" in told
     settings = told.partition(", give ")[2].split()
     found = experiment_from(with_overrides({**BASE, "aggregator": "global-dp", "sampler": "poisson:0.2"}, settings))
@@ -121,7 +121,7 @@ def test_who_takes_part_by_default_is_told_on_the_screen_in_the_plan_and_with_th
             main()
         return capsys.readouterr()
 
-    told = "each client takes part in a round by a secret coin of probability 0.1 (sampler=poisson:0.1"
+    told = "each client takes part in a round by a secret draw of probability 0.1 (sampler=poisson:0.1"
     assert any(told in one for one in told_beforehand(private()))
     assert not any(told in one for one in told_beforehand(private(sampler="full")))
     typed = ["model=logistic", "rounds=1", "aggregator=global-dp", "aggregator.noise=seeded"]

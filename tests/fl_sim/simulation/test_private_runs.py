@@ -370,7 +370,7 @@ def test_one_client_that_fails_stops_no_private_run_even_where_it_is_asked_alone
 
 def test_where_all_clients_fail_the_run_stops_and_what_they_said_is_for_the_owner_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with pytest.raises(RunError, match="every client that was asked failed") as stopped:
+    with pytest.raises(RunError, match="no client sent a valid update") as stopped:
         run(private(sampler="full"), out, grid=InProcessGrid(Hostile(lambda client: True), 12))
     assert len(charges(out)) == 1  # the charge stays
     kept = out / "private-errors.log"

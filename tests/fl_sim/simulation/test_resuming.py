@@ -272,7 +272,7 @@ def test_a_budget_that_is_spent_pays_for_no_repetition(tmp_path: Path) -> None:
     experiment = quick(aggregator={"kind": "global-dp", "epsilon": 1.01 * spent})
     assert run(experiment, tmp_path / "run")["rounds"] == 2
     set_aside(experiment, tmp_path / "run")
-    with pytest.raises(RunError, match=r"does not afford the first round .* has paid here before counts"):
+    with pytest.raises(RunError, match=r"does not afford the first round .* earlier charges of a stopped run"):
         run(experiment, tmp_path / "run")
 
 

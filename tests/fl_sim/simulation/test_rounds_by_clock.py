@@ -104,7 +104,7 @@ def test_a_round_in_which_nobody_answers_leaves_the_model_as_it_is_and_says_so(
     assert all(torch.equal(begun[name], ended[name]) for name in ended)
     assert [(one.cohort, one.late, one.bytes_up) for one in read_rounds(tmp_path / "run")] == [(0, 6, 0)] * 4
     assert result["status"] == "finished"
-    assert any("in 4 of 4 rounds no client was there and in time" in told for told in result["warnings"])
+    assert any("in 4 of 4 rounds no client was available and in time" in told for told in result["warnings"])
 
 
 def test_clients_that_are_not_there_are_not_asked(tmp_path: Path) -> None:

@@ -165,5 +165,5 @@ def test_what_a_client_sends_wrongly_is_refused_by_name(tmp_path: Path, monkeypa
     monkeypatch.setattr(TopK, "encode", packed_ill)
     monkeypatch.setattr("strategies.compression.error_feedback.subtract", lambda left, _: left)
     monkeypatch.setattr(TopK, "pack", lambda self, update, held, coins: (self.encode(update, coins), {"error": update}))
-    with pytest.raises(RunError, match="client 0 in round 1 sent places that do not rise"):
+    with pytest.raises(RunError, match="client 0 in round 1 sent positions that are not in ascending order"):
         run(settings("top-k"), tmp_path)
