@@ -1,7 +1,7 @@
-"""Public features in place of pixels: computed once for a data set's records and cached in a verified file.
+"""Replaces images by feature vectors, such as scattering coefficients, and caches them in a file.
 
-The cache is in $FL_SIM_FEATURES, or in the user's cache folder if that is not set. A file's name is made of the content
-of the records and the version of the transform. A damaged file is computed again.
+The cache is in $FL_SIM_FEATURES, or in the user's cache folder if the variable is not set. The name of a cache file
+contains a digest of the records and the version of the transform. A damaged file is computed again.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from fl_sim.store.files import folder_lock, readable_os_errors, user_folder, wri
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
-"""The representation of inputs: pixels, scattering features (``fl_sim.data.scattering``), or whitened ones."""
+"""The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering)."""
 
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {"scattering": 1, "whitened-scattering": 1}
-"""The version of each transform. Raise a version when its transform gives other numbers."""
+"""The version of each transform. Increase a version when its transform gives other numbers: old caches are unused."""
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
@@ -40,16 +40,16 @@ def features_root() -> Path:
 
 
 def version_of(features: Features) -> str:
-    """Return a name of the version of ``features``, which changes with their numbers; empty for "none"."""
+    """Return the name and version of a transform, such as ``scattering-1``; empty for "none"."""
     return "" if features == "none" else f"{features}-{_VERSION[features]}"
 
 
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
-    """Return ``dataset`` with feature vectors in place of images: (records, numbers), each of norm at most 1.
+    """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    In training, vectors are multiplied by the square root of their length (``std``), which gives a standard deviation
-    of about 1. ``records``: a digest of all records of ``dataset``. Raises UserError for records without features,
-    RunError if the file cannot be written.
+    ``std`` of the result is 1 / sqrt(numbers), so that normalised inputs have a standard deviation of about 1.
+    ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises UserError for records
+    that are no images or have an unsuitable size, RunError if the cache file cannot be written.
     """
     if features == "none":
         return dataset
@@ -58,8 +58,8 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     size = scattering.dimension_of(dataset.input_shape)
     if dataset.validation is not None:
         raise UserError(
-            f"features={features} are made of training and test images, and {dataset.name} comes with validation "
-            "records: leave these out of the data and take evaluate.validation=0.1, or leave features out"
+            f"features={features} are made of training and test images only, and {dataset.name} has validation "
+            "records: remove these from the data and set evaluate.validation=0.1, or leave features out"
         )
     train, test = _kept(dataset, features, records, size)
     note = f"{features} features of the images, {size} numbers a record, which look at no other record"
@@ -75,16 +75,19 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
 
 
 def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
-    """Return the features of training and test records from the cache; compute and cache them if they are missing."""
+    """Return the features of training and test records from the cache; compute and cache missing features.
+
+    ``size``: the number of features of a record.
+    """
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
     folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
-    private = is_own(dataset.name)  # features of the user's own records are as private as these
+    private = is_own(dataset.name)  # features of the user's own records are as private as the records
     shapes = (len(dataset.train), size), (len(dataset.test), size)
     with readable_os_errors():
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         with folder_lock(folder):
             path = folder / _FILE
-            for place, mode in ((folder, 0o700), (path, 0o600)) if private else ():  # left open by an earlier version
+            for place, mode in ((folder, 0o700), (path, 0o600)) if private else ():  # an earlier version left it open
                 if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
                     place.chmod(mode)
             damaged = ""
@@ -103,7 +106,7 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
 
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
-    """Return the features, shape (n, numbers), of ``images`` (n, channels, height, width), without use of the cache."""
+    """Compute the features of ``images`` (n, channels, height, width), shape (n, numbers), without the cache."""
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
 
     vectors = features_of(images)
@@ -114,7 +117,10 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 
 
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
-    """Return the features in a cache file. Raises FileNotFoundError if it is missing, another error if it is wrong."""
+    """Return the features in a cache file. Raises FileNotFoundError if it is missing, another error if it is bad.
+
+    ``identity``: the hash of records and version that the file must contain.
+    """
     if not path.exists():
         raise FileNotFoundError(path)
     with safe_open(path, "np") as file:
@@ -123,7 +129,7 @@ def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, i
     if said.get("identity") != identity or any(part.dtype != np.float32 for part in (train, test)):
         raise ValueError("it holds the features of other records")
     if (train.shape, test.shape) != shapes or said.get("sha256") != _digest((train, test)):
-        raise ValueError("its content is not what was written")
+        raise ValueError("its content does not have the stored checksum")
     return train, test
 
 

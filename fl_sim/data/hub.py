@@ -1,6 +1,7 @@
-"""Data sets of Hugging Face's ``datasets``: a folder (save_to_disk, parquet, json), or a name on the hub.
+"""Reads data sets with Hugging Face's ``datasets`` library: a local folder, or a name on the Hugging Face hub.
 
-If a column holds images, the result is a data set of images. Otherwise the columns form a table (fl_sim.data.table).
+If a column contains images, the result is a data set of images. Otherwise all columns form a table
+(fl_sim.data.table). A "part" is a split of the Hugging Face data set, such as train or test.
 """
 
 import os
@@ -25,10 +26,10 @@ from fl_sim.types import Dataset, Examples
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the data set at ``path``, a folder or a name on the hub. Raises UserError for anything else.
+    """Read the data set ``path``, a local folder or a name on the hub. Raises UserError if it cannot be read.
 
-    Training records are the part ``data.train_part`` ("train"). Test records are the part ``data.test_part`` ("test",
-    if there is one), or the share ``data.test`` of the training part. The note lists the parts that are left out.
+    Training records are the part ``data.train_part`` (default: train). Test records are the part ``data.test_part``
+    (default: test), or the share ``data.test`` of the training part. The note of the result lists all unused parts.
     """
     library = _library()
     parts = _parts(library, own, path)
@@ -68,20 +69,20 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 def _library() -> Any:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if os.environ.get("FL_SIM_OFFLINE"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library reads it when it is imported
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library reads this variable when it is imported
     try:
         import datasets  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:
         raise UserError(
-            f"hf: data are read by datasets, which is not installed ({in_one_line(error)}): pip install 'fl-sim[hf]', "
-            "or pip install datasets"
+            f"data of kind hf need the library datasets, which is not installed ({in_one_line(error)}): "
+            "pip install 'fl-sim[hf]', or pip install datasets"
         ) from error
     datasets.disable_progress_bars()
     return datasets
 
 
 def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
-    """Return {part name: its records}. Nothing is downloaded if FL_SIM_OFFLINE is set."""
+    """Return {name of a part: its records}. Nothing is downloaded if FL_SIM_OFFLINE is set."""
     is_offline = bool(os.environ.get("FL_SIM_OFFLINE"))
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -91,21 +92,18 @@ def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
             found = library.load_dataset(str(path), own.option("config") or None, download_config=only_here)
     except Exception as error:
         way = (
-            "wanted is what save_to_disk writes, or a folder of parquet, csv or json files"
+            "give a folder that save_to_disk has written, or a folder of parquet, csv or json files"
             if path.is_dir()
-            else "FL_SIM_OFFLINE is set, so nothing is fetched: name a folder, or unset it where there is a network"
+            else "FL_SIM_OFFLINE is set, so nothing is downloaded: give a local folder, or unset FL_SIM_OFFLINE"
             if is_offline
-            else "is the name right, and is there a network? A folder on this machine serves, too"
+            else "check the name and the network, or give a local folder"
         )
         raise UserError(f"hf:{own.place} cannot be read by datasets ({in_one_line(error)}); {way}") from error
     return {"train": found} if isinstance(found, library.Dataset) else found
 
 
 def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of training part and test part.
-
-    The name of the test part is empty if another setting defines the test records.
-    """
+    """Return the names of training part and test part; the latter is empty if another setting defines test records."""
     train, test = own.option("train_part") or "train", own.option("test_part")
     if not test and "test" in parts and not own.option("test") and not own.option("split"):
         test = "test"
@@ -115,12 +113,18 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
                 f"hf:{own.place} has no part {part!r}{guess(part, parts)}; set data.{key} to one of {enumerated(parts)}"
             )
     if train == test:
-        raise UserError(f"data.train_part and data.test_part are both {train!r}; to hold some out, set data.test=0.2")
+        raise UserError(
+            f"data.train_part and data.test_part are both {train!r}; to test on a share of its records, set "
+            "data.test=0.2 in place of data.test_part"
+        )
     return train, test
 
 
 def _table(where: str, part: Any, first: Any) -> TableReader:
-    """Return ``part`` as a table with the class codes of ``first``, the training part; classes are matched by name."""
+    """Return ``part`` as a table in which classes have the codes of ``first``, the training part.
+
+    Two parts may number their classes differently, so classes are matched by name.
+    """
     arrow = pyarrow()
     schema = part.features.arrow_schema.remove_metadata()
     for place, name in enumerate(schema.names):
@@ -141,18 +145,22 @@ def _batches(where: str, part: Any, first: Any, columns: Sequence[str]) -> Itera
 
 
 def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
-    """Return a column's class codes as in the training part ``first``, -1 for no class.
+    """Convert the class codes in ``cells`` to the codes of the training part ``first``; -1 means no class.
 
-    If the training part has no class codes, the class names are returned.
+    If the training part has no class codes, class names are returned.
     """
     arrow = pyarrow()
     compute, kinds = arrow.compute, arrow.types
     own, others = _names_in(part, name), _names_in(first, name)
     if not own and not (kinds.is_string(cells.type) or kinds.is_large_string(cells.type)):
-        raise UserError(f"{where} holds codes without names, and the part to train on names its classes; name both")
+        raise UserError(
+            f"{where} has class codes without names, but the training part has class names; store names in both parts"
+        )
     is_text = getattr(first.features.get(name), "dtype", "") in {"string", "large_string"}
     if own and not others and not is_text:
-        raise UserError(f"{where} names its classes, and the part to train on has codes without names; name both")
+        raise UserError(
+            f"{where} has class names, but the training part has codes without names; store names in both parts"
+        )
     if own:
         is_code = compute.and_(compute.greater_equal(cells, 0), compute.less(cells, len(own)))
         texts = arrow.array(own).take(compute.if_else(is_code, cells, None))
@@ -162,23 +170,20 @@ def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
         return texts
     if strangers := sorted({*texts.unique().drop_null().to_pylist()} - {*others}):
         raise UserError(
-            f"{where} has the class {shortened(strangers[0])!r}, which the part to train on does not have: its classes "
-            f"are {enumerated(others)}, and here {enumerated(own or strangers)}; rename them alike"
+            f"{where} has the class {shortened(strangers[0])!r}, which the training part does not have. The training "
+            f"part has {enumerated(others)}, this part has {enumerated(own or strangers)}; give both the same names"
         )
     return compute.index_in(texts, value_set=arrow.array(others)).fill_null(-1).cast(arrow.int64())
 
 
 def _names_in(part: Any, name: str) -> Sequence[str]:
-    """Return the class names of a column; empty if the column has none."""
+    """Return the class names that the data set stores for the column ``name``; empty if it stores none."""
     names: Sequence[str] = getattr(part.features.get(name), "names", None) or ()
     return names
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the name of the only column of type ``kind``; empty if there is none.
-
-    If there are several, the column called ``usual`` is returned; empty if none has this name.
-    """
+    """Return the name of the only column of type ``kind``, or of ``usual`` among several; otherwise empty."""
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""
 
@@ -188,7 +193,7 @@ def _with_images(
 ) -> Dataset:
     for key in ("drop", "text", "scale", "missing"):
         if own.option(key):
-            raise UserError(f"data.{key} is for tables, and the column {image!r} holds images; leave it out")
+            raise UserError(f"data.{key} is for tables, but column {image!r} contains images; leave data.{key} out")
     settings = image_settings(own)
     plan = planned(own, tables, roles_of(own, tables[0], with_features=False), test_part)
     rows = rows_of(plan)
@@ -222,7 +227,7 @@ def _with_images(
 def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSettings) -> Pixels:
     where, given = f"{table}, record {number + 1}", part[number][image]
     if given is None:
-        raise UserError(f"{where}, column {image!r}: there is no image")
+        raise UserError(f"{where}, column {image!r}: the image is missing; add it, or remove the record")
     try:
         return decoded(given["bytes"] or Path(given["path"]).read_bytes(), where, settings)
     except UserError:
@@ -232,8 +237,11 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the class names in the file, empty if there are none. Raises UserError for records without a class."""
+    """Return the names of ``classes`` that ``label``, the type of the label column, stores; else ``classes``.
+
+    Raises UserError for the class -1, which means records without a label.
+    """
     names = getattr(label, "names", None)
     if names and "-1" in classes:
-        raise UserError(f"{where}: records of class -1 have no label; name parts that are labelled, by data.test_part")
+        raise UserError(f"{where}: records of class -1 have no label; set data.test_part to a part with labels")
     return tuple(names[int(code)] for code in classes) if names else classes

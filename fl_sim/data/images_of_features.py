@@ -1,13 +1,13 @@
-"""Images for feature vectors: the pixels of an image are changed until its public features are close to a vector.
+"""Finds an image for a feature vector, to show synthetic records: inverts ``features=scattering`` approximately.
 
-A synthetic record in a feature space (``features=scattering``) is a vector. Gradient descent on pixels finds an image
+With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent on pixels finds an image
 with similar features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so
-three public priors are added. First, the search starts at the image that ridge regression predicts; the regression is
-fitted on synthetic images (``made_images``). Second, its steps are scaled to the spectrum of pink noise, so that coarse
-shapes appear before fine ones. Third, images with a small total variation are preferred.
+three public priors are used. First, the search starts at the image that ridge regression predicts; the regression is
+fitted on artificial images (``made_images``). Second, the steps are scaled to the spectrum of pink noise, so that
+coarse shapes appear before fine shapes. Third, images with a small total variation are preferred.
 
 The only inputs are the vectors, the shape of the images and the public transform. If the vectors were released under
-differential privacy, the images are post-processing of that release and cost nothing more.
+differential privacy, the images are post-processing of that release and have no further privacy cost.
 """
 
 import math
@@ -26,46 +26,46 @@ from fl_sim.data.scattering import Whitening, described, dimension_of, made_imag
 Shape = tuple[int, int, int]
 
 STEPS: Final = 150
-"""The number of gradient steps for each image."""
+"""The number of steps of gradient descent (Adam) for each image."""
 
-_AT_A_TIME: Final = 20  # images
-_RATE: Final = 0.1  # of Adam at the start; it falls to zero as a cosine does
+_BATCH: Final = 20  # images per batch
+_RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduces it to 0
 _BETAS: Final = (0.9, 0.99)
-_VARIATION: Final = 0.1  # weight of the mean difference of neighbouring pixels beside the squared distance
+_VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-_OWN: Final = 0.35  # the own part of a channel beside the brightness that all share, as in made-up images
+_OWN: Final = 0.35  # deviation of each channel's own values; the values common to all channels have deviation 1
 
-_MADE: Final = 300  # made-up images of each of three sorts
-_SEED: Final = 1  # not the whitening's: the regression needs other images
-_RIDGE: Final = 0.1  # in units of the mean squared length of the made-up images' features
-_BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and deviation of the image at the start
-_DARKEST: Final = 0.02  # and no brighter than one less this: the logarithms of the odds stay finite
+_MADE: Final = 300  # artificial images of each of three kinds
+_SEED: Final = 1  # differs from the seed of the whitening: the regression needs other images
+_RIDGE: Final = 0.1  # ridge penalty, relative to the mean squared length of the artificial images' features
+_BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the first image
+_DARKEST: Final = 0.02  # the first image is limited to 0.02 .. 0.98, because the logit of 0 and 1 is infinite
 
 
 def images_of(
     vectors: Vectors, shape: Shape, features: Features, tell: Callable[[float], None] = lambda _: None
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return images (n, *shape) with ``features`` near ``vectors`` (n, numbers), and their distances (n,).
+    """Find an image for each of the ``vectors`` (n, numbers), so that its features are close to the vector.
 
-    A distance is that between a vector and the features of its image, divided by the length of the vector. ``shape``:
-    channels, height and width. ``tell``: a callback that receives the finished share of the work. The same vectors
-    always give the same images. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` do
-    not have their form.
+    Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features of
+    its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback for a
+    progress bar; it receives the finished share of the work. The same vectors always give the same images. Raises
+    UserError if images of ``shape`` have no features, ValueError if ``vectors`` are no such features.
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(
-            f"vectors of shape {vectors.shape[1:]} are no features of such images, which are {dimension_of(shape)} "
+            f"vectors of shape {vectors.shape[1:]} are no features of such images, which have {dimension_of(shape)} "
             "numbers"
         )
     if not np.isfinite(vectors).all():
-        raise ValueError("some of the vectors hold numbers that are not finite")
+        raise ValueError("some of the vectors contain numbers that are not finite")
     images = np.empty((len(vectors), *shape), dtype=np.uint8)
     if not len(vectors):
         return images, np.empty(0, dtype=np.float32)
     regression = _regression(shape, features)
     whitening = None if features == "scattering" else whitening_of(shape)
-    for start in range(0, len(vectors), _AT_A_TIME):
-        rows = slice(start, min(start + _AT_A_TIME, len(vectors)))
+    for start in range(0, len(vectors), _BATCH):
+        rows = slice(start, min(start + _BATCH, len(vectors)))
 
         def tell_of(share: float, rows: slice = rows) -> None:
             tell((rows.start + share * (rows.stop - rows.start)) / len(vectors))
@@ -80,7 +80,7 @@ def images_of(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread in this block, so that the bits of sums do not depend on the number of threads."""
+    """Limit torch to one thread in this block, so that results are bit-identical for any number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -91,9 +91,9 @@ def _one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def _regression(shape: Shape, features: Features) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from features to images (n, *shape) of mean 0 and deviation 1, fitted on synthetic images.
+    """Fit a ridge regression from features to images (n, *shape) on artificial images; return the fitted function.
 
-    The fitted images have mean 0 and deviation 1, because features hardly depend on brightness and contrast.
+    Its images have mean 0 and standard deviation 1, because features hardly depend on brightness and contrast.
     """
     made = made_images(shape, _MADE, _SEED)
     inputs, images = (torch.from_numpy(one).double() for one in (vectors_of(made, features), made.astype(np.float64)))
@@ -122,7 +122,8 @@ def _descended(
 ) -> torch.Tensor:
     """Return images in [0, 1] with features near ``targets``, found by Adam from the images ``start``.
 
-    ``start`` has mean 0 and deviation 1. Adam changes white noise, which the function ``image`` turns into an image.
+    ``start`` has mean 0 and standard deviation 1. Adam does not change pixels, but white noise, which the inner
+    function ``image`` filters to the spectrum of pink noise.
     """
     channels, height, width = start.shape[1:]
     spectrum, mixture = _pink(height, width), _mixture(channels)
@@ -154,7 +155,7 @@ def _descended(
 
 
 def _pink(height: int, width: int) -> torch.Tensor:
-    """Return the amplitude of each frequency of ``rfft2``: it falls as 1/f and has a mean square of 1."""
+    """Return the amplitude of pink noise at each frequency f of ``rfft2``: 1 / f, scaled to a mean square of 1."""
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
     frequencies[0, 0] = 1 / max(height, width)
     amplitudes = 1 / frequencies
@@ -162,9 +163,10 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return the matrix that mixes channels, (channels, channels): most variance is brightness shared by all channels.
+    """Return the symmetric matrix, (channels, channels), that gives independent channels the covariance of photographs.
 
-    The matrix is symmetric. Its square is the covariance of channels with one common brightness and small own parts.
+    The square of the matrix is this covariance: a brightness common to all channels, and a small independent part of
+    each channel (``_OWN``).
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

@@ -1,6 +1,7 @@
-"""Data sets in LEAF's JSON (Caldas et al. 2018): folders train and test, files with users, num_samples and user_data.
+"""Reads LEAF's JSON files (Caldas et al. 2018), such as FEMNIST and Shakespeare.
 
-Files are read one after another. The records of each user form a group, in both parts.
+The folders train and test contain JSON files with the keys users, num_samples and user_data. Files are read one after
+another, to save memory. A user's records form a group (``Examples.groups``), with the same number in train and test.
 """
 
 import json
@@ -33,16 +34,16 @@ from fl_sim.own_code import in_one_line
 from fl_sim.types import Dataset, Examples
 
 FEMNIST_SIDE: Final = 28
-"""FEMNIST's images have 28 x 28 pixels; each is a list of numbers from 0 (black) to 1."""
+"""Height and width of FEMNIST's images. In JSON an image is a list of 784 numbers from 0 (black) to 1."""
 
-_BY_USER: Final = "each user is a client, the same one in train and test where names are equal"
+_BY_USER: Final = "each user is a client; users with equal names in train and test are the same client"
 _IMAGES_READ_OFF: Final = ("that all numbers of a record lie from 0 to 1, so that records are images",)
-_SWELL: Final = 12  # the bytes of a file's Python objects, in those of the file
+_SWELL: Final = 12  # memory of the Python objects of a JSON file, divided by the size of the file
 
 
 @dataclass(frozen=True)
 class _User:
-    """One user's records: inputs (records, numbers), as bytes for FEMNIST's images, and labels (records,)."""
+    """The records of one user. ``inputs``: shape (records, numbers), as bytes for FEMNIST's images, or tokens."""
 
     name: str
     file: Path
@@ -52,12 +53,12 @@ class _User:
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the data set below ``path``. Raises UserError, with file and user, for anything but LEAF's JSON.
+    """Read the data set in the folder ``path``. Raises UserError, with file and user, for anything but LEAF's JSON.
 
-    Rows of 784 numbers from 0 to 1 are FEMNIST's images and become bytes. Other rows of numbers are unchanged. Classes
-    are the labels in the files, or those of ``data.classes``, in numerical order. Texts whose labels are single
-    characters are Shakespeare's: they become sequences of tokens, and every character of the alphabet is a class
-    (LEAF's, or ``data.alphabet``).
+    Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes are
+    the labels in the files, or those of ``data.classes``, in numerical order. Texts with single characters as labels
+    (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The alphabet is LEAF's, or
+    ``data.alphabet``.
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]
@@ -75,7 +76,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     labels = np.arange(len(alphabet)) if is_text else listed if len(listed) else found
     numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
     train, test = (_examples(users, numbers, labels) for users in parts)
-    left = f"{strangers:,} clients have test records alone" if (strangers := len(numbers) - len(parts[0])) else ""
+    left = f"{strangers:,} clients have only test records" if (strangers := len(numbers) - len(parts[0])) else ""
     counted = tuple(filter(None, (left, similar_spellings("users", {*numbers}, with_names=False))))
     is_image, width = train.inputs.ndim == 4, train.inputs.shape[1]
     numeric = "images of 28x28, as bytes" if is_image else f"{width} numbers a record, as they are"
@@ -83,13 +84,13 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
     if is_text:  # every character is a class, whether or not it occurs
         whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
-        meaning = f"{len(alphabet):,} characters {whose} are the classes, and the tokens from 1"
+        meaning = f"the {len(alphabet):,} characters {whose} are the classes, and the tokens from 1"
         return Dataset(
             name, train, test, len(alphabet), mean, std, note, counted=counted, classes=tuple(map(repr, alphabet)),
             vocabulary=len(alphabet) + 1, read_off=("the length of the longest text",), inferred=(meaning, _BY_USER),
         )  # fmt: skip
     if own.option("alphabet"):
-        raise UserError(f"data.alphabet is for texts, and {path} holds numbers; leave it out")
+        raise UserError(f"data.alphabet is for texts, but {path} contains numbers; leave data.alphabet out")
     classes = tuple(map(str, labels.tolist()))
     if not len(listed):
         check_classes(train.labels, test.labels, classes, str(path))
@@ -110,54 +111,56 @@ def _padded(user: _User, length: int) -> _User:
 
 
 def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
-    """Return the labels of ``data.classes`` in numerical order. Raises UserError unless they are whole numbers."""
+    """Return the labels in ``data.classes`` in numerical order. Raises UserError unless they are whole numbers."""
     listed = listed_classes(own)
     if listed and is_text:
-        raise UserError("data.classes: of texts every character of LEAF's alphabet is a class; leave data.classes out")
+        raise UserError("data.classes: the classes of texts are the characters of the alphabet; leave data.classes out")
     if not all(text.isascii() and text.removeprefix("-").isdigit() and len(text) < 19 for text in listed):
         raise UserError(
-            f"data.classes = {'+'.join(listed)!r}: LEAF's labels are whole numbers; list those, or how many"
+            f"data.classes = {'+'.join(listed)!r}: LEAF's labels are whole numbers; list them, or give their number"
         )
     return np.unique(np.array([*map(int, listed)], dtype=np.int64))
 
 
 def _users(folder: Path, alphabet: str) -> list[_User]:
-    """Return the users with records from all files of ``folder``; only one file's objects are in memory at a time."""
+    """Read all files of ``folder`` one by one; return the users with at least one record."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
-        raise UserError(f"{folder} holds no *.json; wanted are LEAF's folders {folder.parent}/train and test")
+        raise UserError(
+            f"{folder} holds no *.json; LEAF's files must be in the folders {folder.parent}/train and "
+            f"{folder.parent}/test"
+        )
     users: dict[str, _User] = {}
     num_bytes = 0
     for file in files:
         if _SWELL * file.stat().st_size > 2 * most_bytes():
             raise UserError(
-                f"{file} has {file.stat().st_size:,} bytes, too many to read at once on this machine; have LEAF write "
-                "smaller files, or take fewer users"
+                f"{file} has {file.stat().st_size:,} bytes, too many for this machine's memory; let LEAF write smaller "
+                "files, or use fewer users"
             )
         content = _content(file)
         for name, size in zip(content["users"], content["num_samples"], strict=True):
             user = _user(file, name, size, content["user_data"], alphabet)
             if user.name in users:
                 raise UserError(
-                    f"{file}: user {shortened(user.name)!r} is in {users[user.name].file}, too; keep one of both"
+                    f"{file}: user {shortened(user.name)!r} is also in {users[user.name].file}; remove one of the two"
                 )
             users[user.name] = user
             num_bytes += user.inputs.nbytes
         if 2 * num_bytes > most_bytes():
-            raise UserError(f"{folder} takes more than half of this machine's memory; take fewer users")
+            raise UserError(f"{folder} takes more than half of this machine's memory; use fewer users")
     with_records = [user for user in users.values() if len(user.labels)]
     if not with_records:
-        raise UserError(f"{folder} holds no records of any user")
+        raise UserError(f"{folder} holds no records of any user; sample the data with LEAF again")
     return with_records
 
 
 def _content(file: Path) -> Mapping[str, Any]:
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Raise UserError for a JSON object with a repeated key, of which Python would drop the first value."""
-        found = dict(pairs)
+        found = dict(pairs)  # of a repeated key, Python keeps the last value silently
         if len(found) < len(pairs):
             key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise UserError(f"{file} has the key {shortened(key)!r} twice in one object; keep one of both")
+            raise UserError(f"{file} has the key {shortened(key)!r} twice in one object; remove one of the two")
         return found
 
     try:
@@ -165,11 +168,14 @@ def _content(file: Path) -> Mapping[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{file} is no readable JSON ({in_one_line(error)}); write it again with LEAF") from error
+        raise UserError(f"{file} is no readable JSON ({in_one_line(error)}); make it again with LEAF") from error
     wanted = {"users": list, "num_samples": list, "user_data": dict}
     is_leaf = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in wanted.items())
     if not is_leaf or len(content["users"]) != len(content["num_samples"]):
-        raise UserError(f"{file} is not LEAF's JSON: wanted are users and num_samples, equally long, and user_data")
+        raise UserError(
+            f"{file} is not LEAF's JSON: it needs the lists users and num_samples, equally long, and the object "
+            "user_data"
+        )
     checked: Mapping[str, Any] = content
     return checked
 
@@ -178,7 +184,7 @@ def _user(file: Path, user: object, size: object, data: Mapping[str, Any], alpha
     where = f"{file}: user {shortened(repr(user))}"
     own = data.get(user) if isinstance(user, str) else None
     if not isinstance(user, str) or not isinstance(own, dict) or not {"x", "y"} <= own.keys():
-        raise UserError(f"{where} has no records: user_data must hold x and y of every user")
+        raise UserError(f"{where} has no records: user_data must contain x and y of every user")
     x, y = own["x"], own["y"]
     if not isinstance(x, list) or not isinstance(y, list) or not len(x) == len(y) == size:
         raise UserError(f"{where} must have {size} entries in x and in y, as num_samples says")
@@ -188,8 +194,8 @@ def _user(file: Path, user: object, size: object, data: Mapping[str, Any], alpha
         return _User(user, file, as_tokens(x, where, alphabet), as_classes(y, where, alphabet), is_text=True)
     if isinstance(x[0], list) and any(isinstance(part, str) for part in x[0]):
         raise UserError(
-            f"{where} has lists with texts for inputs (Sent140): of texts, next-character prediction (Shakespeare) "
-            "alone is supported"
+            f"{where} has lists with texts as inputs (Sent140). For texts, only next-character prediction "
+            "(Shakespeare) is supported"
         )
     return _of_numbers(user, file, x, y, where)
 
@@ -199,12 +205,12 @@ def _of_numbers(user: str, file: Path, x: list[Any], y: list[Any], where: str) -
         inputs, labels = np.array(x, dtype=np.float32), np.array(y)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
-            f"{where} has inputs that are no numbers, or not equally many ({in_one_line(error)})"
+            f"{where} has inputs that are no numbers, or of different lengths ({in_one_line(error)})"
         ) from error
     if inputs.ndim != 2 or not np.isfinite(inputs).all():
         raise UserError(f"{where} has inputs that are no rows of finite numbers")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise UserError(f"{where} has labels that are no whole numbers, one a record (others are not supported)")
+        raise UserError(f"{where} has labels that are no whole numbers, one per record; others are not supported")
     is_image = inputs.shape[1] == FEMNIST_SIDE**2 and inputs.min() >= 0 and inputs.max() <= 1
     return _User(user, file, np.rint(255 * inputs).astype(np.uint8) if is_image else inputs, labels.astype(np.int64))
 
@@ -214,13 +220,13 @@ def _check_alike(users: list[_User]) -> None:
     for user in users:
         if user.inputs.shape[1] != first.inputs.shape[1]:
             raise UserError(
-                f"{user.file}: records of user {shortened(user.name)!r} have {user.inputs.shape[1]} numbers, those of "
-                f"{shortened(first.name)!r} have {first.inputs.shape[1]}; they must be equally long"
+                f"{user.file}: records of user {shortened(user.name)!r} have {user.inputs.shape[1]} numbers, but "
+                f"records of {shortened(first.name)!r} have {first.inputs.shape[1]}; they must be equally long"
             )
         if (user.inputs.dtype, user.is_text) != (first.inputs.dtype, first.is_text):
             raise UserError(
-                f"{user.file}: numbers of user {shortened(user.name)!r} and of {shortened(first.name)!r} are not both "
-                "texts, or both images from 0 to 1; write them alike"
+                f"{user.file}: records of user {shortened(user.name)!r} and of {shortened(first.name)!r} differ in "
+                "kind (texts, images from 0 to 1, other numbers); all users need the same kind"
             )
 
 

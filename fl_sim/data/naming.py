@@ -87,7 +87,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "alphabet": ("text", "The characters of texts, in order, each once. Default: LEAF's 80 characters."),
     "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Without it all images must have one size."),
     "values": ("LEAST..MOST", "For images of 16-bit numbers or floats: the pixel values that become 0 and 255."),
-    "val": ("train", "Adds the validation images to the training images. Without it they are not used."),
+    "val": ("leave, train or validate", "Validation images are unused, trained on, or for evaluate.validation=given."),
     "image": ("a column", "The column with the images, for data with several such columns."),
     "config": ("text", "The configuration of the data set, for a data set with several."),
     "train_part": ("text", "The name of the split with the training records. Default: train."),

@@ -1,7 +1,7 @@
-"""Data sets in npz files: copies of public sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
+"""Reads npz files: copies of public data sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
 
-All arrays are checked, and memory-mapped unless they are compressed. The arrays client_train (or groups) and
-client_test name the client of each record, by whole numbers or texts.
+All arrays are checked before use. Uncompressed images are memory-mapped, so they need not fit into memory. The arrays
+client_train (or groups) and client_test contain the client of each record, as a whole number or text.
 """
 
 import math
@@ -37,7 +37,7 @@ from fl_sim.types import Dataset, Examples
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 
 CLIENTS: Final = ("client_train", "groups")
-"""Two accepted names of the same array."""
+"""The two accepted names of the array with the client of each training record."""
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 _JPEG = ("jpeg_train", "jpeg_test")
@@ -48,20 +48,20 @@ _WORDS: Final = {
     **dict.fromkeys(("x", "data", "images", "features"), "x_train and x_test"),
     **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
 }
-"""{array name of other programs: array name here}"""
+"""{array name in other programs: the name to use here}, for hints in error messages."""
 _INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
 
 _LARGE: Final = 2**26
-"""In bytes: in larger files, array headers are checked against one another before any array is read."""
-_MOST_PACKED: Final = 500  # the most bytes of such a compressed array, in those in the file
+"""Bytes. In a larger file, lengths and compression of all arrays are checked before any array is read."""
+_MOST_PACKED: Final = 500  # the largest compression factor of such an array; a higher factor suggests a zip bomb
 
 MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
 _USES: Final = ("leave", "train", "validate")
 
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
-    """Return the known data set whose copy is the file ``path``."""
+    """Read the npz file ``path``, a copy of the public data set ``known``, for example cifar10.npz."""
     arrays = read_arrays(path, REQUIRED, _OPTIONAL, others=True)
     train, test = with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     num_jpeg, total = sum(arrays[name].size for name in _JPEG if name in arrays), len(train) + len(test)
@@ -70,17 +70,17 @@ def read_known(path: Path, known: KnownSet) -> Dataset:
 
 
 def read_own(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
+    """Read the user's own npz file: uint8 images (NHW or NHWC), float features (records, features), or tokens.
 
-    Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one per channel), or
-    by 0.5 and 0.5 without these arrays. Features are normalised by ``mean`` and ``std``, or not at all. These constants
-    are never computed from the training records: that would be a statistic of the clients' private data. Optional
-    arrays: ``client_train`` (or ``groups``), a whole number or a text that names each training record's writer,
-    hospital or device, for partition=natural; ``client_test``, the same for test records, for clients' accuracies;
-    ``x_val`` and ``y_val``, for ``evaluate.validation=given``; ``vocabulary``, a number: inputs are then sequences of
-    tokens, whole numbers from 1 to ``vocabulary`` - 1, and shorter sequences end in zeros. Raises UserError for any
-    other array, whose name may be misspelt. ``data.classes`` lists public classes; ``data.values`` the two values of
-    float images that become 0 and 255.
+    Required arrays: ``x_train``, ``y_train``, ``x_test``, ``y_test``. Optional arrays: ``mean`` and ``std``, which
+    normalise the inputs (one number, or one per channel; pixel values are between 0 and 1). Without them, images are
+    normalised by 0.5 and 0.5, and features are not normalised. These constants are never computed from the training
+    records, because they would be statistics of private records. ``client_train`` (or ``groups``): the writer, hospital
+    or device of each training record, for partition=natural. ``client_test``: the same for test records, for client
+    accuracies. ``x_val`` and ``y_val``: validation records for ``evaluate.validation=given``. ``vocabulary``: a number
+    V; inputs are then sequences of tokens 1 to V - 1, padded at the end with zeros. Any other array raises UserError,
+    because its name may be misspelt. Settings: ``data.classes`` lists public classes; ``data.values`` gives the two
+    values of float images that become 0 and 255.
     """
     arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
     if values:
@@ -96,7 +96,7 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     mean = _constants(path, arrays, "mean", channels, 0.5 if is_image else 0.0)
     std = _constants(path, arrays, "std", channels, 0.5 if is_image else 1.0)
     if min(std) <= 0:
-        raise UserError(f"{path}: std must be above 0, got {min(std)}")
+        raise UserError(f"{path}: std must be above 0, got {min(std)}; use 1 for constant inputs")
     listed, inferred = listed_classes(own), images_inferred(arrays["x_train"].shape) if is_image else ()
     made = own_dataset(name, train, test, mean, std, str(path), listed=listed)
     clients = [arrays[key] for key in (*CLIENTS, "client_test") if key in arrays]
@@ -107,14 +107,14 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     made = replace(made, note=note)
     given = [key for key in ("x_val", "y_val") if key in arrays]
     if len(given) == 1:
-        raise UserError(f"{path} holds {given[0]} alone; x_val and y_val go together: add the other, or leave it out")
+        raise UserError(f"{path} holds only {given[0]}; x_val and y_val go together: add the other one, or remove both")
     return with_validation(made, _examples(path, arrays, "val") if given else None, str(path))
 
 
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
-    """Return the arrays in a file. Raises UserError if it is damaged or lacks required arrays.
+    """Return {name: array} of an npz file. Raises UserError if the file is damaged or lacks a ``required`` array.
 
-    Unless ``others`` is True, further arrays raise UserError, too.
+    ``others``: True to ignore arrays that are neither required nor ``optional``; otherwise they raise UserError.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -131,12 +131,12 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
         raise
     except Exception as error:
         raise UserError(
-            f"{path} is no readable npz file ({in_one_line(error)}); truncated? Fetch or write it again"
+            f"{path} is no readable npz file ({in_one_line(error)}); it may be truncated: fetch or write it again"
         ) from error
 
 
 def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the assumptions about images of ``shape`` in a file, as text lines."""
+    """Return a line for ``Dataset.inferred``: how the axes of an image array of ``shape`` were interpreted."""
     _, height, width = shape[:3]
     if len(shape) == 3:
         return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
@@ -145,7 +145,10 @@ def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Return uint8 images with channels first, or float32 features. Raises UserError for anything else."""
+    """Convert inputs from a file to uint8 images (records, channels, height, width) or float32 features.
+
+    Raises UserError for other types and shapes. ``where``: file and array, for the message.
+    """
     if array.dtype == np.uint8 and array.ndim == 3:
         return array.astype(np.uint8, copy=False)[:, np.newaxis]
     if array.dtype == np.uint8 and array.ndim == 4:
@@ -155,12 +158,13 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
             )
         return array.astype(np.uint8, copy=False).transpose(0, 3, 1, 2)
     if array.dtype.kind == "f" and array.ndim == 2:
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused next
+        with np.errstate(over="ignore"):  # too large numbers become infinite, and are refused below
             features = array.astype(np.float32, copy=False)
         finite = np.isfinite(features).all(axis=1)
         if not finite.all():
             raise UserError(
-                f"{where}: {np.count_nonzero(~finite)} records are not finite, the first is {finite.argmin()}"
+                f"{where}: {np.count_nonzero(~finite)} records are not finite, the first is {finite.argmin()}; remove "
+                "them, or replace their infinite and missing numbers"
             )
         return features
     if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
@@ -170,8 +174,8 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
         )
     if array.dtype.kind in "fiu" and array.ndim in {3, 4}:
         raise UserError(
-            f"{where}: images are {array.dtype} {array.shape}, of unknown scale: say which values are black "
-            "and white, data.values=0..1 (or 0..255, -1..1) of npz:PATH, or save them as uint8 from 0 to 255"
+            f"{where}: images are {array.dtype} {array.shape}, of unknown scale: set the values of black and white, "
+            "for example data.values=0..1 (or 0..255, -1..1), or save the images as uint8 from 0 to 255"
         )
     raise UserError(
         f"{where}: {array.dtype} {array.shape} is neither uint8 images (records, height, width[, channels]), 0..255, "
@@ -182,22 +186,22 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Return both parts with the client of each record as groups, if the file names clients."""
+    """Set ``groups`` of both parts to the clients of the records; unchanged if the file has no client arrays."""
     given = [name for name in CLIENTS if name in arrays]
 
     def clients(name: str, records: Examples) -> NDArray[np.generic]:
         array = arrays[name]
         if array.dtype.kind not in "iuU" or array.shape != (len(records),):
             raise UserError(
-                f"{path}: {name} is {array.dtype} of shape {array.shape}; wanted is a whole number or a text for each "
-                f"of {len(records)} records"
+                f"{path}: {name} is {array.dtype} of shape {array.shape}; it must have a whole number or a text for "
+                f"each of {len(records)} records"
             )
         return array if array.dtype.kind == "U" else array.astype(np.int64)
 
     if len(given) > 1:
-        raise UserError(f"{path} holds {' and '.join(given)}, two names for the same; leave one of them out")
+        raise UserError(f"{path} holds {' and '.join(given)}, two names of the same array; remove one of them")
     if not given and "client_test" in arrays:
-        raise UserError(f"{path} holds client_test and no client_train, whose records are then tested; add it")
+        raise UserError(f"{path} holds client_test but no client_train; add client_train, or remove client_test")
     if not given:
         return train, test
     of_train = clients(given[0], train)
@@ -206,19 +210,19 @@ def with_clients(
     of_test = clients("client_test", test)
     if of_train.dtype.kind != of_test.dtype.kind:
         raise UserError(
-            f"{path}: {given[0]} is {of_train.dtype} and client_test {of_test.dtype}; both must be whole numbers, or "
-            "both texts"
+            f"{path}: {given[0]} is {of_train.dtype} and client_test is {of_test.dtype}; both must be whole numbers, "
+            "or both texts"
         )
     numbers = _numbers(np.concatenate([of_train, of_test]))
     return replace(train, groups=numbers[: len(train)]), replace(test, groups=numbers[len(train) :])
 
 
 def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return MedMNIST's images with one label each, normalised by 0.5 and 0.5 as in MedMNIST's own programs.
+    """Read one of MedMNIST's npz files: images with one label each, normalised by 0.5 and 0.5 as in MedMNIST's code.
 
-    ``data.val``: "leave" leaves the validation part out, which the note says; "train" adds it to the training records;
-    "validate" keeps it for ``evaluate.validation=given``. Raises UserError for several labels per image, for volumes,
-    and for other files.
+    The setting ``data.val`` decides the use of the validation images. "leave" (the default): they are not used, and the
+    note says so. "train": they are added to the training records. "validate": they are validation records for
+    ``evaluate.validation=given``. Raises UserError for several labels per image, for 3D volumes, and for other files.
     """
     use = own.option("val") or "leave"
     if use not in _USES:
@@ -241,73 +245,79 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _check_names(path: Path, found: list[str], required: Sequence[str], known: Sequence[str] | None) -> None:
-    """Raise UserError if an array occurs twice, is missing or, if ``known`` is given, is not among the known ones."""
+    """Raise UserError if an array of the file occurs twice, if a ``required`` one is missing, or if one is unknown.
+
+    ``found``: the names of all arrays in the file. ``known``: the valid names; None if all names are valid.
+    """
     name, count = Counter(found).most_common(1)[0] if found else ("", 0)
     if count > 1:
         raise UserError(
-            f"{path} holds {count} arrays called {shortened(name)!r}; write the file again with one of them"
+            f"{path} holds {count} arrays called {shortened(name)!r}; write the file again with only one of them"
         )
     if missing := [name for name in required if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
         pickled = "; a client of PFLlib's is converted by the script in docs/porting.md" if found == ["data"] else ""
         raise UserError(
-            f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(required)}{pickled}"
+            f"{path} lacks {', '.join(missing)}; it holds {holds}, but must hold {', '.join(required)}{pickled}"
         )
     if known is not None and (others := [name for name in found if name not in known]):
         first = others[0]
         meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)
         raise UserError(
-            f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; leave it out, or name "
-            f"it as one of {', '.join(known)}"
+            f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; remove it, or use "
+            f"one of the names {', '.join(known)}"
         )
 
 
 def _values(own: OwnName) -> tuple[float, float] | None:
-    """Return the two values of images that become 0 and 255; None if images are bytes.
+    """Return the two numbers of the setting ``data.values``: the pixel values that become 0 and 255; None if not set.
 
-    Raises UserError unless the setting ``data.values`` has the form LOW..HIGH.
+    Raises UserError unless the setting has the form LOW..HIGH.
     """
     if not (given := own.option("values")):
         return None
     low, _, high = given.partition("..")
     ends = as_number(low), as_number(high)
     if ends[0] is None or ends[1] is None or ends[0] >= ends[1]:
-        raise UserError(f"data.values = {given!r}: it is LOW..HIGH, two numbers, such as 0..1 or -1..1")
+        raise UserError(f"data.values = {given!r}: write LOW..HIGH, two numbers, such as 0..1 or -1..1")
     return ends[0], ends[1]
 
 
 def _as_bytes(where: str, array: NDArray[np.generic], values: tuple[float, float]) -> NDArray[np.uint8]:
-    """Return images of numbers as bytes: ``values`` become 0 and 255, and numbers outside are clipped."""
+    """Convert images of floats or wide integers to bytes: the two ``values`` become 0 and 255, others are clipped."""
     if array.dtype.kind not in "fiu" or array.dtype == np.uint8 or array.ndim not in {3, 4}:
         raise UserError(
-            f"{where}: {array.dtype} {array.shape}: data.values is for images of numbers, (records, height, width[, "
-            "channels]), that are no bytes; leave it out"
+            f"{where} is {array.dtype} {array.shape}, but data.values is for images (records, height, width[, "
+            "channels]) of floats or integers that are no bytes; leave data.values out"
         )
     images: NDArray[np.uint8] = np.empty(array.shape, np.uint8)
     low, high = values
     for place, image in enumerate(array):
         if not np.isfinite(image).all():
-            raise UserError(f"{where}: record {place} is not finite; mend it, or leave it out")
+            raise UserError(f"{where}: record {place} has a pixel that is not finite; correct or remove the record")
         images[place] = np.rint((np.clip(image.astype(np.float64), low, high) - low) * (255 / (high - low)))
     return images
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:
-    """Return the vocabulary size (number of tokens); 0 if records are not sequences of tokens."""
+    """Return the file's vocabulary size V: tokens are 1 to V - 1, 0 is padding; 0 if records are no token sequences."""
     if "vocabulary" not in arrays:
         return 0
     given = arrays["vocabulary"]
     if given.dtype.kind not in "iu" or given.size != 1 or not 2 <= int(given.astype(np.int64).sum()) <= MOST_TOKENS:
         raise UserError(
-            f"{path}: vocabulary must be one whole number from 2 to {MOST_TOKENS}: tokens are below it, 0 is padding"
+            f"{path}: vocabulary must be one whole number from 2 to {MOST_TOKENS}; tokens are below it, 0 is padding"
         )
     if extra := [name for name in ("mean", "std") if name in arrays]:
-        raise UserError(f"{path}: {extra[0]} has no place beside vocabulary: tokens are not normalised; leave it out")
+        raise UserError(f"{path}: tokens (vocabulary is set) are not normalised; remove the array {extra[0]}")
     return int(given.astype(np.int64).sum())
 
 
 def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
-    """Return the shape in an array's header. Raises UserError if its size in bytes is wrong or exceeds the memory."""
+    """Return the shape in the header of one array of the file, without reading the array.
+
+    Raises UserError if the header does not match the size of the array, or if the array is too large for the memory.
+    """
     where = f"{path}: {info.filename}"
     try:
         with archive.open(info) as file:
@@ -321,41 +331,41 @@ def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple
         raise _unreadable(where, error) from error
     if num_bytes != info.file_size:
         raise UserError(
-            f"{where} says that it is an array of {num_bytes:,} bytes, and has {info.file_size:,}; write the "
-            "file again with numpy.savez"
+            f"{where} has {info.file_size:,} bytes, but its header says {num_bytes:,}; write the file again with "
+            "numpy.savez"
         )
     if info.file_size > most_bytes():
         raise UserError(
-            f"{where} takes {info.file_size:,} bytes, more than half of this machine's memory; take fewer records"
+            f"{where} takes {info.file_size:,} bytes, more than half of this machine's memory; use fewer records"
         )
     return tuple(shape)
 
 
 def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise UserError for a suspiciously well compressed array, such as a gigabyte in a megabyte."""
+    """Raise UserError for an array with an extreme compression factor, which may be a zip bomb."""
     for info in members:
         if info.file_size > max(_LARGE, _MOST_PACKED * info.compress_size):
             raise UserError(
-                f"{path}: {info.filename} takes {info.compress_size:,} bytes in the file and {info.file_size:,} in "
-                "memory: the same few bytes over and over; if these are records all the same, write the file with "
-                "numpy.savez, not compressed"
+                f"{path}: {info.filename} takes {info.compress_size:,} bytes in the file but {info.file_size:,} in "
+                "memory, so it repeats the same few bytes; if its records are real, write the file without "
+                "compression, with numpy.savez"
             )
 
 
 def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-    """Raise UserError if the lengths of arrays do not match. The check precedes the reading of any array."""
+    """Raise UserError if arrays that must be equally long are not, such as inputs and labels. Reads only headers."""
     lengths = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
     for first, second in pairs:
         if first in lengths and second in lengths and lengths[first] != lengths[second]:
             raise UserError(
-                f"{path}: {lengths[first]:,} records in {first} and {lengths[second]:,} in {second}; wanted are "
-                "equally many"
+                f"{path}: {lengths[first]:,} records in {first} but {lengths[second]:,} in {second}; both must have "
+                "the same number"
             )
     for name in ("mean", "std", "vocabulary"):
         if name in shapes and math.prod(shapes[name]) > max(1, math.prod(shapes[required[0]][1:])):
-            raise UserError(f"{path}: {name} has shape {shapes[name]}; wanted is one number, or one a channel")
+            raise UserError(f"{path}: {name} has shape {shapes[name]}; it must be one number, or one per channel")
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:
@@ -376,7 +386,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
     """Return a memory map of an uncompressed uint8 array inside the npz file; None if it cannot be mapped.
 
-    Arrays of wider types are read instead: a zip file does not align its members, and torch needs aligned memory.
+    Arrays of other types are not mapped: a zip file does not align its members, and torch needs aligned memory.
     """
     with path.open("rb") as file:
         file.seek(info.header_offset)
@@ -412,7 +422,7 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
 
 
 def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return whole numbers unchanged; for texts, return one number per different text."""
+    """Return one number per record: whole numbers unchanged, and equal numbers for equal texts."""
     if clients.dtype.kind != "U":
         return clients.astype(np.int64)
     numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)
@@ -426,15 +436,15 @@ def _medmnist_part(path: Path, arrays: Arrays, part: str) -> Examples:
     if images.ndim == 4 and images.shape[3] not in {1, 3, 4}:
         raise UserError(f"{path}: {x} has shape {images.shape}: volumes (MedMNIST's 3D sets) are not supported")
     if inputs.dtype != np.uint8:
-        raise UserError(f"{path}: {x} is {images.dtype} of shape {images.shape}; wanted are uint8 images")
+        raise UserError(f"{path}: {x} is {images.dtype} of shape {images.shape}; it must hold uint8 images")
     if labels.ndim == 2 and labels.shape[1] > 1:
         raise UserError(
-            f"{path}: {y} has {labels.shape[1]} labels an image (multi-label, as ChestMNIST has): these are not "
-            "supported, take one of MedMNIST's sets with one class an image"
+            f"{path}: {y} has {labels.shape[1]} labels per image (multi-label, as in ChestMNIST), which is not "
+            "supported; use one of MedMNIST's data sets with one class per image"
         )
     if labels.dtype.kind not in "iu" or labels.ndim not in {1, 2}:
         raise UserError(
-            f"{path}: {y} is {labels.dtype} of shape {labels.shape}: wanted is one class an image, a whole number; "
-            "other targets (regression) are not supported"
+            f"{path}: {y} is {labels.dtype} of shape {labels.shape}; it must hold one class per image, as a whole "
+            "number; other targets (regression) are not supported"
         )
     return Examples(inputs, labels.reshape(-1).astype(np.int64))

@@ -1,8 +1,7 @@
-"""Image files, read by Pillow, as bytes of one size; nothing is scaled unless the settings ask for it.
+"""Reads image files with Pillow. Images must have equal sizes; they are scaled only if ``data.size`` is set.
 
-A folder of images has the form PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). With
-``data.test`` it has the form PATH/train/CLASS/*.png or PATH/CLASS/*.png, and a share of every class is drawn for
-testing.
+A data set is a folder with PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). If ``data.test`` is
+set, there is no folder test: a random share of every class in PATH/train/CLASS or PATH/CLASS is for testing.
 """
 
 import re
@@ -41,20 +40,20 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 MOST_SIDE: Final = 4096
 
 _GREY, _COLOUR = frozenset({"1", "L"}), frozenset({"P", "RGB", "RGBA"})
-_ORIENTATION: Final = 0x0112  # the tag of EXIF
+_ORIENTATION: Final = 0x0112  # EXIF's tag of the camera's orientation
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 Pixels: TypeAlias = tuple[NDArray[np.uint8], bool]
-"""An image, (height, width) or (height, width, 3), and True if its EXIF orientation made a rotation necessary."""
+"""(pixels, (height, width) or (height, width, 3); True if the image was rotated or mirrored as its EXIF data say)"""
 
 
 def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the data set in a folder of images; classes are the subfolders of train, in the order of their names.
+    """Read a folder of images. Classes are the names of the subfolders of train, in alphabetical order.
 
-    ``data.classes`` lists public classes, in another order. Images have one channel if all are grey, else three. They
-    are normalised by 0.5 and 0.5, never by statistics of the training images: those are the clients' private data.
-    Raises UserError for a file that cannot be read, that has another size than the first, or that belongs to a class
-    without training images.
+    If ``data.classes`` is set, it gives the classes and their order. Images have one channel if all are grey, else
+    three. They are normalised by 0.5 and 0.5, never by statistics of the training images, which are private. Raises
+    UserError for a file that cannot be read, for an image with another size than the first, and for a class without
+    training images.
     """
     settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
     root = _training_folder(path, test_part)
@@ -70,7 +69,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     is_test = test_part.drawn(len(labels), labels) if test_part.share else np.arange(len(labels)) >= len(train)
     if not is_test.any():
         raise UserError(
-            f"{root} has one image a class: data.test leaves none for testing; add images, or a folder test"
+            f"{root} has only one image per class, so data.test finds none for testing; add images, or a folder test"
         )
     first, second = (Examples(images[mask], labels[mask]) for mask in (~is_test, is_test))
     half = (0.5,) * images.shape[1]
@@ -93,46 +92,47 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The settings of images: ``size`` (width, height), None for the original size; and ``values``.
+    """The settings ``data.size`` and ``data.values`` for image files.
 
-    ``values``: the two pixel values of images with more than 8 bits that become 0 and 255; None if no such image is
-    expected.
+    ``size``: the (width, height) to which images are scaled; None keeps the original size. ``values``: for images with
+    16 bits per pixel, the two pixel values that become 0 and 255; None refuses such images.
     """
 
     size: tuple[int, int] | None = None
     values: tuple[int, int] | None = None
 
     def described(self) -> str:
-        """Return a description of the changes to images; empty if there are none."""
+        """Describe the changes that these settings make to images, for ``Dataset.note``; empty if there are none."""
         size = f"images scaled to {self.size[0]}x{self.size[1]}" if self.size else ""
         values = f"values {self.values[0]}..{self.values[1]} of 16 bits became 0..255" if self.values else ""
         return "; ".join(filter(None, (size, values)))
 
     @property
     def read_off(self) -> tuple[str, ...]:
-        """The facts that are read off the images, for ``Dataset.read_off``."""
+        """The facts that are read from the private images and show in the model's shape, for ``Dataset.read_off``."""
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
 
 def image_settings(own: OwnName) -> ImageSettings:
-    """Return the settings of images in a data set's name. Raises UserError for an invalid size or range."""
+    """Return the settings for images from the parsed name of a data set. Raises UserError for an invalid value."""
     size, values = own.option("size"), own.option("values")
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", size)
     if size and (found is None or max(map(int, found.groups())) > MOST_SIDE):
-        raise UserError(f"data.size = {size!r}: it is WIDTHxHEIGHT in pixels, such as 32x32, at most {MOST_SIDE}")
+        raise UserError(f"data.size = {size!r}: write WIDTHxHEIGHT in pixels, such as 32x32, at most {MOST_SIDE}")
     ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", values)
     if values and (ends is None or int(ends[1]) >= int(ends[2])):
-        raise UserError(f"data.values = {values!r}: it is LOW..HIGH, two whole numbers, such as 0..65535")
+        raise UserError(f"data.values = {values!r}: write LOW..HIGH, two whole numbers, such as 0..65535")
     return ImageSettings(
         (int(found[1]), int(found[2])) if found else None, (int(ends[1]), int(ends[2])) if ends else None
     )
 
 
 def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
-    """Return the pixels of an image file with this ``content``. Raises UserError unless it is grey or RGB.
+    """Decode the bytes of an image file to grey or RGB pixels. ``where``: the file, for error messages.
 
-    Pillow's warnings are suppressed: they are about damage that Pillow tolerates. Pillow gets no path, because Pillow
-    12 rotates a memory-mapped TIFF file twice.
+    Raises UserError for several pages, transparency and unsupported pixel types. Pillow's warnings are suppressed: they
+    report damage that Pillow tolerates. Pillow receives bytes, not a path, because Pillow 12 rotates a memory-mapped
+    TIFF file twice.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 (only images need it)
 
@@ -142,34 +142,35 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             image: Any = opened
             mode, is_deep = image.mode, ";16" in str(getattr(image, "tile", ""))
             if (pages := getattr(image, "n_frames", 1)) > 1:
-                raise UserError(f"{where} holds {pages} pages or frames; save each as a file of its own")
+                raise UserError(f"{where} holds {pages} pages or frames; save each of them as a separate file")
             is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-            image.load()  # which turns TIFF files
+            image.load()  # this call rotates TIFF files
             image = ImageOps.exif_transpose(image)
             if _has_transparency(image):
                 raise UserError(
-                    f"{where} has transparent pixels, which have no colour; save it on an opaque background"
+                    f"{where} has transparent pixels, which have no colour; save the image on an opaque background"
                 )
             if mode in _DEEP:
                 image = Image.fromarray(_with_8_bits(image, where, settings.values))
             elif is_deep:
-                raise UserError(f"{where}: colour with 16 bits a channel is not supported; save it with 8 bits")
+                raise UserError(f"{where}: colour with 16 bits per channel is not supported; save it with 8 bits")
             elif mode in _GREY | _COLOUR:
                 image = image.convert("L" if mode in _GREY else "RGB")
             else:
                 raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
             if settings.size is not None and image.size != settings.size:
-                image = image.resize(settings.size, resample=2)  # bilinear, over all pixels of a new one's area
+                image = image.resize(settings.size, resample=2)  # bilinear, with antialiasing
             return np.asarray(image), is_turned
 
 
 def stack_images(
     opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """Return ``count`` images as (records, channels, height, width), and the assumptions as text lines.
+    """Read ``count`` images into one array (records, channels, height, width).
 
-    There is one channel unless any image has colour. ``opened``: for each image its name for messages and a function
-    that reads it. Raises UserError if an image has another size than the first, or if all images take too much memory.
+    Returns the array, and lines for ``Dataset.inferred``. If all images are grey, there is one channel, else three.
+    ``opened``: for each image, its name for error messages and a function that reads it. Raises UserError if an image
+    has another size than the first, or if the images need more than half of the memory.
     """
     images: list[NDArray[np.uint8]] = []
     first, turned = "", 0
@@ -182,29 +183,29 @@ def stack_images(
             if 2 * 3 * count * image.shape[0] * image.shape[1] > most_bytes():
                 raise UserError(
                     f"{count:,} images of {size} pixels take more than half of this machine's memory; scale "
-                    "them by data.size=WIDTHxHEIGHT, or take fewer"
+                    "them by data.size=WIDTHxHEIGHT, or use fewer images"
                 )
         elif image.shape[:2] != images[0].shape[:2]:
             usual = f"{images[0].shape[1]}x{images[0].shape[0]}"
             raise UserError(
-                f"{where} is {size} pixels, but {first} is {usual}; make them one size, or have all "
-                f"scaled to one, for example by data.size={usual}"
+                f"{where} has {size} pixels, but {first} has {usual}; give all images one size, or scale them, for "
+                f"example with data.size={usual}"
             )
         images.append(image)
-    form = f"turned as their EXIF orientation says: {turned:,} of {count:,} images"
+    form = f"rotated or mirrored as their EXIF orientation says: {turned:,} of {count:,} images"
     if all(image.ndim == 2 for image in images):
         return np.stack(images)[:, np.newaxis], ("images are grey", form)
     coloured = [image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, axis=2) for image in images]
-    kept = "images are RGB (grey images have the same value three times)"
+    kept = "images are RGB (in grey images the three channels are equal)"
     return np.stack(coloured).transpose(0, 3, 1, 2), (kept, form)
 
 
 def _classes(
     path: Path, train: Mapping[str, Path], test: Mapping[str, Path], listed: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the classes in order.
+    """Return the classes in order. ``train`` and ``test``: {class: its folder}; ``listed``: ``data.classes``, if set.
 
-    Raises UserError for a test folder without a training folder, or for a folder that ``listed``, if given, lacks.
+    Raises UserError for a class with a test folder but no training folder, and for a class that is not ``listed``.
     """
     if listed:
         if {*train, *test} - {normalize("NFC", name) for name in listed}:
@@ -212,42 +213,45 @@ def _classes(
         return tuple(normalize("NFC", name) for name in listed)
     if strangers := [name for name in test if name not in train]:
         raise UserError(
-            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {enumerated(train)}, and test "
-            f"{enumerated(test)}; rename the folders alike"
+            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {enumerated(train)}; test has "
+            f"{enumerated(test)}; use the same folder names in both"
         )
     return tuple(train)
 
 
 def _training_folder(path: Path, test_part: TestPart) -> Path:
-    """Return the folder of the training classes. Raises UserError unless exactly one setting defines the test part."""
+    """Return the folder that contains the class folders of training images.
+
+    Raises UserError if there are both ``data.test`` and a folder test, or neither.
+    """
     train, test = path / "train", path / "test"
     if test_part.share:
         if test.is_dir():
-            raise UserError(f"data.test holds out test images, and there is {test}, too: leave one of them out")
+            raise UserError(f"data.test is set, and the folder {test} also exists: remove one of the two")
         return train if train.is_dir() else path
     for split in (train, test):
         if not split.is_dir():
             raise UserError(
-                f"there is no folder {split}; wanted are {path}/train/CLASS/*.png and test/CLASS/*.png, or no folder "
-                "test, and data.test=0.2, which holds a fifth of every class out"
+                f"there is no folder {split}; put images into {path}/train/CLASS and {path}/test/CLASS. Without test "
+                "images, set data.test=0.2 to test on a fifth of every class"
             )
     return train
 
 
 def _subfolders(split: Path) -> dict[str, Path]:
-    """Return {class: its folder}, sorted by class; names are in Unicode's composed form (NFC)."""
+    """Return {class: its folder}, sorted by class. Names are in Unicode's NFC form, so that they can be compared."""
     found = [entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     folders = {normalize("NFC", entry.name): entry for entry in found}
     if not found:
-        raise UserError(f"{split} has no class folders; wanted are {split}/CLASS/*.png")
+        raise UserError(f"{split} has no class folders; put the images of each class into {split}/CLASS")
     if len(folders) < len(found):
         twice = next(entry for entry in found if entry not in folders.values())
-        raise UserError(f"{split} has two folders called {twice.name!r}, in two spellings of Unicode; merge them")
+        raise UserError(f"{split} has two folders called {twice.name!r}, in two Unicode encodings; merge them")
     return dict(sorted(folders.items()))
 
 
 def _files(split: Path, folders: Mapping[str, Path], classes: tuple[str, ...]) -> list[tuple[Path, int]]:
-    """Return (file, label) of every image in a part. A class without test images may have no folder."""
+    """Return (file, label) of every image in the folder ``split``. A class without a folder has no images."""
     files = [
         (file, label)
         for label, name in enumerate(classes)
@@ -256,12 +260,11 @@ def _files(split: Path, folders: Mapping[str, Path], classes: tuple[str, ...]) -
         if file.suffix.lower() in SUFFIXES
     ]
     if not files:
-        raise UserError(f"{split} holds no images; wanted are {', '.join(sorted(SUFFIXES))} files in its class folders")
+        raise UserError(f"{split} holds no images; its class folders must contain {', '.join(sorted(SUFFIXES))} files")
     return files
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return all entries of ``folder`` that are not hidden, sorted by name."""
     return sorted(file for file in folder.iterdir() if not file.name.startswith("."))
 
 
@@ -288,8 +291,8 @@ def _has_transparency(image: Any) -> bool:
 def _with_8_bits(image: Any, where: str, values: tuple[int, int] | None) -> NDArray[np.uint8]:
     if values is None:
         raise UserError(
-            f"{where} has 16 bits a pixel: say which values become 0 and 255, data.values=0..65535 or what the device "
-            "has (0..4095), or save it with 8 bits"
+            f"{where} has 16 bits per pixel: set the values that become 0 and 255, for example data.values=0..65535 "
+            "(or 0..4095 for a device with 12 bits), or save the image with 8 bits"
         )
     low, high = values
     scaled = (np.clip(np.asarray(image, dtype=np.float64), low, high) - low) * 255 / (high - low)

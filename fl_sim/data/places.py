@@ -1,4 +1,4 @@
-"""Locations of data sets: the directories to search, the files found there, and the download of missing files."""
+"""Finds the files of a data set in the search directories, and downloads missing public data sets."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _STALL_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Root:
-    """A directory to search, and the setting that named it (``origin``)."""
+    """A directory that is searched for data sets. ``origin``: the setting that names it, such as ``--data-root``."""
 
     path: Path
     origin: str
@@ -26,10 +26,10 @@ class Root:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set that was found: the layout of its files, and the path to read (None for embedded data).
+    """The location of a data set that was found.
 
-    With the layout "own", the data set is a function of the user's own, and the path is its argument (a data root or
-    None).
+    ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read, None for
+    the embedded digits. For "own" it is the argument of the function: the data root or None.
     """
 
     layout: Layout | OwnKind
@@ -37,7 +37,7 @@ class DataSource:
 
 
 def roots(data_root: Path | None) -> tuple[Root, ...]:
-    """Return the directories to search, in order: ``data_root``, $FL_SIM_DATA, the user's cache."""
+    """Return the directories to search for data, in order: ``data_root``, $FL_SIM_DATA, the user's cache folder."""
     named = os.environ.get("FL_SIM_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     found = [
@@ -52,16 +52,16 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
 
 
 def find(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Return the location of the data set ``name``; None if it is not on this machine.
+    """Return the location of the data set ``name``; None if its files are not on this machine.
 
-    Raises UserError for a name that is neither one of ``NAMES``, nor KIND:PLACE of the user's own files, nor
+    Raises UserError for an invalid name. Valid are the public ``NAMES``, KIND:PLACE for the user's own data, and
     package.module:function.
     """
     if name == DIGITS:
         return DataSource("embedded", None)
     if own := own_name(name):
         path = _absolute(own.place)
-        is_there = os.path.isdir if own.kind in PLACES else os.path.isfile  # (Path's raise an error for a long name)
+        is_there = os.path.isdir if own.kind in PLACES else os.path.isfile  # (Path.is_dir raises for a long name)
         found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None  # hf: a name on the hub
         return DataSource(own.kind, found) if found else None
     if (known := KNOWN.get(name)) is None:
@@ -71,7 +71,7 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
         meant = f" (here: data={called})" if called else guess(name, NAMES, cutoff=0.6)
         raise UserError(
             f"unknown data set {shortened(name)!r}{meant}; valid: {', '.join(NAMES)}, {OWN}, or your own "
-            "as package.module:function"
+            "function as package.module:function"
         )
     for root in roots(data_root):
         if all((root.path / file).is_file() for file in known.files):
@@ -83,9 +83,9 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Return the location of the data set ``name``; None for a known set that must be downloaded first.
+    """Return the location of the data set ``name``; None for a public data set that must be downloaded first.
 
-    Raises UserError as ``find`` does, and for missing files of the user's own.
+    Raises UserError for an invalid name, and if the user's own files are missing.
     """
     source = find(name, data_root)
     if source is None and name not in KNOWN:
@@ -94,13 +94,13 @@ def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def describe_missing(name: str, data_root: Path | None = None) -> str:
-    """Return a message with the missing files of ``name``, the directories searched, and an alternative."""
+    """Return the error message for a data set that was not found: its files, the directories searched, a cure."""
     known = KNOWN.get(name)
     if known is None:
         own = own_name(name)
         assert own is not None
         what = "folder" if own.kind in PLACES else "file"
-        return f"{shortened(name)}: there is no {what} {shortened(str(_absolute(own.place)))}"
+        return f"{shortened(name)}: there is no {what} {shortened(str(_absolute(own.place)))}; correct the path"
     looked = ", ".join(f"{root.path} ({root.origin}{_lack(root.path, known)})" for root in roots(data_root))
     return (
         f"{name} was not found in {looked}; put {wanted_files(name)}, into one of these directories, or use the "
@@ -109,7 +109,7 @@ def describe_missing(name: str, data_root: Path | None = None) -> str:
 
 
 def wanted_files(name: str) -> str:
-    """Return the files, relative to a root, that the known data set ``name`` consists of, as text."""
+    """Return as text the files of the public data set ``name``, relative to a search directory, for messages."""
     known = KNOWN[name]
     folder, slash, _ = next(iter(known.files)).rpartition("/")
     files = ", ".join(file.removeprefix(folder + slash) for file in known.files)
@@ -118,26 +118,26 @@ def wanted_files(name: str) -> str:
 
 
 def download(known: KnownSet, data_root: Path | None) -> DataSource:
-    """Download ``known`` with torchvision into the first writable root, unless FL_SIM_OFFLINE is set.
+    """Download a public data set with torchvision into the first writable search directory; return its location.
 
-    Returns the location. Raises UserError, with the files, the directories and the embedded alternative, on failure.
+    Raises UserError if FL_SIM_OFFLINE is set, if torchvision lacks the data set, or if the download fails.
     """
     missing = describe_missing(known.name, data_root)
     if not known.torchvision_class:
-        raise UserError(f"{missing}; it comes from archive.ics.uci.edu and is not downloaded by itself")
+        raise UserError(f"{missing}; it is not downloaded automatically: fetch it from archive.ics.uci.edu")
     if os.environ.get("FL_SIM_OFFLINE", "") not in {"", "0"}:
         raise UserError(f"{missing}; it was not downloaded because FL_SIM_OFFLINE is set")
     root = next((root.path for root in roots(data_root) if _writable(root.path)), None)
     if root is None:
-        raise UserError(f"{missing}; it was not downloaded because none of them can be written")
+        raise UserError(f"{missing}; it was not downloaded because none of these directories can be written")
     dataset = known.in_torchvision()
     from http.client import HTTPException  # noqa: PLC0415 (with TLS and mail, a fifth of the time of settings)
 
     splits: list[dict[str, Any]] = [{"split": "train"}, {"split": "test"}] if known.layout == "mat" else [{}]
     stall = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision sets none and would wait for ever
+    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision sets no timeout
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is only for the command's result
             for split in splits:
                 dataset(root, download=True, **split)
     except (OSError, RuntimeError, HTTPException) as error:

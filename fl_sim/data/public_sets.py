@@ -1,17 +1,16 @@
-"""Readers of the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and two tables of UCI.
+"""Reads the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and the tables Adult and Diabetes of UCI.
 
-The digits are embedded: scikit-learn's 1,797 real handwritten digits of 8x8 pixels (UCI, Alpaydin and Kaynak 1998).
-Their file is read from scikit-learn's folder, and split as by ``sklearn.model_selection.train_test_split`` (stratified,
-random_state 0). scikit-learn itself is not imported, because its import takes longer than a short run; a test compares
-both splits. Idx files (LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN
-are in torchvision's layout.
+The digits are 1,797 real handwritten digits of 8x8 pixels (UCI, Alpaydin and Kaynak 1998). Their file is a part of
+scikit-learn. The split is the same as of ``sklearn.model_selection.train_test_split`` (stratified, random_state 0); a
+test compares the two. scikit-learn itself is not imported, because its import takes longer than a short run. Idx files
+(LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN are in torchvision's
+file layout.
 
-Adult (Becker and Kohavi 1996) asks: does a person earn over 50,000 dollars? Diabetes 130-US hospitals (Strack et al.
-2014) asks: is a patient in hospital again within 30 days? Categories and divisors are those of the published
-descriptions, none is computed from the records. An unlisted category ("?") is all zeros. The divisors are the top codes
-of the census form in Adult, and the largest values in the publication of Diabetes. The values to which ``columns`` are
-rounded are round numbers up to the divisors. Both were published, so they cost no epsilon: bounds computed from the
-records would be a release.
+Adult (Becker and Kohavi 1996): does a person earn over 50,000 dollars? Diabetes 130-US hospitals (Strack et al. 2014):
+does a patient return to hospital within 30 days? Numbers are divided by published maxima: the top codes of the census
+form for Adult, the largest values in the publication for Diabetes. Categories are published, too; any other value
+("?") becomes zeros. ``Dataset.columns`` lists round numbers up to these maxima, to which generators may round. As
+nothing is computed from the records, these choices have no privacy cost.
 """
 
 import csv
@@ -35,7 +34,7 @@ from fl_sim.types import Column, Dataset, Examples
 
 _NUM_TRAIN, _NUM_TEST = 1437, 360
 _MEAN, _STD = (0.3054,), (0.3760,)
-"""Mean and standard deviation of the public training part, computed once, like the published ones of other sets."""
+"""Mean and standard deviation of the digits' public training images, computed once; constants as of other data sets."""
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -57,7 +56,7 @@ _ADULT: dict[str, tuple[str, ...]] = {
     "native-country": ("United-States", "Mexico", "Philippines", "Germany", "Canada", "Puerto-Rico", "El-Salvador",
                        "India", "Cuba", "England", "Jamaica", "South", "China", "Italy"),
 }  # fmt: skip
-_ADULT_NUMBERS = {"age": 90, "education-num": 16, "hours-per-week": 99}  # and their largest values
+_ADULT_NUMBERS = {"age": 90, "education-num": 16, "hours-per-week": 99}  # {column: its published maximum}
 _DRUGS = (
     "metformin", "repaglinide", "nateglinide", "chlorpropamide", "glimepiride", "acetohexamide", "glipizide",
     "glyburide", "tolbutamide", "pioglitazone", "rosiglitazone", "acarbose", "miglitol", "troglitazone", "tolazamide",
@@ -79,23 +78,26 @@ _DIABETES_NUMBERS = {
     "time_in_hospital": 14, "num_lab_procedures": 132, "num_procedures": 6, "num_medications": 81,
     "number_outpatient": 42, "number_emergency": 76, "number_inpatient": 21, "number_diagnoses": 16,
 }  # fmt: skip
-_FEW: Final = 20  # numbers of Diabetes up to which each is a cell by itself
+_FEW: Final = 20  # the maximum number of steps of a Diabetes column; smaller maxima have steps of 1
 _ICD9 = (
     ("circulatory", ((390, 460), (785, 786))), ("respiratory", ((460, 520), (786, 787))),
     ("digestive", ((520, 580), (787, 788))), ("diabetes", ((250, 251),)), ("injury", ((800, 1000),)),
     ("musculoskeletal", ((710, 740),)), ("genitourinary", ((580, 630), (788, 789))), ("neoplasms", ((140, 240),)),
 )  # fmt: skip
-"""Groups of diagnoses by ICD-9 code (Strack et al. 2014, table 2). All other codes form one more group."""
+"""(group of diagnoses, its ranges of ICD-9 codes): Strack et al. 2014, table 2. Other codes form one more group."""
 
 
 def read_digits() -> Dataset:
-    """Return the digits: grey values 0..16 scaled to 0..255, with a fixed stratified split of 1,437 and 360 records."""
+    """Read the digits: grey values 0..16 become 0..255; a fixed stratified split has 1,437 and 360 records.
+
+    Raises UserError if scikit-learn's file is missing.
+    """
     found = importlib.util.find_spec("sklearn")
     folders = (found.submodule_search_locations or []) if found else []
     path = next((path for one in folders if (path := Path(one) / "datasets/data/digits.csv.gz").is_file()), None)
     if path is None:
         raise UserError(
-            "data=digits lies in scikit-learn, which is not installed or not whole: pip install scikit-learn"
+            "data=digits is a file of scikit-learn, which is not installed or incomplete: pip install scikit-learn"
         )
     with gzip.open(path) as file:
         table = np.loadtxt(file, dtype=np.uint8, delimiter=",")
@@ -107,7 +109,7 @@ def read_digits() -> Dataset:
 
 
 def read_idx(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records of idx files; images stay on disk until they are used."""
+    """Read MNIST or Fashion-MNIST from idx files; return (training, test) records. Images are memory-mapped."""
     paths = [root / file for file in known.files]
     train, test = (
         Examples(_idx_mapped(images, 3)[:, np.newaxis], _idx_mapped(labels, 1).astype(np.int64))
@@ -117,10 +119,10 @@ def read_idx(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 
 
 def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records of CIFAR's pickled batches below ``root``.
+    """Read CIFAR's pickled batches in the folder ``root``; return (training, test) records.
 
-    A pickle can run code when it is read. Therefore torchvision compares the MD5 of each file with the published one
-    before it opens any file, and refuses a set with a file that differs.
+    Reading a pickle can run code. Therefore torchvision compares the MD5 of each file with the published MD5 before it
+    opens any file. Raises UserError if a file differs.
     """
     cifar = known.in_torchvision()
     try:
@@ -128,20 +130,20 @@ def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
     except RuntimeError as error:
         folder = root / next(iter(known.files)).partition("/")[0]
         raise UserError(
-            f"{folder}: a file is not the published one ({error}); delete the folder and fetch it again"
+            f"{folder}: a file differs from the published file ({error}); delete the folder and fetch it again"
         ) from error
     train, test = (Examples(part.data.transpose(0, 3, 1, 2), np.array(part.targets, dtype=np.int64)) for part in parts)
     return train, test
 
 
 def read_svhn(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records of SVHN's two .mat files (Netzer et al. 2011), where label 10 is the digit 0."""
+    """Read SVHN's two .mat files (Netzer et al. 2011); return (training, test) records. Label 10 becomes class 0."""
     train, test = (_read_mat(root / file) for file in known.files)
     return train, test
 
 
 def read_uci(root: Path, known: KnownSet) -> Dataset:
-    """Return a data set of UCI, Adult or Diabetes. Raises UserError for a file that does not fit its description."""
+    """Read Adult or Diabetes from UCI's files. Raises UserError for a file that differs from UCI's description."""
     is_adult = known.name == "adult"
     try:
         train, test = (_adult if is_adult else _diabetes)(root, known)
@@ -155,7 +157,7 @@ def read_uci(root: Path, known: KnownSet) -> Dataset:
 
 
 def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the shuffled record indices of training part and test part, with the same share of every class."""
+    """Return (training, test) record indices of the digits, shuffled and stratified, exactly as scikit-learn does."""
     coins = np.random.RandomState(0)
     held = np.bincount(labels)
     for_training = _shares(held, _NUM_TRAIN, coins)
@@ -167,7 +169,10 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` in proportion to ``held`` into whole numbers; largest remainders are rounded up."""
+    """Divide ``total`` records among classes in proportion to ``held``; the largest remainders are rounded up.
+
+    Among equal remainders the choice is random, as in scikit-learn.
+    """
     exact = held / held.sum() * total
     whole = np.floor(exact)
     remainder, left = exact - whole, int(total - whole.sum())
@@ -192,7 +197,7 @@ def _idx_mapped(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
         header = file.read(header_size)
     if header[:4] != bytes((0, 0, 8, num_dimensions)):
         raise UserError(
-            f"{path} is no idx file of bytes in {num_dimensions} dimensions (it starts with 0x{header[:4].hex()}, "
+            f"{path} is no idx file of bytes with {num_dimensions} dimensions (it starts with 0x{header[:4].hex()}, "
             f"not 0x000008{num_dimensions:02x}); delete it and fetch it again"
         )
     if len(header) < header_size:
@@ -219,13 +224,19 @@ def _read_mat(path: Path) -> Examples:
         content = loadmat(path, variable_names=("X", "y"))
         images, labels = content["X"], content["y"]
     except KeyError as error:
-        raise UserError(f"{path} has no array {error}; SVHN's files hold X (32, 32, 3, records) and y") from error
+        raise UserError(
+            f"{path} has no array {error}, but SVHN's files hold X (32, 32, 3, records) and y; delete it and fetch it "
+            "again"
+        ) from error
     except Exception as error:
         raise UserError(
-            f"{path} is no readable .mat file ({in_one_line(error)}); truncated? Delete it and fetch it again"
+            f"{path} is no readable .mat file ({in_one_line(error)}); delete it and fetch it again"
         ) from error
     if images.ndim != 4 or images.dtype != np.uint8:
-        raise UserError(f"{path}: X is {images.dtype} {images.shape}, SVHN's is uint8 (32, 32, 3, records)")
+        raise UserError(
+            f"{path}: X is {images.dtype} {images.shape}, but in SVHN it is uint8 (32, 32, 3, records); delete the "
+            "file and fetch it again"
+        )
     digits = as_labels(labels, f"{path}: y")
     return Examples(images.transpose(3, 2, 0, 1), np.where(digits == 10, 0, digits))
 
@@ -241,7 +252,7 @@ def _adult(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 def _adult_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8", newline="") as file:
         for values in csv.reader(file, skipinitialspace=True):
-            if len(values) == len(_ADULT_COLUMNS):  # the test file begins with a remark
+            if len(values) == len(_ADULT_COLUMNS):  # the first line of the test file is a comment
                 yield dict(zip(_ADULT_COLUMNS, values, strict=True))
 
 
@@ -252,9 +263,9 @@ def _adult_record(row: Row) -> list[float]:
 
 
 def _adult_columns() -> tuple[Column, ...]:
-    """Return Adult's columns in the order of a record.
+    """Return the public facts of Adult's columns, in the order of a record's numbers.
 
-    Years and hours are rounded to steps of 5, amounts of money to steps of about a half.
+    Generators may round years and hours to steps of 5, and amounts of money to powers of about 1.6.
     """
     money = (0.0, *(step / 25 for step in range(10, 26)))  # 100 to 100,000 dollars
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
@@ -263,7 +274,7 @@ def _adult_columns() -> tuple[Column, ...]:
 
 
 def _diabetes(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Return (training, test) records of Diabetes; a fixed fifth of the patients forms the test part.
+    """Read Diabetes; return (training, test) records. A fixed fifth of the patients, by a hash, is for testing.
 
     The split is by patient, because a patient may have several records.
     """
@@ -285,7 +296,10 @@ def _diabetes_record(row: Row) -> list[float]:
 
 
 def _diabetes_columns() -> tuple[Column, ...]:
-    """Return Diabetes' columns in the order of a record: small numbers in steps of 1, large ones in up to 20 steps."""
+    """Return the public facts of Diabetes' columns, in the order of a record's numbers.
+
+    Numbers have steps of 1, or of 2 and more for a maximum above 20, so that there are at most 20 steps.
+    """
     values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
     numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})
     diagnoses = dict.fromkeys(("diag_1", "diag_2", "diag_3"), (*(name for name, _ in _ICD9), "other"))
@@ -315,7 +329,7 @@ def _one_hot(row: Row, categories: Mapping[str, tuple[str, ...]]) -> Iterator[fl
 def _examples(rows: Iterable[Row], record: Callable[[Row], list[float]], label: Callable[[Row], int]) -> Examples:
     given = list(rows)
     if not given:
-        raise ValueError("no record in it")
+        raise ValueError("it has no record")
     inputs = np.array([record(row) for row in given], dtype=np.float32)
     if not np.isfinite(inputs).all():
         raise ValueError(f"record {int(np.isfinite(inputs).all(axis=1).argmin())} holds a number that is not finite")

@@ -1,11 +1,11 @@
-"""Data sets by name: loading (once per process, and again after file changes), verification, and content digests.
+"""Loads data sets by name, verifies them against published checksums, and computes digests of their content.
 
-Verification compares checksums, sizes, shapes and counts with the published ones. The user's own data set by import
-path, ``data=my_package.sets:hospitals``, is a function of the data root.
+A data set is read once per process, and again after its files have changed. A user's own Python function is a data set,
+too: ``data=my_package.sets:hospitals``.
 
-The content of a data set is a digest of the records in its files. Two names have one content if they are two spellings
-of a path, a link or a copy, or differ in label column, ranges, test share, merged classes or features. The order of
-lines and records does not count. A table with changed columns, or a part of the records, is other content.
+A digest of the content (``content_of``) identifies the records, so that a ledger adds the privacy costs of all releases
+about them. It does not depend on paths, copies, the order of records, or settings of reading (label column, ranges,
+test share, merged classes, features). A table with changed columns, or a subset of the records, has another digest.
 """
 
 import hashlib
@@ -36,17 +36,17 @@ from fl_sim.types import Dataset, Examples, records_of
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
-"""Files of Hugging Face's ``datasets`` that lie beside the records."""
+"""Files with metadata that Hugging Face's ``datasets`` stores beside the records; they do not count as content."""
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
-    """Return the data set ``name``: one of ``NAMES``, KIND:PLACE (fl_sim.data.naming), or package.module:function.
+    """Load the data set ``name``: a public name (``NAMES``), KIND:PLACE (fl_sim.data.naming), or module:function.
 
-    Files are searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order. A public set that is in none
-    of them is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files
-    have changed (a function of the user's own is called once). Images stay uint8, memory-mapped if the files allow it.
-    ``features``: the representation of the inputs. Raises UserError for unknown names, missing or damaged files,
-    anything but a classification data set, and records without such features.
+    Files are searched in ``data_root``, $FL_SIM_DATA and the user's cache folder, in this order. A missing public data
+    set is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files have
+    changed; a user's function is called only once. Images stay uint8, and are memory-mapped if possible. ``features``:
+    the representation of images. Raises UserError for an unknown name, for missing or damaged files, for data without
+    classes, and if the ``features`` do not exist for these records.
     """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     stamps = _stamps(name, source)
@@ -55,13 +55,16 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
 
 
 def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -> str:
-    """Return a digest of the training and validation records of ``name``; ``with_test`` includes its test records."""
+    """Return a SHA-256 digest of the training and validation records of the data set ``name``, as they are loaded.
+
+    ``with_test``: True to include the test records.
+    """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     return _fingerprint_once(name, source, _stamps(name, source), with_test)
 
 
 def read(name: str, source: DataSource) -> Dataset:
-    """Return the data set ``name`` at the location ``source``."""
+    """Read the data set ``name`` from its location ``source``, without the cache of ``load``."""
     path, own = source.path, own_name(name)
     if source.layout == "own":
         return _made(name, path)
@@ -74,7 +77,11 @@ def read(name: str, source: DataSource) -> Dataset:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a verification: the location of a data set, the problems found, and a note."""
+    """The result of ``verify`` for one data set.
+
+    ``source``: its location, None if it was not found. ``problems``: the differences from the published facts, as
+    messages. ``note``: ``Dataset.note``.
+    """
 
     name: str
     source: DataSource | None
@@ -88,16 +95,16 @@ class Check:
 
 
 def verify(name: str, data_root: Path | None = None) -> Check:
-    """Read all of the data set ``name`` and compare it with the published facts.
+    """Read the whole data set ``name`` and compare it with the published facts.
 
-    Official files are compared by MD5, npz files by the checksums in the zip (no MD5 is published for them). Shapes,
-    counts and labels are always compared. Raises UserError for an unknown name.
+    The MD5 of each official file is compared with the published MD5. An npz file is checked against the checksums that
+    it contains. Shapes, numbers of records and labels are always checked. Raises UserError for an unknown name.
     """
     source = find(name, data_root)
     if source is None:
         return Check(name, None, (describe_missing(name, data_root),))
     problems = _checksums(name, source)
-    if problems:  # and no reading: SciPy's .mat parser can take the process down on a damaged file
+    if problems:  # damaged files are not read, because SciPy's .mat parser can crash the process
         return Check(name, source, tuple(problems))
     try:
         return Check(name, source, (), read(name, source).note)
@@ -106,10 +113,11 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 
 
 def content_of(name: str, data_root: Path | None) -> str:
-    """Return a digest of the training records of ``name`` in their files, whatever the settings of reading.
+    """Return a digest that identifies the training records of ``name``, independent of the settings of reading.
 
-    For tables and folders it is a digest of the whole file or folder. The digest reveals one record to anybody who
-    knows all other records: it is for this machine alone, see ``sealed_content``. Raises UserError as ``load`` does.
+    For tables and folders it is a digest of the whole file or folder. Whoever knows all records but one can find the
+    last record by trying values. So the digest must not leave this machine; ``sealed_content`` is for publication.
+    Raises UserError as ``load`` does.
     """
     name = records_of(name)
     own = own_name(name)
@@ -128,7 +136,10 @@ def content_of(name: str, data_root: Path | None) -> str:
 
 
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
-    """Return two digests as ``content_of`` does: of the training records of ``name``, and of its test records."""
+    """Return (digest of the training records, digest of the test records) of ``name``, as ``content_of`` does.
+
+    The two are equal if one table contains both, or if test records are drawn by ``data.test``.
+    """
     own = own_name(records_of(name))
     if own is not None and "test_file" in own.options:
         return content_of(name, data_root), content_of(f"{own.kind}:{own.option('test_file')}", data_root)
@@ -139,10 +150,11 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
 
 
 def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
-    """Return a keyed hash of ``content_of`` with the secret key of this machine, for results; empty if there is no key.
+    """Return a keyed hash (HMAC) of ``content_of``, which result files may contain; empty if there is no key.
 
-    The part before the colon identifies the key: hashes with two keys cannot be compared. ``make_key``: the argument
-    ``make`` of ``machine_key``; False for a plan, which writes nothing.
+    The key is secret and stays on this machine. The part before the colon identifies the key, because hashes with
+    different keys cannot be compared. ``make_key``: True to create a missing key; False for a forecast, which must not
+    write files.
     """
     key = machine_key(make=make_key)
     if not key:
@@ -181,7 +193,7 @@ _READERS: Final[Mapping[OwnKind, Callable[[str, OwnName, Path], Dataset]]] = {
 }  # fmt: skip
 
 _Stamps: TypeAlias = tuple[tuple[str, int, int, int], ...]
-"""Path, size in bytes, time of the last change in nanoseconds, and inode of every file of a data set."""
+"""(path, size in bytes, time of the last change in nanoseconds, inode) of every file of a data set."""
 
 
 @lru_cache(maxsize=2)
@@ -192,12 +204,12 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # a part of the key: changed files are read again
+    del stamps  # only a part of the cache key, so that changed files are read again
     return read(name, source)
 
 
 def _stamps(name: str, source: DataSource) -> _Stamps:
-    """Return path, size, time and inode of every file of ``name``; empty if files are unknown or embedded."""
+    """Return the state of every file of ``name``, to detect changes; empty for embedded data and user functions."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 
@@ -219,13 +231,14 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 
 
 def _made(name: str, data_root: Path | None) -> Dataset:
-    """Return the data set that the function at the import path ``name`` returns for ``data_root`` (or None).
+    """Call the user's function with the import path ``name`` and the argument ``data_root`` (or None).
 
-    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError for anything else.
+    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if it fails or returns
+    something else.
     """
     factory = load_object(name, "data set")
     if not callable(factory):
-        raise UserError(f"data set {name!r} is {type(factory).__name__}, not a function of the data root")
+        raise UserError(f"data set {name!r} is {type(factory).__name__}; it must be a function of the data root")
     try:
         with seeded_alone(0, "data set"):
             made = factory(data_root)
@@ -234,7 +247,7 @@ def _made(name: str, data_root: Path | None) -> Dataset:
     except Exception as error:
         raise UserError(f"data set {name!r} failed with {with_place(error)}") from error
     if not isinstance(made, Dataset):
-        raise UserError(f"data set {name!r} returned {type(made).__name__}, not a fl_sim.types.Dataset")
+        raise UserError(f"data set {name!r} returned {type(made).__name__}; it must return a fl_sim.types.Dataset")
     _check_dataset(made, f"data set {name!r}")
     return replace(made, name=name)
 
@@ -246,11 +259,11 @@ def _check_dataset(made: Dataset, where: str) -> None:
         if made.vocabulary:
             tokens_in(f"{where}, {split}", part.inputs.astype(np.int64), made.vocabulary)
     if made.train.inputs.shape[1:] != made.test.inputs.shape[1:] or made.train.inputs.dtype != made.test.inputs.dtype:
-        raise UserError(f"{where}: training and test records differ in shape or type")
+        raise UserError(f"{where}: training and test records differ in shape or type; make both alike")
     channels = made.input_shape[0] if len(made.input_shape) == 3 else 1
     for what, values in (("mean", made.mean), ("std", made.std)):
         if len(values) != channels or not np.isfinite(values).all() or (what == "std" and min(values) <= 0):
-            raise UserError(f"{where}: {what} is {values}, wanted are {channels} finite numbers, std above 0")
+            raise UserError(f"{where}: {what} is {values}; it must be {channels} finite numbers, std above 0")
     with_validation(made, made.validation, where)
 
 
@@ -261,28 +274,33 @@ def _check_part(part: Examples, num_classes: int, where: str) -> None:
     is_image, is_table = inputs.dtype == np.uint8 and inputs.ndim == 4, inputs.dtype == np.float32 and inputs.ndim == 2
     if not (is_image or is_table):
         raise UserError(
-            f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; wanted are uint8 images (records, channels, "
-            "height, width), or float32 features or tokens (records, numbers)"
+            f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; they must be uint8 images (records, "
+            "channels, height, width), or float32 features or tokens (records, numbers)"
         )
     if is_image and looks_channels_last(inputs.shape):
         raise UserError(
-            f"{where}: images of shape {inputs.shape} look like channels last; wanted is (records, channels, height, "
-            "width): inputs.transpose(0, 3, 1, 2)"
+            f"{where}: images of shape {inputs.shape} look like channels last; they must be (records, channels, "
+            "height, width): inputs.transpose(0, 3, 1, 2)"
         )
     if labels.dtype != np.int64 or labels.shape != (len(inputs),) or not len(labels):
         raise UserError(
-            f"{where}: labels are {labels.dtype} of shape {labels.shape}; wanted is int64, one for each of "
-            f"{len(inputs)} records, of which there is at least one"
+            f"{where}: labels are {labels.dtype} of shape {labels.shape}; they must be int64, one for each of "
+            f"{len(inputs)} records, and at least one"
         )
     if part.groups is not None and (part.groups.dtype != np.int64 or part.groups.shape != labels.shape):
         raise UserError(
-            f"{where}: groups are {part.groups.dtype} of shape {part.groups.shape}; wanted is int64, one for each of "
-            f"{len(inputs)} records"
+            f"{where}: groups are {part.groups.dtype} of shape {part.groups.shape}; they must be int64, one for each "
+            f"of {len(inputs)} records"
         )
     if labels.min() < 0 or labels.max() >= num_classes:
-        raise UserError(f"{where}: labels run from {labels.min()} to {labels.max()}, wanted are 0 to {num_classes - 1}")
+        raise UserError(
+            f"{where}: labels run from {labels.min()} to {labels.max()}; they must be from 0 to {num_classes - 1}"
+        )
     if is_table and not np.isfinite(inputs).all():
-        raise UserError(f"{where}: {np.count_nonzero(~np.isfinite(inputs).all(axis=1))} records are not finite")
+        raise UserError(
+            f"{where}: {np.count_nonzero(~np.isfinite(inputs).all(axis=1))} records are not finite; remove them, or "
+            "replace their infinite and missing numbers"
+        )
 
 
 def _checksums(name: str, source: DataSource) -> list[str]:
@@ -301,12 +319,11 @@ def _checksums(name: str, source: DataSource) -> list[str]:
         with (path / file).open("rb") as opened:
             actual = hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if actual != published:
-            problems.append(f"{path / file}: MD5 is {actual}, the official file's is {published}")
+            problems.append(f"{path / file}: MD5 is {actual}, but the official file has {published}; fetch it again")
     return problems
 
 
 def _published(known: KnownSet) -> dict[str, str]:
-    """Return {file: published MD5}."""
     if own := {file: md5 for file, md5 in known.files.items() if md5 is not None}:
         return own
     dataset = known.in_torchvision()
@@ -317,7 +334,7 @@ def _published(known: KnownSet) -> dict[str, str]:
 
 
 def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Path]:
-    """Return the files whose bytes are the content of ``name``; empty if the content is the arrays in the files."""
+    """Return the files whose bytes ``content_of`` hashes; empty if it hashes the loaded arrays instead."""
     if own is None:
         known = KNOWN.get(name)
         source = look_for(name, data_root) if known else None
@@ -335,7 +352,7 @@ def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Pa
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when the file is written again; empty if the file is missing."""
+    """Return numbers from the file's status that change when the file is written again; empty if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -349,7 +366,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
     for path in (Path(str(path)) for path, *_ in files):
         try:
             with path.open("rb") as file:
-                if path.suffix.lower() == ".csv":  # lines in any order, whatever ends them
+                if path.suffix.lower() == ".csv":  # neither the order of lines nor the line endings count
                     lines = (line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n") for line in file)
                     digests.append(_added(hashlib.sha256(line).digest() for line in lines if line))
                 else:
@@ -361,7 +378,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 
 @lru_cache(maxsize=8)
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
-    """Return the digest of the training inputs. ``signature``: of the file; only a part of the cache key."""
+    """Return the digest of the training inputs. ``signature``: the state of the file, only a part of the cache key."""
     return _of_inputs(load(name, data_root).train.inputs)
 
 
@@ -370,7 +387,7 @@ def _of_inputs(inputs: NDArray[Any]) -> str:
 
 
 def _added(digests: Iterable[bytes]) -> bytes:
-    """Return a digest of a multiset of digests; their order does not count."""
+    """Combine ``digests`` to one digest that does not depend on their order."""
     total, count = 0, 0
     for digest in digests:
         total, count = total + int.from_bytes(digest), count + 1

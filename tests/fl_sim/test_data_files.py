@@ -101,7 +101,7 @@ def test_cifar_batches_that_are_not_the_published_ones_are_refused_before_they_a
             return (opened.touch, ())
 
     (folder / "data_batch_1").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(UserError, match="cifar-10-batches-py: a file is not the published one"):
+    with pytest.raises(UserError, match="cifar-10-batches-py: a file differs from the published file"):
         load("cifar10", tmp_path)
     assert not opened.exists()
     assert "official file's is c99cafc152244af753f735de768cd75f" in verify("cifar10", tmp_path).problems[0]

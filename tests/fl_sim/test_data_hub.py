@@ -75,7 +75,7 @@ def test_a_folder_of_parquet_is_a_table_as_a_parquet_file_is(tmp_path):
         ({"train": images(4)}, ":test_part=valid", r"has no part 'valid'; set data\.test_part to one of train"),
         ({"train": images(4)}, ":test_part=train", r"data\.train_part and data\.test_part are both 'train'"),
         ({"train": images(4), "test": images(2, (7, 5))}, "", r"part test, record 1 is 7x5 pixels, but .* is 6x5"),
-        ({"train": images(4), "test": images(2, mode="I;16")}, "", "record 1 has 16 bits a pixel"),
+        ({"train": images(4), "test": images(2, mode="I;16")}, "", "record 1 has 16 bits per pixel"),
         ({"train": images(4), "test": images(2)}, ":image=picture", "no column 'picture'.*; its columns: image, label"),
         ({"train": images(4), "test": images(2)}, ":missing=drop", r"data\.missing is for tables"),
         ({"train": images(4), "test": images(2)}, ":client=who", "has no column 'who'"),
@@ -201,4 +201,4 @@ def test_images_are_turned_as_their_exif_orientation_says(tmp_path):
 
     found = load(saved(tmp_path, train=part(1, upright), test=part(6, np.rot90(upright))))
     np.testing.assert_array_equal(found.test.inputs, found.train.inputs)
-    assert "turned as their EXIF orientation says: 4 of 8 images" in found.inferred
+    assert "rotated or mirrored as their EXIF orientation says: 4 of 8 images" in found.inferred

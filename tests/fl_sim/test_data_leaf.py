@@ -50,7 +50,7 @@ def test_femnist_becomes_images_with_users_as_clients_in_both_parts(tmp_path):
     assert found.test.groups.tolist() == [0, 3]
     assert found.mean == (0.5,)
     assert found.note == "LEAF, images of 28x28, as bytes; 3 clients by user"
-    assert found.counted == ("1 clients have test records alone",)
+    assert found.counted == ("1 clients have only test records",)
 
 
 def test_every_writer_trains_as_a_client_and_is_tested_on_its_own_records(tmp_path):
@@ -74,15 +74,18 @@ GOOD = users({"a": ([[1.0], [2.0]], [0, 1])})
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (users({"a": (["the", "cat"], ["s", "."])}), "have 1 numbers, those of 'a' have 3; they must be equally long"),
-        (users({"a": ([[1.0], [2.0]], [[0, 1], [1, 1]])}), "labels that are no whole numbers, one a record"),
+        (
+            users({"a": (["the", "cat"], ["s", "."])}),
+            "have 1 numbers, but records of 'a' have 3; they must be equally long",
+        ),
+        (users({"a": ([[1.0], [2.0]], [[0, 1], [1, 1]])}), "labels that are no whole numbers, one per record"),
         (users({"a": ([[1.0], [2.0]], [0.5, 1])}), "labels that are no whole numbers"),
-        (users({"a": ([[1.0], [2.0, 3]], [0, 1])}), "inputs that are no numbers, or not equally many"),
+        (users({"a": ([[1.0], [2.0, 3]], [0, 1])}), "inputs that are no numbers, or of different lengths"),
         (users({"a": ([1.0, 2.0], [0, 1])}), "inputs that are no rows of finite numbers"),
-        (users({"a": ([[1.0], [2.0]], [0, 1]), "b": ([[1.0, 2.0]], [0])}), "'b' have 2 numbers, those of 'a' have 1"),
+        (users({"a": ([[1.0], [2.0]], [0, 1]), "b": ([[1.0, 2.0]], [0])}), "2 numbers, but records of 'a' have 1"),
         ({**GOOD, "num_samples": [3]}, "user 'a' must have 3 entries in x and in y"),
         ({**GOOD, "user_data": {}}, "user 'a' has no records"),
-        ({"users": []}, "is not LEAF's JSON: wanted are users and num_samples"),
+        ({"users": []}, "is not LEAF's JSON: it needs the lists users and num_samples"),
         ([1, 2], "is not LEAF's JSON"),
         (users({}), "holds no records of any user"),
         (users({"a": ([[1.0]], [0])}), "class 1 occurs only in the test part"),
@@ -100,10 +103,10 @@ def test_damaged_missing_and_huge_files_are_refused_by_name(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"test/a\.json is no readable JSON"):
         load(f"leaf:{tmp_path}")
     (tmp_path / "test/a.json").unlink()
-    with pytest.raises(UserError, match=r"test holds no \*\.json; wanted are LEAF's folders"):
+    with pytest.raises(UserError, match=r"test holds no \*\.json; LEAF's files must be in"):
         load(f"leaf:{tmp_path}")
     written(tmp_path, GOOD, GOOD, GOOD)
-    with pytest.raises(UserError, match=r"train/b\.json: user 'a' .*train/a\.json.* keep one"):
+    with pytest.raises(UserError, match=r"train/b\.json: user 'a' .*train/a\.json.* remove one"):
         load(f"leaf:{tmp_path}")
     monkeypatch.setattr(leaf, "most_bytes", lambda: 100)
     with pytest.raises(UserError, match=r"a\.json has .* bytes, too many"):
@@ -132,7 +135,7 @@ def test_another_alphabet_is_a_setting(tmp_path):
     assert (found.train.labels.tolist(), found.test.labels.tolist()) == ([4, 0, 7], [6])
     assert found.classes[6] == repr("\u00e9")
     assert "1 users are spelled in several ways" in "; ".join(found.counted)
-    assert found.inferred[0] == "9 characters of data.alphabet are the classes, and the tokens from 1"
+    assert found.inferred[0] == "the 9 characters of data.alphabet are the classes, and the tokens from 1"
     with pytest.raises(UserError, match=r"'\u00e9', .* 2 in data.alphabet"):
         load(f"leaf:{folder}:alphabet=ab")
     with pytest.raises(UserError, match="names the character 'a' twice"):

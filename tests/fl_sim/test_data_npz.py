@@ -121,7 +121,7 @@ def test_float_images_beyond_their_scale_count_as_its_ends_and_must_be_finite(tm
     assert load(f"npz:{tmp_path}/own.npz:values=0..1").train.inputs[0, :, 0, 0].tolist() == [0, 255, 128]
     scaled[4, 0, 0, 0] = np.nan
     np.savez(tmp_path / "own.npz", **{**made, "x_train": scaled, "x_test": made["x_test"] / 255})
-    with pytest.raises(UserError, match="x_train: record 4 is not finite"):
+    with pytest.raises(UserError, match="x_train: record 4 has a pixel that is not finite"):
         load(f"npz:{tmp_path}/own.npz:values=0..1")
     for values, message in (("1..0", "it is LOW..HIGH"), ("0..1", "x_train: uint8 .* that are no bytes")):
         np.savez(tmp_path / "bytes.npz", **made)
@@ -154,7 +154,7 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"y_train": None, "x_test": None}, "own.npz lacks y_train, x_test; it holds x_train, y_test, wanted are"),
+        ({"y_train": None, "x_test": None}, "own.npz lacks y_train, x_test; it holds x_train, y_test, but"),
         ({"x_train": arrays()["x_train"][:5]}, "5 records but 6 labels in the train part"),
         ({"x_test": arrays()["x_test"][:0], "y_test": np.array([], dtype=int)}, "no records in the test part"),
         ({"y_train": np.linspace(0, 2, 6)}, "y_train: labels must be integers of shape .* got float64"),
@@ -162,7 +162,7 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"y_train": np.array([1, 2, 3, 1, 2, 3]), "y_test": np.array([1, 2, 3])}, "from 1 to 3 with 3"),
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "from -1 to 2"),
         ({"y_train": np.array([0, 1, 2**63 - 1, 0, 1, 2])}, "number the classes 0..3 without gaps"),
-        ({"x_train": arrays()["x_train"] / 255}, r"images are float64 .*: say which .* data\.values=0\.\.1"),
+        ({"x_train": arrays()["x_train"] / 255}, r"images are float64 .*: set the values .* data\.values=0\.\.1"),
         ({"x_train": arrays()["x_train"].reshape(6, 60)}, "uint8 .* is neither uint8 images"),
         ({"x_train": arrays()["x_train"][:, :4]}, r"uint8 of shape \(3, 4, 4\) but test records uint8 of shape \(3, 5"),
         ({"x_train": FEATURES}, r"training records are float32 of shape \(2,\) but test records uint8"),
@@ -172,14 +172,14 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"mean": np.array(np.inf)}, "mean is not finite"),
         ({"std": np.array([0.1, 0.0, 0.2])}, "std must be above 0, got 0.0"),
         ({"y_train": np.array([0, 1, 2, None, "x", {}], dtype=object)}, "y_train.npy cannot .*never loaded"),
-        ({"groups": np.zeros(6, int), "client_train": np.zeros(6, int)}, "client_train and groups, two names for the"),
-        ({"client_test": np.zeros(3, int)}, "holds client_test and no client_train"),
+        ({"groups": np.zeros(6, int), "client_train": np.zeros(6, int)}, "client_train and groups, two names of the"),
+        ({"client_test": np.zeros(3, int)}, "holds client_test but no client_train"),
         ({"client_train": np.zeros(6, int), "client_test": np.array(["a"] * 3)}, "both must be whole numbers, or both"),
-        ({"x_val": arrays()["x_train"]}, "holds x_val alone; x_val and y_val go together"),
+        ({"x_val": arrays()["x_train"]}, "holds only x_val; x_val and y_val go together"),
         ({"x_val": arrays()["x_train"], "y_val": np.zeros(5, int)}, "6 records and 5 labels in the validation part"),
         ({"x_val": arrays()["x_train"], "y_val": np.full(6, 9)}, "validation labels run from 9 to 9, but the labels"),
         ({"x_val": arrays()["x_train"][:, :4], "y_val": np.zeros(6, int)}, "but validation records uint8 of shape"),
-        ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); wanted is a whole number or a text for each"),
+        ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); it must have a whole number or a text"),
     ],
 )  # fmt: skip
 def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(tmp_path, changes, message):
@@ -193,7 +193,7 @@ def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(t
         ("maen", r"did you mean 'mean'\?"),
         ("writers", r"here: client_train"),
         ("x_valid", r"here: x_val and y_val"),
-        ("zzz", r"which nothing reads; leave it out"),
+        ("zzz", r"which nothing reads; remove it"),
     ],
 )
 def test_an_array_that_nothing_reads_is_refused_with_what_may_be_meant(tmp_path, name, meant):
@@ -215,7 +215,7 @@ def test_validation_records_of_the_file_are_kept_apart_from_what_clients_hold(tm
 def test_a_truncated_file_is_refused_by_name(tmp_path, keep):
     np.savez(tmp_path / "own.npz", **arrays())
     (tmp_path / "own.npz").write_bytes((tmp_path / "own.npz").read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"own.npz is no readable npz file .* truncated\?"):
+    with pytest.raises(UserError, match=r"own.npz is no readable npz file .* truncated"):
         load(f"npz:{tmp_path}/own.npz")
 
 
@@ -289,12 +289,12 @@ def packed(path, **shapes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x_train": ((2**28, 1), "|u1")}, r"268,435,456 records in x_train and 8 in y_train"),
-        ({"y_train": ((2**25,), "<i8")}, r"8 records in x_train and 33,554,432 in y_train"),
-        ({"mean": ((2**25,), "<f8")}, r"mean has shape \(33554432,\); wanted is one number, or one a channel"),
+        ({"x_train": ((2**28, 1), "|u1")}, r"268,435,456 records in x_train but 8 in y_train"),
+        ({"y_train": ((2**25,), "<i8")}, r"8 records in x_train but 33,554,432 in y_train"),
+        ({"mean": ((2**25,), "<f8")}, r"mean has shape \(33554432,\); it must be one number, or one per channel"),
         (
             {"x_train": ((8, 2**25), "|u1"), "x_test": ((8, 2**25), "|u1")},
-            "bytes over and over",
+            "repeats the same few bytes",
         ),
     ],
 )
@@ -345,10 +345,10 @@ def test_images_and_labels_come_back_and_validation_is_left_out_aloud(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_labels": np.zeros((6, 14), np.uint8)}, r"train_labels has 14 labels an image \(multi-label"),
-        ({"test_labels": np.zeros((3, 1))}, r"wanted is one class an image.*\(regression\) are not supported"),
+        ({"train_labels": np.zeros((6, 14), np.uint8)}, r"train_labels has 14 labels per image \(multi-label"),
+        ({"test_labels": np.zeros((3, 1))}, r"it must hold one class per image.*\(regression\) are not supported"),
         ({"train_images": np.zeros((6, 28, 28, 28), np.uint8)}, r"volumes \(MedMNIST's 3D sets\) are not supported"),
-        ({"train_images": np.zeros((6, 28), np.float32)}, "wanted are uint8 images"),
+        ({"train_images": np.zeros((6, 28), np.float32)}, "it must hold uint8 images"),
         ({"x_train": np.zeros(3)}, "x_train, which nothing reads"),
     ],
 )

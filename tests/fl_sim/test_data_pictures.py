@@ -99,14 +99,14 @@ def damage_no_test(root):
     [
         (damage_size, r"test/dog/0.png is 6x4 pixels, but .*train/cat/0.png is 5x4; .* data\.size=5x4"),
         (damage_truncate, "train/dog/1.png cannot be read as an image"),
-        (damage_deep_colour, "train/dog/1.png: colour with 16 bits a channel is not supported"),
+        (damage_deep_colour, "train/dog/1.png: colour with 16 bits per channel is not supported"),
         (damage_transparent, "train/dog/1.png has transparent pixels, which have no colour"),
         (damage_pages, "train/dog/2.tif holds 3 pages or frames"),
         (damage_mode, "train/dog/1.png: pixels of mode 'LA' are not supported"),
-        (damage_depth, r"train/dog/1.png has 16 bits a pixel: .* data\.values=0\.\.65535"),
+        (damage_depth, r"train/dog/1.png has 16 bits per pixel: .* data\.values=0\.\.65535"),
         (damage_stranger, "test has class 'wolf', but train has only cat, dog"),
-        (damage_no_images, "test holds no images; wanted are .bmp, .jpeg, .jpg, .png"),
-        (damage_no_test, r"there is no folder .*/test; wanted are .* data\.test=0\.2"),
+        (damage_no_images, "test holds no images; its class folders must contain .bmp, .jpeg, .jpg, .png"),
+        (damage_no_test, r"there is no folder .*/test; put images into .* data\.test=0\.2"),
     ],
 )
 def test_folders_with_something_wrong_are_refused_by_file(tmp_path, damage, message):
@@ -139,7 +139,7 @@ def test_a_share_of_every_class_is_for_testing_where_there_is_no_test_folder(tmp
 
 def test_a_test_folder_and_a_test_share_together_are_refused(tmp_path):
     write_folder(tmp_path)
-    with pytest.raises(UserError, match=r"data\.test holds out test images, and there is .*/test, too: leave one"):
+    with pytest.raises(UserError, match=r"data\.test is set, and the folder .*/test also exists: remove one"):
         load(f"folder:{tmp_path}:test=0.2")
     with pytest.raises(UserError, match=r"data\.test = '2': it is a share"):
         load(f"folder:{tmp_path}:test=2")
@@ -147,7 +147,7 @@ def test_a_test_folder_and_a_test_share_together_are_refused(tmp_path):
     for name in ("cat", "dog"):
         for file in sorted((tmp_path / "own" / name).iterdir())[1:]:
             file.unlink()
-    with pytest.raises(UserError, match=r"one image a class: data\.test leaves none for testing"):
+    with pytest.raises(UserError, match=r"only one image per class, so data\.test finds none"):
         load(f"folder:{tmp_path}/own:test=0.2")
 
 
@@ -185,7 +185,7 @@ def test_sixteen_bits_become_eight_by_the_range_that_is_set(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("size=32", r"data\.size = '32': it is WIDTHxHEIGHT in pixels, such as 32x32"),
+        ("size=32", r"data\.size = '32': write WIDTHxHEIGHT in pixels, such as 32x32"),
         ("size=0x3", r"data\.size = '0x3'"),
         ("values=9..3", r"data\.values = '9\.\.3': it is LOW\.\.HIGH"),
         ("sise=3x3", r"unknown setting data\.sise of folder data \(did you mean 'size'\?\)"),
@@ -223,7 +223,7 @@ def test_images_are_turned_as_their_exif_orientation_says(tmp_path, suffix):
     turned = found.test.inputs[2:, 0]
     assert len(turned) == 8
     assert all(np.array_equal(image, UPRIGHT) for image in turned)
-    assert "turned as their EXIF orientation says: 7 of 14 images" in found.inferred
+    assert "rotated or mirrored as their EXIF orientation says: 7 of 14 images" in found.inferred
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_damaged_exif_leaves_an_image_as_it_is(tmp_path, exif):
     Image.new("L", (5, 4), 7).save(tmp_path / "test/dog/0.jpg", exif=exif)
     found = load(f"folder:{tmp_path}")
     assert found.test.inputs[1, 0].tolist() == [[7] * 5] * 4
-    assert "turned as their EXIF orientation says: 0 of 7 images" in found.inferred
+    assert "rotated or mirrored as their EXIF orientation says: 0 of 7 images" in found.inferred
 
 
 @pytest.mark.parametrize(

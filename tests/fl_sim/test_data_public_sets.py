@@ -97,7 +97,7 @@ def test_a_table_that_is_missing_is_not_downloaded(tmp_path: Path) -> None:
 
 def test_verify_compares_checksums(tmp_path: Path) -> None:
     _diabetes(tmp_path / "uci" / "diabetic_data.csv")
-    assert "the official file's is" in verify("diabetes", tmp_path).problems[0]
+    assert "the official file has" in verify("diabetes", tmp_path).problems[0]
 
 
 def test_a_range_of_diagnoses_ends_below_its_upper_code():

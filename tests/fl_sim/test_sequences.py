@@ -94,7 +94,7 @@ def test_tokens_of_ones_own_are_named_by_their_vocabulary(tmp_path):
         ({"vocabulary": 1.5}, "vocabulary must be one whole number from 2"),
         ({"x_test": np.zeros((6, 5))}, "tokens are whole numbers of shape"),
         ({"x_test": np.array([[1, 0, 2, 0, 0]] * 6)}, "record 0 has no token, or padding \\(0\\) before a token"),
-        ({"mean": np.array(0.5)}, "mean has no place beside vocabulary"),
+        ({"mean": np.array(0.5)}, "tokens .vocabulary is set. are not normalised; remove the array mean"),
     ],
 )
 def test_what_are_no_tokens_is_refused(tmp_path, changes, message):
@@ -131,7 +131,7 @@ def test_the_model_of_sequences_takes_nothing_else():
         (["abc", "abd"], ["ab", "c"], "labels that are no single characters"),
         (["abc", "ab\u00e9"], ["a", "b"], "which is none of LEAF's 80"),
         (["abc", ""], ["a", "b"], "others are empty or no texts"),
-        ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts for inputs \(Sent140\)"),
+        ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts as inputs \(Sent140\)"),
         (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or names of files \(CelebA\)"),
     ],
 )
