@@ -58,7 +58,7 @@ def test_verify_tells_a_generated_mnist_from_the_published_one(tmp_path):
     check = verify("mnist", tmp_path)
     assert not check.ok
     assert len(check.problems) == 4
-    assert "official file's is 6bbc9ace898e44ae57da46a324031adb" in check.problems[0]
+    assert "official file has 6bbc9ace898e44ae57da46a324031adb" in check.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_verify_tells_a_generated_mnist_from_the_published_one(tmp_path):
         (idx(IMAGES)[:-1], "train-images-idx3-ubyte is truncated: 4719 bytes, expected 4720"),
         (idx(IMAGES)[:9], "train-images-idx3-ubyte is truncated: 9 bytes, expected 16"),
         (idx(IMAGES) + b"x", "train-images-idx3-ubyte is too long: 4721 bytes, expected 4720"),
-        (b"", "train-images-idx3-ubyte is no idx file of bytes in 3 dimensions"),
+        (b"", "train-images-idx3-ubyte is no idx file of bytes with 3 dimensions"),
         (b"\x1f\x8b\x08\x00" + bytes(40), r"starts with 0x1f8b0800, not 0x00000803"),
         (idx(IMAGES[:0]), r"train-images-idx3-ubyte holds no records \(shape \(0, 28, 28\)\)"),
         (idx(IMAGES[:5]), "6 training labels and 5 records"),
@@ -104,7 +104,7 @@ def test_cifar_batches_that_are_not_the_published_ones_are_refused_before_they_a
     with pytest.raises(UserError, match="cifar-10-batches-py: a file differs from the published file"):
         load("cifar10", tmp_path)
     assert not opened.exists()
-    assert "official file's is c99cafc152244af753f735de768cd75f" in verify("cifar10", tmp_path).problems[0]
+    assert "official file has c99cafc152244af753f735de768cd75f" in verify("cifar10", tmp_path).problems[0]
 
 
 def test_cifar_batches_are_read_channels_first(tmp_path, monkeypatch, datasets):
@@ -136,7 +136,7 @@ def test_generated_svhn_files_are_read_with_label_ten_as_the_digit_zero(tmp_path
     assert svhn.input_shape == (3, 32, 32)
     np.testing.assert_array_equal(svhn.train.inputs[2, 1], pixels[:, :, 1, 2])
     assert svhn.note == "4 of 73,257 training images; 4 of 26,032 test images"
-    assert "official file's is e26dedcc434d2e4c54c9b2d4a06d8373" in verify("svhn", tmp_path).problems[0]
+    assert "official file has e26dedcc434d2e4c54c9b2d4a06d8373" in verify("svhn", tmp_path).problems[0]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_folder_of_parquet_is_a_table_as_a_parquet_file_is(tmp_path):
         ({"train": images(4)}, "", "nothing says which records are for testing"),
         ({"train": images(4)}, ":test_part=valid", r"has no part 'valid'; set data\.test_part to one of train"),
         ({"train": images(4)}, ":test_part=train", r"data\.train_part and data\.test_part are both 'train'"),
-        ({"train": images(4), "test": images(2, (7, 5))}, "", r"part test, record 1 is 7x5 pixels, but .* is 6x5"),
+        ({"train": images(4), "test": images(2, (7, 5))}, "", r"part test, record 1 has 7x5 pixels, but .* has 6x5"),
         ({"train": images(4), "test": images(2, mode="I;16")}, "", "record 1 has 16 bits per pixel"),
         ({"train": images(4), "test": images(2)}, ":image=picture", "no column 'picture'.*; its columns: image, label"),
         ({"train": images(4), "test": images(2)}, ":missing=drop", r"data\.missing is for tables"),

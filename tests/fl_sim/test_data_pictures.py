@@ -97,7 +97,7 @@ def damage_no_test(root):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_size, r"test/dog/0.png is 6x4 pixels, but .*train/cat/0.png is 5x4; .* data\.size=5x4"),
+        (damage_size, r"test/dog/0.png has 6x4 pixels, but .*train/cat/0.png has 5x4; .* data\.size=5x4"),
         (damage_truncate, "train/dog/1.png cannot be read as an image"),
         (damage_deep_colour, "train/dog/1.png: colour with 16 bits per channel is not supported"),
         (damage_transparent, "train/dog/1.png has transparent pixels, which have no colour"),
@@ -187,7 +187,7 @@ def test_sixteen_bits_become_eight_by_the_range_that_is_set(tmp_path):
     [
         ("size=32", r"data\.size = '32': write WIDTHxHEIGHT in pixels, such as 32x32"),
         ("size=0x3", r"data\.size = '0x3'"),
-        ("values=9..3", r"data\.values = '9\.\.3': it is LOW\.\.HIGH"),
+        ("values=9..3", r"data\.values = '9\.\.3': write LOW\.\.HIGH"),
         ("sise=3x3", r"unknown setting data\.sise of folder data \(did you mean 'size'\?\)"),
     ],
 )
@@ -278,5 +278,5 @@ def test_classes_are_matched_by_name_whatever_unicode_spells(tmp_path):
 def test_a_class_of_the_test_part_alone_is_refused_with_both_lists(tmp_path):
     write_folder(tmp_path)
     (tmp_path / "test/wolf").mkdir()
-    with pytest.raises(UserError, match="'wolf', but train has only cat, dog, and test cat, dog, wolf; rename"):
+    with pytest.raises(UserError, match="'wolf', but train has only cat, dog; test has cat, dog, wolf; use"):
         load(f"folder:{tmp_path}")
