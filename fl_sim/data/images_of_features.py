@@ -28,7 +28,7 @@ Shape = tuple[int, int, int]
 STEPS: Final = 150
 """The number of steps of gradient descent (Adam) for each image."""
 
-_BATCH: Final = 20  # images per batch
+_AT_A_TIME: Final = 20  # images per batch
 _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduces it to 0
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
@@ -64,8 +64,8 @@ def images_of(
         return images, np.empty(0, dtype=np.float32)
     regression = _regression(shape, features)
     whitening = None if features == "scattering" else whitening_of(shape)
-    for start in range(0, len(vectors), _BATCH):
-        rows = slice(start, min(start + _BATCH, len(vectors)))
+    for start in range(0, len(vectors), _AT_A_TIME):
+        rows = slice(start, min(start + _AT_A_TIME, len(vectors)))
 
         def tell_of(share: float, rows: slice = rows) -> None:
             tell((rows.start + share * (rows.stop - rows.start)) / len(vectors))

@@ -123,7 +123,7 @@ def test_float_images_beyond_their_scale_count_as_its_ends_and_must_be_finite(tm
     np.savez(tmp_path / "own.npz", **{**made, "x_train": scaled, "x_test": made["x_test"] / 255})
     with pytest.raises(UserError, match="x_train: record 4 has a pixel that is not finite"):
         load(f"npz:{tmp_path}/own.npz:values=0..1")
-    for values, message in (("1..0", "write LOW..HIGH"), ("0..1", "x_train: uint8 .* that are no bytes")):
+    for values, message in (("1..0", "write LOW..HIGH"), ("0..1", "x_train is uint8 .* that are no bytes")):
         np.savez(tmp_path / "bytes.npz", **made)
         with pytest.raises(UserError, match=message):
             load(f"npz:{tmp_path}/bytes.npz:values={values}")
