@@ -30,7 +30,7 @@ WAIT_SECONDS = 600.0
 """Seconds that a run waits for a node to join while the Ray cluster has no usable node."""
 
 START_SECONDS = 60.0
-"""Seconds after which the user gets a warning about a worker that has not started. Importing torch takes some."""
+"""Seconds after which the user gets a warning about a worker that has not started; it first imports torch."""
 
 MAX_STARTS = 3
 """The number of actors that may die during their start on one node. After that, the node is not used any more."""
@@ -78,7 +78,7 @@ class Worker:
     since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the message contents to send with the next call, by number: None for each that the actor still has.
+        """Return {number: content} of the message contents for the next call; None for a content that the actor has.
 
         An actor keeps the contents of its last call only.
         """
@@ -89,7 +89,7 @@ class Worker:
     def took(self, seconds: float, steps: int) -> None:
         """Update ``step_seconds`` by the duration of a call in seconds and its number of steps.
 
-        The first call is ignored: its loading of data would make the worker look too slow for another batch.
+        The first call is ignored, because it also loads the data: the worker would seem too slow for another batch.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -151,7 +151,7 @@ class ActorPool:
                 worker.since = math.inf
                 self.say(
                     f"{worker.node} of the Ray cluster does nothing: its worker has not started in {START_SECONDS:g} s "
-                    "(Ray's log files there may say why); others do its work until then"
+                    "(see Ray's log files on that node); other nodes do its work until then"
                 )
         there = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         lost = [name for name in self._nodes if name not in there]
@@ -210,12 +210,12 @@ class ActorPool:
             return ""
         here = versions(list(self.modules))
         other = [
-            f"it has {what} {found[what]}, and here is {here[what]}" for what in here
+            f"it has {what} {found[what]}, and this machine has {here[what]}" for what in here
             if found[what] != here[what] and not (what.startswith("module ") and found[what] == "none")
         ]  # fmt: skip
         if other:
             worker.kill()
-            why = f"{', '.join(other)}; install the same there, start ray again, and it is used"
+            why = f"{', '.join(other)}; install the same version there, and start Ray on the node again"
             self._refuse(worker.node, why)
             return why
         self._start_handler(worker)
@@ -267,7 +267,7 @@ class ActorPool:
         if not self.is_own:
             direct = DIRECT if self.is_remote else {}
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **direct, "PYTHONPATH": import_path()}}
-        # The second thread lets an actor say how far it came while a client hangs.
+        # The second thread lets an actor report its replies so far while a client hangs.
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(CheckedActor)
         worker = Worker(actor_class.options(**options).remote(), node)
@@ -301,7 +301,7 @@ class ActorPool:
         calls = [call for call, worker in self.calls.items() if worker.node is node]
         gone = [worker for worker in self.workers if worker.node is node]
         if not node.refused:
-            self.say(f"{node} of the Ray cluster is lost: what it was given is done elsewhere")
+            self.say(f"{node} of the Ray cluster is lost: other nodes repeat its unfinished work")
         for worker in gone:
             worker.kill()
         self.ready = [worker for worker in self.ready if worker.node is not node]

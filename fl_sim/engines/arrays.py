@@ -76,7 +76,7 @@ def array_bytes(array: Array) -> int:
 
 
 def float32_bytes(numbers: int) -> int:
-    """Return the serialised size in bytes of an array of ``numbers`` float32 numbers, without memory for them."""
+    """Return the serialised size in bytes of an array of ``numbers`` float32 numbers, without allocating the array."""
     return array_bytes(TensorArray(torch.empty(numbers, device="meta")))
 
 
@@ -115,21 +115,21 @@ def num_bytes(content: RecordDict) -> int:
 
 def array_record(params: Params) -> ArrayRecord:
     """Return named tensors as an ArrayRecord with one array for each tensor, as Flower's own strategies expect."""
-    record = ArrayRecord()  # ArrayRecord({...}) would ask every array for its bytes
+    record = ArrayRecord()  # ArrayRecord({...}) would serialise every array
     for name, value in params.items():
         record[name] = TensorArray(value.detach())
     return record
 
 
 def pack(params: Params) -> ArrayRecord:
-    """Return named tensors as an ArrayRecord with one flat array, named by the tensors' names and shapes as JSON."""
+    """Return named tensors as an ArrayRecord with one flat array; its key is the layout (names and shapes) as JSON."""
     group, record = flattened(params), ArrayRecord()
     record[_write_layout(group.layout)] = TensorArray(group.flat)
     return record
 
 
 def unpack(record: Any) -> Params:
-    """Return the tensors of a record of ``pack``, without checks of the layout: clients trust the server."""
+    """Return the tensors in a record that ``pack`` made. The layout is not checked: clients trust the server."""
     ((text, array),) = record.items()
     layout = _read_layout(text)
     return FlatParams(tensor_in(array, (num_in(layout),)), layout)
@@ -138,7 +138,7 @@ def unpack(record: Any) -> Params:
 def read_group(record: object, layout: Layout) -> Params:
     """Return the tensors in a client's record. Raises Malformed if names, shapes or order differ from ``layout``."""
     if not isinstance(record, ArrayRecord) or set(record) != {_write_layout(layout)}:
-        raise Malformed("sent tensors of other names, shapes or order than are exchanged")
+        raise Malformed("sent tensors of other names, shapes or order than the payload template has")
     return FlatParams(tensor_in(record[_write_layout(layout)], (num_in(layout),)), layout)
 
 
@@ -156,7 +156,7 @@ def read_packed(record: object, size: Size) -> Packed:
     """Return the compressed group of tensors in a record. Raises Malformed if its size differs from ``size``."""
     names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
     if not isinstance(record, ArrayRecord) or set(record) != names:
-        raise Malformed("sent a compressed update of other parts than the others have")
+        raise Malformed("sent a compressed update with other arrays than expected")
     numbers = tensor_in(record[_NUMBERS], (size.numbers,)) if size.numbers else torch.zeros(0)
     bits = numbers_in(record[_BITS], (size.bits,), "|u1") if size.bits else np.zeros(0, np.uint8)
     return Packed(numbers, bits)
@@ -195,7 +195,7 @@ def whole_number(value: object, largest: int, what: str) -> int:
 
 
 def _arrived(shape: tuple[int, ...], numbers: bytes | bytearray | NDArray[Any]) -> TensorArray:
-    """Return a TensorArray of unpickled numbers. They are copied if read-only, as in Ray's memory."""
+    """Return a TensorArray of unpickled numbers. Read-only numbers, such as those in Ray's memory, are copied."""
     values = np.frombuffer(numbers, np.float32).reshape(shape)
     return TensorArray(torch.from_numpy(values if values.flags.writeable else values.copy()))
 
@@ -208,7 +208,7 @@ def _header(shape: tuple[int, ...], kind: str) -> bytes:
 
 
 def _record(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    record = ArrayRecord()  # ArrayRecord({...}) would ask every array for its bytes
+    record = ArrayRecord()  # ArrayRecord({...}) would serialise every array
     for name, tensor in tensors.items():
         record[name] = TensorArray(tensor)
     return record

@@ -34,7 +34,7 @@ CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
-"""Minibatch steps in a batch: they take far longer than handing a batch over, and are far fewer than a round has."""
+"""Minibatch steps in a batch: far more time than the overhead of a batch, and far fewer steps than a round has."""
 
 _FIRST_STEPS = 4  # in the first batch; the next ones have as many more each, until they are ``STEPS_AT_A_TIME``
 
@@ -104,7 +104,7 @@ class ClientBatching:
 
 
 class BatchRunner:
-    """Answers the messages to the clients of one process.
+    """The answering of all messages to the clients of one process.
 
     Training uses the batch handler of ``batching``, if given. All other tasks are answered one by one by ``app``.
     """
@@ -224,7 +224,7 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Register a batch that was handed to a worker as ``call``."""
+        """Register the ``batch`` that a worker answers in ``call``."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 

@@ -18,8 +18,8 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-# A Grid of one's own needs both, and Flower exports neither publicly: messages cannot be made before a task identity is
-# set, and Grid.run has this type. tests/fl_sim/engines/test_grid.py fails when a new Flower moves them.
+# A subclass of Grid needs both classes, and Flower has no public import of them: a message can be created only after a
+# task identity is set, and Grid.run has type Run. tests/fl_sim/engines/test_grid.py fails if Flower moves them.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -65,7 +65,7 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Return a new message, equal to one of ``Message(...)``."""
+        """Return a new message: Flower's interface for apps that do not call ``Message(...)`` themselves."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> range:
@@ -122,8 +122,9 @@ class InProcessGrid(LocalGrid):
 
     ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
     other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
-    several clients in one batch; batches of stacked clients run one after another. ``groups``, if given, has its own
-    threads. A hanging client cannot be interrupted in its own process: ``timeout`` is checked between batches only.
+    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks that several
+    clients answer in one computation; these tasks have threads of their own. A hanging client cannot be interrupted in
+    its own process: ``timeout`` is checked between batches only.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class InProcessGrid(LocalGrid):
             workers, pool = self._groups.threads, self._group_pool
         else:
             batches = self._runner.batches(messages, workers)
-            # A stack takes the model that all threads share.
+            # Stacked training uses the one model that all threads share, so it cannot run in parallel.
             is_parallel = tasks <= self._in_threads or (tasks == {wire.TRAIN} and not self._is_stacked)
             pool = self._pool if is_parallel and len(batches) > 1 else None
         waiting, replies = deque(batches), dict[str, Message]()
@@ -180,9 +181,9 @@ class InProcessGrid(LocalGrid):
                     replies[reply.metadata.reply_to_message_id] = reply
                     self._on_reply(len(replies))
         finally:
-            waiting.clear()  # by Ctrl-C: threads finish the batch that they have begun, and begin no more
+            waiting.clear()  # after Ctrl-C, threads finish their present batch and begin no other
             stopped.set()
-        late = f"no answer within {timeout or 0:g} s: its turn did not come"
+        late = f"no answer within {timeout or 0:g} s: the client was not started in that time"
         return [replies.get(sent.metadata.message_id) or failure(sent, TOO_LATE, late) for sent in messages]
 
 

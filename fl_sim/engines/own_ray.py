@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""The environment variables that Ray reads: whether its servers require a token, and the token."""
+"""Two environment variables that Ray reads: the authentication mode ("token" if required), and the token."""
 
 DONE = b"done"
-"""The last word that the run's process sends to the cleanup process at a normal end. The first is host:port of Ray's
+"""The last message from the run's process to the cleanup process at a normal end. The first is host:port of Ray's
 node."""
 
 CONNECT_SECONDS = 2.0
@@ -44,8 +44,8 @@ def choose_token() -> None:
         from fl_sim.errors import UserError  # noqa: PLC0415 (the cleanup process may not find fl_sim)
 
         raise UserError(
-            "Ray was imported before it could be given a secret token, without which other users of this machine can "
-            "run code in the run: start the run in a fresh Python that has not imported ray"
+            "Ray was imported before this run could set a secret token. Without the token, other users of this machine "
+            "can run code in the run: start the run in a fresh Python that has not imported ray"
         )
     os.environ.update({MODE: "token", TOKEN: secrets.token_hex(32)})
     _chosen.add(os.environ[TOKEN])

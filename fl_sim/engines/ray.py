@@ -117,7 +117,7 @@ class RayGrid(LocalGrid):
                     elif exchange.waiting:
                         pool.wait_for_nodes()
             finally:
-                pool.end_busy()  # left by a deadline or by Ctrl-C; the next exchange starts others
+                pool.end_busy()  # workers still busy after a deadline or Ctrl-C; the next exchange starts new ones
         except (OSError, RayError):
             check_node(self._node)
             raise
@@ -206,7 +206,7 @@ class RayGrid(LocalGrid):
         for question in heard:
             with suppress(RayError):
                 call, replies = asked[question], self._encryption.decrypt(ray.get(question))
-                batch = exchange.running[call]  # its worker may have begun the next one
+                batch = exchange.running[call]  # the worker may already answer its next call: filter the replies
                 ids = {message.metadata.message_id for message in batch}
                 own = [reply for reply in replies if reply.metadata.reply_to_message_id in ids]
                 progress[call] = self._stored(batch, own)
@@ -251,7 +251,7 @@ class _Outbox:
         content = parcel.content
         if id(content) not in self._known:
             number, sent = self._share(content)
-            self._known[id(content)] = number, content  # held: another object could have its id
+            self._known[id(content)] = number, content  # keeps the object, so that no other object gets its id
             self.contents[number] = sent
         for name, path in parcel.files.items():
             if name not in self._files:

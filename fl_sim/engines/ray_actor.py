@@ -10,7 +10,7 @@ import ray
 
 from fl_sim.importing import importing
 
-with importing():  # Ray imports this file first, in a process that has nothing yet
+with importing():  # Ray imports this file in a new process, which has imported nothing else
     import torch
     from flwr.app import Message, RecordDict
     from flwr.clientapp import ClientApp
@@ -55,13 +55,13 @@ class MessageHandler:
             if name not in self._setup.files:
                 self._setup.files[name] = self._encryption.decrypt(ray.get(content))
         if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # holds for the thread that calls it
+            torch.set_num_threads(self._threads)  # has effect on the calling thread only
         had, decrypted = self._contents, self._decrypted
         self._contents = {number: had[number] if content is None else content for number, content in contents.items()}
         self._decrypted = {number: content for number, content in decrypted.items() if number in contents}
         self._replies = []
         messages = [
-            # Flower's overloads do not name metadata, by which its own code makes messages.
+            # Flower's own code passes metadata, too, but the type overloads of Message lack this argument.
             Message(self._content(number, own), metadata=about)  # type: ignore[call-overload]
             for about, number, own in self._encryption.decrypt(requests)
         ]

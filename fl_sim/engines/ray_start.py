@@ -34,11 +34,11 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a Ray of our own listens on 127.0.0.1, as elsewhere by default
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a Ray of our own listens on 127.0.0.1, as on Linux
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
-"""The Ray setting for the size in bytes up to which calls and answers are sent directly between machines. Through the
-object stores of the nodes they cost two more copies, and a call 9 ms more."""
+"""Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger ones go
+through the object stores of the nodes, which takes two more copies, and 9 ms more for a call."""
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
@@ -69,7 +69,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
     Raises UserError if Ray cannot be joined, or lacks room for an actor or the requested GPU share.
     """
     if not resources.address and not ray.is_initialized():
-        # A Ray of our own gets the actors asked for, even where they outnumber the processors.
+        # A Ray of our own gets all requested actors, even if there are fewer processors.
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         room = int(processors / resources.cpus) if resources.cpus else processors
         num_actors = min(num_clients, resources.actors or max(1, room))
@@ -148,7 +148,7 @@ def _start(num_cpus: int) -> None:
     short = "/tmp" if os.name == "posix" else None  # noqa: S108
     folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or short)
     cleanup = _start_cleanup(folder)
-    # Processes import whatever this one can, an uninstalled checkout included.
+    # With our import path, Ray's processes find the same modules, also those of a checkout that is not installed.
     with _environment({"PYTHONPATH": import_path()}), _resource_warnings_off():
         ray.init(
             address="local",
@@ -156,7 +156,7 @@ def _start(num_cpus: int) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _temp_dir=f"{folder}/ray",  # Ray opens this one to all users of the machine, but not the one around it
+            _temp_dir=f"{folder}/ray",  # Ray makes this folder readable by all users; the outer folder stays private
         )
     _send_address(cleanup)
 
@@ -181,8 +181,8 @@ def _send_address(cleanup: "subprocess.Popen[bytes]") -> None:
 def _join(address: str) -> None:
     if is_own_token():
         raise UserError(
-            f"this process has had a Ray of its own, whose token the cluster at {address!r} does not know: join the "
-            "cluster in a fresh Python"
+            f"this process has started a Ray of its own, and the cluster at {address!r} does not know its token: join "
+            "the cluster in a fresh Python"
         )
     try:
         if address != "auto":

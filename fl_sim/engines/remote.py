@@ -35,9 +35,11 @@ _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
 
 NO_TICKET: Final = (
-    "the order brings a ticket, which says that its release was paid for elsewhere, and nothing was released: only a "
-    "worker that the run's own driver started takes one, signed by that driver for this message; send the order without"
+    "the message contains a ticket, which states that its release was charged elsewhere, and nothing was released: "
+    "only a worker that the run's own driver started accepts a ticket, and only if that driver signed it for this "
+    "message; send the message without a ticket"
 )
+"""The error message for a ticket that is refused. A ticket is a proof that the driver has charged a release."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Encryption:
         parts = [memoryview(frame), *(buffer.raw() for buffer in buffers)]
         sizes = [_NONCE_BYTES + len(part) + _TAG_BYTES for part in parts]
         cipher, whole = AESGCM(self.key), os.urandom(_NONCE_BYTES)
-        # One array for all of them: Ray takes twice as long for the same bytes in a hundred.
+        # One array for all parts: Ray takes twice as long for the same bytes in a hundred arrays.
         content = np.empty(sum(sizes), np.uint8)
         for place, (part, sealed) in enumerate(zip(parts, _cut(content, sizes), strict=True)):
             sealed[:_NONCE_BYTES] = nonce = os.urandom(_NONCE_BYTES)
@@ -126,7 +128,7 @@ class Encryption:
             frame, *buffers = opened
         except (InvalidTag, ValueError) as error:
             raise RunError(
-                "what came from another machine was changed on its way: start the same command again"
+                "a message from another machine was changed on its way: start the same command again"
             ) from error
         return pickle.loads(frame.data, buffers=buffers)  # noqa: S301 (made by a process that has this run's key)
 
@@ -138,7 +140,7 @@ def encrypted_bytes(encrypted: Any) -> int:
 
 
 def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
-    """Return consecutive parts of ``content``, of ``sizes`` bytes. Raises ValueError if these are not all of it."""
+    """Return consecutive parts of ``content``, of ``sizes`` bytes. Raises ValueError if the sum of sizes differs."""
     ends = list(accumulate(sizes))
     if ends[-1:] != [len(content)]:
         raise ValueError("parts are missing")
@@ -157,8 +159,8 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 class Ticket:
     """A proof that the driver has charged the ledger for a release that a worker makes.
 
-    ``key``: the secret key of the release's noise. ``counts``: for synthetic records, the number of records to make of
-    each class. Only a ``Signer`` reads a ticket from a message.
+    ``key``: the secret key of the release's noise. ``simulation_only``: True if the noise has a seed. ``counts``: for
+    synthetic records, the number of records to make of each class. Only a ``Signer`` reads a ticket from a message.
     """
 
     key: bytes = field(repr=False)

@@ -35,8 +35,8 @@ from fl_sim.params import layout_of
 from fl_sim.types import ClientUpdate, Packed, Params, Payloads, Reply, Size
 
 TRAIN, WHO = "train", "query"
-"""The two message types. ``TRAIN``: a client task, which the configuration in the message names. ``WHO``: the question
-which partition a node has. The task of local training has the same name as its message type."""
+"""The two message types. ``TRAIN``: a client task, whose name is in the message's configuration. ``WHO``: the request
+for the index of a node's partition. The task of local training has the same name as its message type."""
 
 _ORDER, _PARAMS, _REPORT = "order", "params", "report"
 _BROADCAST, _PAYLOAD, _PACKED, _KEPT = "broadcast/", "payload/", "packed/", "kept/"
@@ -258,11 +258,11 @@ def read_synthetic(
     inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
     text = content[_SAID].get(_JSON)
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
-        raise Malformed("says of its records what is no text, or too long")
+        raise Malformed("sent facts about its records that are no text, or too long")
     try:
         facts = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Malformed("says of its records what is not JSON") from error
+        raise Malformed("sent facts about its records that are not JSON") from error
     match facts:
         case {"counts": list(counts), "refused": str(), "facts": dict(), "receipt": dict() | None, **others} if (
             not others
@@ -271,10 +271,10 @@ def read_synthetic(
                 inputs
             ):
                 raise Malformed(
-                    f"sent counts that are not one for each of {num_classes} classes, adding up to its records"
+                    f"sent counts that are not one for each of {num_classes} classes, or do not add up to its records"
                 )
         case _:
-            raise Malformed("says something else of its records than their counts, why there are none, and facts")
+            raise Malformed("sent facts about its records with other keys than counts, refused, facts and receipt")
     return inputs, text
 
 
@@ -344,7 +344,7 @@ def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: 
     check_names(content, {name})
     record = content[name]
     if not isinstance(record, ArrayRecord) or set(record) != {name}:
-        raise Malformed(f"sent no {name}, or more than them")
+        raise Malformed(f"sent no {name}, or other arrays beside the {name}")
     return numbers_in(record[name], shape, kind)
 
 

@@ -34,22 +34,22 @@ _CURES: Final = {
     errno.EROFS: "nothing can be written to this file system: choose another place",
     errno.EACCES: "you may not use it: change its permissions, or choose another place",
     errno.EPERM: "you may not use it: change its permissions, or choose another place",
-    errno.ENOENT: "it is not there, or the folder around it was deleted: choose a place that stays",
+    errno.ENOENT: "it does not exist, or its folder was deleted: choose a place that stays",
     errno.ENOTDIR: "a file stands where a folder is needed: move it away, or choose another place",
     errno.EEXIST: "something else stands where a folder is needed: move it away, or choose another place",
     errno.EISDIR: "a folder stands where a file is needed: move it away, or choose another place",
-    errno.ELOOP: "a link leads in a circle, or stands where no link may be followed: remove it",
+    errno.ELOOP: "a symbolic link leads in a circle, or is not allowed here: remove the link",
     errno.EMFILE: "too many files are open at once: raise the limit (ulimit -n 4096)",
     errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
-    errno.EIO: "the disk failed: choose a place on another one",
+    errno.EIO: "the disk failed: choose a place on another disk",
 }
 
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
-_A_FEW_TRIES: Final = 5 * _PAUSE  # one may meet a file that its last holder is about to remove
+_A_FEW_TRIES: Final = 5 * _PAUSE  # a try can fail on a lock file that its last holder is about to remove
 _FOR_EVER: Final = -1.0
-_SKEW: Final = 60.0  # seconds by which the clock may have been set since
+_SKEW: Final = 60.0  # seconds by which the system's clock may have been changed since the lock was made
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
@@ -77,7 +77,8 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
     """Append a whole line or nothing, and wait until it is on the disk. Raises OSError that names ``path``.
 
-    Only the first line may create the file: a file that is missing later has lost the lines before.
+    ``is_first``: True for the first line, which may create the file. If the file is missing later, earlier lines were
+    lost, and FileNotFoundError is raised.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if is_first else 0)
     with path_in_errors(path):
@@ -106,7 +107,7 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
         with FileIO(descriptor) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-                raise UserError(f"{path} is not a file that this program wrote: put that back, or choose another place")
+                raise UserError(f"{path} is not a file that this program wrote: put the file back, or choose another")
             return file.readall()
 
 
@@ -151,7 +152,7 @@ def is_partial(path: Path) -> bool:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add ``path`` to every OSError in this block: the system names no file when a write fails."""
+    """Add ``path`` to every OSError in this block, because the system's error of a failed write contains no path."""
     try:
         yield
     except OSError as error:
@@ -207,7 +208,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             stack.enter_context(_locked(folder, _A_FEW_TRIES))
         except Timeout:
             holder = _holder(folder / LOCK)
-            raise RunError(f"{folder} is being written by {holder}: wait for it, or stop it") from None
+            raise RunError(f"{folder} is being written by {holder}: wait for that process, or stop it") from None
         yield
 
 
@@ -268,11 +269,11 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
     try:
-        folder.stat()  # FileLock would make the folder
+        folder.stat()  # raises for a missing folder, which FileLock would create
         with suppress(FileNotFoundError):
-            mode = path.lstat().st_mode  # one look: its last holder may remove it at any moment
+            mode = path.lstat().st_mode  # one system call: the last holder may remove the file at any moment
             if not stat.S_ISREG(mode):
-                raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
+                raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
         while not lock.is_locked:
             with suppress(_RemovedError):
                 lock.acquire()
@@ -291,7 +292,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 
 
 class _RemovedError(Exception):
-    """The lock file was removed by its last holder between opening and locking; on NFS it was renamed instead."""
+    """The last holder removed the lock file after this process opened it (NFS renames it instead): try again."""
 
 
 def _is(path: Path, status: os.stat_result) -> bool:

@@ -62,7 +62,7 @@ def machine_key(*, make: bool = True) -> bytes:
                 file.write(secrets.token_bytes(32))
             try:
                 with suppress(FileExistsError):
-                    os.link(new, path)  # whole, and never in the place of another process's
+                    os.link(new, path)  # atomic, and never replaces the key of another process
             finally:
                 new.unlink()
         return path.read_bytes()

@@ -49,7 +49,7 @@ class RoundRecord:
 
     ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the clients' mean.
     ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. Under privacy ``train_loss``,
-    ``cohort`` and ``seconds`` may be secret, and are then None. These are measured in the same rounds as the test
+    ``cohort`` and ``seconds`` may be secret, and are then None. Other measures exist in the same rounds as the test
     accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
     ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records; and mean, standard deviation
     and worst tenth of the client accuracies (None under privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays
@@ -135,7 +135,9 @@ def read_identity(out: Path) -> dict[str, Any]:
     try:
         return Recorded.model_validate_json(first.removeprefix(_IDENTITY)).model_dump(exclude_defaults=True)
     except ValidationError as error:
-        raise UserError(f"{out / CONFIG} is damaged: its first line is no identity of a run; put it back") from error
+        raise UserError(
+            f"{out / CONFIG} is damaged: its first line is no identity of a run; put the file back"
+        ) from error
 
 
 def chain_start(out: Path) -> str:
@@ -156,9 +158,10 @@ def run_name(out: Path) -> str:
 
 
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:
-    """Append a round to the log, wait until it is on the disk, and return the new value of the hash chain.
+    """Append a round to ``rounds.jsonl``, wait until it is on the disk, and return the new value of the hash chain.
 
-    ``chain``: the hash over the settings and all rounds before. It detects a lost, foreign or changed line.
+    ``chain``: the hash over the settings and all earlier rounds. A resumed run detects a lost, foreign or changed line
+    by the hash chain.
     """
     line = _line(record)
     append_line(out / ROUNDS, line, is_first=record.round == 1)
@@ -198,8 +201,8 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     numbers = [record.round for record in records]
     way_on = "put an unchanged copy of the directory back, or start again in a fresh one"
     if numbers not in ([*range(1, last_round + 1)], [*range(1, last_round + 2)]):
-        found = f"{len(numbers)} rounds, which are not 1 to {last_round}" if numbers else "no rounds"
-        raise UserError(f"{out / ROUNDS} holds {found}, after which the checkpoint was written: {way_on}")
+        found = f"{len(numbers)} rounds, which are not 1 to {last_round}," if numbers else "no rounds"
+        raise UserError(f"{out / ROUNDS} holds {found} but the checkpoint is of round {last_round}: {way_on}")
     now = _linked(chain_start(out), lines[:last_round])
     if now != chain:
         raise UserError(
@@ -340,7 +343,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         progress = _PROGRESS.validate_python(facts)
         now = digest_of(said["progress"], dict(sorted(found.items())))
         if not said["sha256"] == now == (digest or now):
-            raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
+            raise ValueError("its checksum does not match")  # noqa: TRY301 (one error message for all damages)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = "its progress is not readable" if isinstance(error, ValidationError) else error
         raise UserError(
@@ -412,8 +415,8 @@ def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
 def _check_fit(path: Path, found: Params, wanted: Params) -> None:
     """Raise UserError if the tensors or their order differ from those of the run's model and algorithm."""
     way_on = (
-        "the code of the model or of the algorithm has changed since; put that back, or delete the checkpoint to "
-        "start this run again"
+        "the code of the model or of the algorithm has changed since; restore the old code, or delete the checkpoint "
+        "to start this run again"
     )
     for name in [*wanted, *found]:
         one = _kind(found[name]) if name in found else "not there"

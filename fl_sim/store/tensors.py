@@ -43,7 +43,7 @@ _MODULUS = 1 << 256
 def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
     """Write tensors to a safetensors file named by the hash of its content, and return its path.
 
-    The same name therefore always means the same content. ``mode``: as for ``write_whole``.
+    So two files with the same name have the same content. ``mode``: as for ``write_whole``.
     """
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -61,8 +61,8 @@ def read_by_content(path: str) -> Params:
         content = read_whole(Path(path))
     if not Path(path).stem.endswith(f"-{hashlib.sha256(content).hexdigest()[:16]}"):
         raise RunError(
-            f"{path} is damaged, or was written by something else: it does not hold what its name says; delete it, and "
-            "start the same command again"
+            f"{path} is damaged, or was written by another program: its content does not fit the hash in its name; "
+            "delete the file, and start the same command again"
         )
     tensors: Params = load(content)
     return tensors
@@ -92,7 +92,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
-        _write(file, place, bytes(_HEAD.size))  # until the numbers are whole, there are none
+        _write(file, place, bytes(_HEAD.size))  # marks the slot as empty until all numbers are written
         _write(file, place + _HEAD.size, numbers.data)
         _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
 
@@ -119,7 +119,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
         read = file.readinto(numbers.data.cast("B"))
     written_in, checksum = heads[latest]
     if read != numbers.nbytes or _checksum(numbers) != checksum:
-        raise RunError(f"{path} is damaged: it does not hold what client {client} kept in round {written_in}")
+        raise RunError(f"{path} is damaged: it does not hold the state of client {client} from round {written_in}")
     return slots.named(torch.from_numpy(numbers))
 
 
@@ -197,9 +197,9 @@ class StateChecksum:
             then = None
         if then != now:
             raise UserError(
-                f"{self._state_dir} does not hold what clients knew after round {server_round} (something was deleted, "
-                "changed or comes from another run): put an unchanged copy of it back, or start again in a fresh "
-                "directory"
+                f"{self._state_dir} does not hold the client states after round {server_round} (a state was deleted, "
+                "changed or comes from another run): put an unchanged copy of the folder back, or start again in a "
+                "fresh directory"
             )
 
     def _count(self, clients: Iterable[int], server_round: int) -> None:
@@ -223,8 +223,8 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
     layout = state_dir / LAYOUT
     if layout.exists() and _read_layout(read_whole(layout)) != _slots_of(state):
         raise UserError(
-            f"{state_dir} holds what clients of another model or algorithm keep: put this run's own back, or start "
-            "again in a fresh directory"
+            f"{state_dir} holds client states of another model or algorithm: put this run's client states back, or "
+            "start again in a fresh directory"
         )
     checksum = StateChecksum(state_dir, num_clients, last_round)
     checksum.check()
@@ -300,7 +300,7 @@ def _create(state_dir: Path, wanted: _Slots) -> _Slots:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (state_dir / STATES).touch(mode=0o600)
         write_private(path, json.dumps(asdict(wanted)).encode())
-    assert slots == wanted, "a run's clients all keep the same tensors"
+    assert slots == wanted, "all client states of a run have the same schema"
     return slots
 
 
@@ -318,7 +318,7 @@ def _read_layout(content: bytes) -> _Slots:
         return _Slots(read["dtype"], tuple(groups))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RunError(
-            f"{LAYOUT} in the folder of what clients keep is damaged: put it back, or start again in a fresh directory"
+            f"{LAYOUT} in the folder of client states is damaged: put it back, or start again in a fresh directory"
         ) from error
 
 

@@ -161,5 +161,5 @@ def test_a_node_with_a_policy_trains_on_no_other_file_than_a_pool(
     if not name:
         assert wire.error_of(client_app()(message, node)) is None
         return
-    with pytest.raises(RunError, match=r"not called as fl-sim calls them|does not hold what its name says"):
+    with pytest.raises(RunError, match=r"not called as fl-sim calls them|does not fit the hash in its name"):
         client_app()(message, node)

@@ -83,7 +83,7 @@ def test_clients_whose_turn_does_not_come_before_the_deadline_are_error_replies(
     replies = grid.send_and_receive(messages(grid, "sleep"), timeout=0.5)
     assert [reply.has_error() for reply in replies] == [False, False, True]
     assert replies[2].error.code == TOO_LATE
-    assert "its turn did not come" in replies[2].error.reason
+    assert "was not started in that time" in replies[2].error.reason
 
 
 def test_workers_answer_side_by_side_and_in_the_order_of_messages() -> None:

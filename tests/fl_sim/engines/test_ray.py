@@ -237,7 +237,7 @@ def test_a_ray_that_was_imported_too_early_for_a_token_is_not_started(monkeypatc
     monkeypatch.delenv(MODE)
     monkeypatch.setattr("fl_sim.engines.ray_start.ray.init", lambda **_: pytest.fail("Ray was started"))
     monkeypatch.setattr("fl_sim.engines.ray_start.ray.is_initialized", lambda: False)
-    with pytest.raises(UserError, match="Ray was imported before it could be given a secret token"):
+    with pytest.raises(UserError, match="Ray was imported before this run could set a secret token"):
         start_or_join(RayResources(), 1)
 
 

@@ -202,13 +202,17 @@ def test_what_a_lost_node_was_given_is_done_elsewhere_and_a_node_of_another_vers
     cluster.nodes.append(cluster.node(f"mount --bind {other} {PROJECT}/strategies/fedavg.py"))
     run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "lost", observer=Killing(cluster.nodes[1]))
     said = capsys.readouterr().err
-    assert re.search(r"fl-sim: node \w+ at [\d.]+ of the Ray cluster is lost: .* is done elsewhere\n", said)
+    assert re.search(
+        r"fl-sim: node \w+ at [\d.]+ of the Ray cluster is lost: other nodes repeat its unfinished work\n", said
+    )
     assert_same(undisturbed, hidden / "lost", kept=True)
 
     cluster.wait_for(2)  # the other one has come
     with pytest.raises(RunError) as refused:
         run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "alone", observer=Killing(cluster.nodes[0]))
-    versions = r"it has fl-sim \S+ \(digest (\w+)\), and here is \S+ \(digest (\w+)\); install the same there"
+    versions = (
+        r"it has fl-sim \S+ \(digest (\w+)\), and this machine has \S+ \(digest (\w+)\); install the same version there"
+    )
     for text in (capsys.readouterr().err, str(refused.value)):
         found = re.search(rf"node \w+ at [\d.]+.*: {versions}", text)
         assert found

@@ -140,7 +140,7 @@ def _nothing(out: Path) -> None:
         ({"local": {"schedule": "cosine"}}, 4, _nothing, r"schedule=cosine depends on .*: .* 0.005 .* 0.0085355"),
         ({}, 4, _forget_the_checkpoint, r"not checkpoint.safetensors, so more rounds cannot follow: .* 64 MiB"),
         ({}, 4, _change_a_round, r"rounds.jsonl or .*config.toml was changed"),
-        ({"algorithm": "scaffold"}, 4, _forget_the_states, "does not hold what clients knew after round 2"),
+        ({"algorithm": "scaffold"}, 4, _forget_the_states, "does not hold the client states after round 2"),
     ],
     ids=["fewer", "cosine", "no checkpoint", "changed", "no states"],
 )  # fmt: skip

@@ -150,7 +150,7 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
         away = Message(wire.RecordDict({**content, **signed}), metadata=message.metadata)
         assert wire.error_of(app(away, context)) == remote.NO_TICKET
         return
-    with pytest.raises(RunError, match="the order brings a ticket"):
+    with pytest.raises(RunError, match="the message contains a ticket"):
         app(away, context)
     assert not (tmp_path / "policy.toml.private").exists()
 

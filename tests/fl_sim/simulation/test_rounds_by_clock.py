@@ -170,7 +170,7 @@ def test_flowers_own_runtime_is_refused_a_clock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["pate", "tstr"])
 def test_what_has_no_rounds_is_refused_a_clock(algorithm: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="devices=constant (does not work with|has no place in)"):
+    with pytest.raises(UserError, match=r"devices=constant (does not work with|has no place in)"):
         run(experiment(algorithm=algorithm, devices="constant"), tmp_path / "run")
 
 

@@ -165,7 +165,7 @@ def test_numbers_that_never_reached_the_disk_are_noticed(tmp_path: Path):
     with (tmp_path / "states.bin").open("r+b") as file:
         file.seek(2 * 3 * 4096 + 20)
         file.write(bytes(8))
-    with pytest.raises(RunError, match=r"states\.bin is damaged: .*client 3 kept in round 2"):
+    with pytest.raises(RunError, match=r"states\.bin is damaged: .*client 3 from round 2"):
         load_state(tmp_path, 3, 3)
 
 
@@ -182,7 +182,7 @@ def test_a_damaged_layout_is_refused_in_words(tmp_path: Path, content: str):
 def test_a_file_that_ends_too_soon_is_noticed(tmp_path: Path):
     save_state(tmp_path, 0, 1, _state(0))  # zeros have the same checksum as nothing
     os.truncate(tmp_path / "states.bin", 30)
-    with pytest.raises(RunError, match="client 0 kept in round 1"):
+    with pytest.raises(RunError, match="client 0 from round 1"):
         load_state(tmp_path, 0, 2)
 
 
@@ -218,10 +218,10 @@ def test_threads_and_processes_may_make_the_file_at_once(tmp_path: Path):
 
 def test_other_tensors_than_those_of_the_run_are_refused(tmp_path: Path):
     save_state(tmp_path, 0, 1, _state(1))
-    with pytest.raises(AssertionError, match="the same tensors"):
+    with pytest.raises(AssertionError, match="the same schema"):
         save_state(tmp_path, 1, 1, {"control": {"w": torch.zeros(2)}})
     doubles = {name: value.double() for name, value in _state(1)["control"].items()}
-    with pytest.raises(AssertionError, match="the same tensors"):
+    with pytest.raises(AssertionError, match="the same schema"):
         save_state(tmp_path, 1, 1, {"control": doubles})
 
 
@@ -261,7 +261,7 @@ def _sealed(folder: Path, rounds: int, cohorts=((0, 1, 2), (1,), (0, 2))) -> Pat
 def test_what_was_sealed_is_taken_up_after_the_last_round_and_the_one_before(tmp_path: Path):
     for last_round in (2, 3):
         open_state_checksum(_sealed(tmp_path / str(last_round), 3), 4, last_round, _control(0))
-    with pytest.raises(UserError, match="does not hold what clients knew after round 1"):
+    with pytest.raises(UserError, match="does not hold the client states after round 1"):
         open_state_checksum(tmp_path / "3", 4, 1, _control(0))
 
 
@@ -313,7 +313,7 @@ def test_anything_lost_or_foreign_is_refused(tmp_path: Path, damage):
 def test_a_damaged_seal_is_refused(tmp_path: Path, content: bytes):
     folder = _sealed(tmp_path / "clients", 3)
     (folder / "seal.json").write_bytes(content)
-    with pytest.raises(UserError, match="does not hold what clients knew"):
+    with pytest.raises(UserError, match="does not hold the client states"):
         open_state_checksum(folder, 4, 3, _control(0))
 
 
