@@ -225,7 +225,7 @@ def _print_columns(card: Mapping[str, Any]) -> None:
     say("columns")
     width = max(len(column["name"]) for column in card["columns"])
     for column in card["columns"]:
-        held = ranges.get(column["name"], "") if column["is"].startswith("number, as it is") else ""
+        held = ranges.get(column["name"], "") if column["is"].startswith("number, unchanged") else ""
         say(f"  {column['name']:{width}}  {column['is']}{held}")
 
 

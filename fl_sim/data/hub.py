@@ -211,7 +211,7 @@ def _with_images(
     dataset = own_dataset(name, train, test, half, half, plan.where, listed=listed)
     shown = [(image, f"image: {images.shape[3]}x{images.shape[2]}"), (plan.roles.label, "label")]
     if plan.roles.client:
-        shown.append((plan.roles.client, f"client: {len(plan.clients):,} of them"))
+        shown.append((plan.roles.client, f"client: {len(plan.clients):,} clients"))
     clients = f"{len(plan.clients):,} clients by {plan.roles.client}" if plan.clients else ""
     note = [f"images {image}", f"label {plan.roles.label}", clients, settings.described(), plan.test_records]
     return replace(

@@ -1,17 +1,17 @@
-"""Wavelet scattering of images: a public representation that depends on no data set (Bruna and Mallat 2013).
+"""Wavelet scattering (Bruna and Mallat 2013): image features that are computed without learning from any data set.
 
-The transform has two scales (J = 2), eight orientations and orders 0 to 2, with the Morlet wavelets and the Gaussian of
-Kymatio (Andreux et al. 2020). Each record's maps are normalised in 27 groups, without other records, as in the private
-learning of Tramer and Boneh (2021, section 2.2). Projection on random orthonormal directions, whose seed is public,
-then reduces the number of features.
+The transform has two scales (J = 2), eight orientations and orders 0 to 2, with the Morlet wavelets and the Gaussian
+filter of Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups, independent of other
+records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions, with a public seed,
+then reduces the number of features to at most 1000.
 
-Whitening depends on no data set either. The noise of a release is equal in all directions, so directions with little
-variance are lost first, although they separate classes as well as others do. Whitening gives all directions about the
-same length. The covariance of the records would be private. That of synthetic images is public, and close enough. These
-images have the common statistics of photographs: pink noise, whose amplitude falls as a power of the frequency, and
-dead leaves, discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from
-such images (Baradad et al. 2021); here they only determine the directions of large variance. Their seed is public: all
-processes make the same images.
+Whitening also uses no data set. The noise of a release is equal in all directions, so directions with little variance
+are lost first, although they may separate classes well. Whitening gives all directions about the same variance. It
+needs a covariance matrix. The covariance of the records would be private, so the covariance of artificial images is
+used; it is public and similar enough. These images have the common statistics of photographs. Some are pink noise,
+whose amplitude falls as a power of the frequency. Others are "dead leaves": random discs and slabs that cover one
+another (Lee, Mumford and Huang 2001). Networks learn useful features from such images (Baradad et al. 2021). Their seed
+is public, so all processes generate the same images.
 """
 
 import math
@@ -32,32 +32,32 @@ DIMENSION: Final = 1000
 
 ORIENTATIONS: Final = 8
 NUM_MAPS: Final = 1 + 2 * ORIENTATIONS + ORIENTATIONS**2
-"""The number of maps per channel: 1 of the Gaussian; 8 of each of 2 scales; 64 of coarse wavelets on fine moduli."""
+"""The number of scattering maps per channel: 1 of order 0, 8 for each of 2 scales of order 1, and 64 of order 2."""
 
 GROUPS: Final = 27
 
-_STRIDE: Final = 4  # 2^J: pixels from one position of a map to the next
-_LONGEST: Final = 7  # positions along a side; longer maps are averaged in blocks of 2 x 2
-_SMALLEST, _LARGEST = 8, 128  # pixels along a side
-_PADDING: Final = 2  # the least number of pixels mirrored at each edge
-_SEED: Final = 0  # of the projection
-_BATCH: Final = 64  # channels of images per batch: they stay in the processor's cache
-_EPSILON: Final = 1e-5  # added to the variance of a group
+_STRIDE: Final = 4  # 2^J pixels between neighbouring positions of a map
+_LONGEST: Final = 7  # maximum number of positions along a side; longer maps are averaged in blocks of 2 x 2
+_SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
+_PADDING: Final = 2  # minimum number of mirrored pixels at each edge
+_SEED: Final = 0  # seed of the projection's directions
+_BATCH: Final = 64  # channels of images per batch, so that a batch fits into the processor's cache
+_EPSILON: Final = 1e-5  # added to the variance of a group, against division by zero
 
-_NUM_MADE: Final = 2500  # made-up images of each sort
+_NUM_MADE: Final = 2500  # artificial images of each of three kinds
 _MADE_SEED: Final = 0
-_RIDGE: Final = 0.1  # added to every variance, in units of their mean
-_WITHIN: Final = 0.9  # of the made-up images end within length 1
-_ROWS: Final = 5000  # whitened at a time
+_RIDGE: Final = 0.1  # added to every variance, relative to their mean
+_WITHIN: Final = 0.9  # share of the artificial images whose whitened features have norm at most 1
+_ROWS: Final = 5000  # records per batch of whitening
 
-_EXPONENTS: Final = (1.0, 1.5)  # photographs have about 1
-_OWN: Final = 0.35  # the own part of a channel beside the brightness that all share
-_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # deviation and mean over an image, in units of 255
+_EXPONENTS: Final = (1.0, 1.5)  # of pink noise; photographs have about 1
+_OWN: Final = 0.35  # deviation of each channel's own noise; the noise common to all channels has deviation 1
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of deviation and mean of an image, in units of 255
 
-_LEAVES: Final = 200  # on an image, at most
-_LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7  # pixels; sides of the image
-_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # in units of 1, of 1 a pixel, and of 1
-_LEAVES_AT_A_TIME: Final = 100
+_LEAVES: Final = 200  # leaves per image
+_LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7  # of a leaf: in pixels, and relative to the longer side
+_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # grey levels; grey levels per pixel; grey levels
+_LEAVES_AT_A_TIME: Final = 100  # images per batch
 
 
 def dimension_of(shape: tuple[int, ...]) -> int:
@@ -67,22 +67,22 @@ def dimension_of(shape: tuple[int, ...]) -> int:
     """
     if len(shape) != 3:
         raise UserError(
-            f"features=scattering is for images, and these records are vectors of {math.prod(shape)} numbers: leave "
+            f"features=scattering is for images, but these records are vectors of {math.prod(shape)} numbers: leave "
             "features out"
         )
     if not _SMALLEST <= min(shape[1:]) <= max(shape[1:]) <= _LARGEST:
         raise UserError(
-            f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, and these "
-            f"have {shape[1]}x{shape[2]}: leave features out, or give other images"
+            f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, but these "
+            f"have {shape[1]}x{shape[2]}: leave features out, or scale the images"
         )
     return min(DIMENSION, shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2]))
 
 
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the features (n, dimension_of(shape)), of norm at most 1, of ``images`` (n, channels, height, width).
+    """Return the scattering features of ``images`` (n, channels, height, width): (n, features), of L2 norm at most 1.
 
-    The features of a record depend on that record alone: its bytes / 255 are transformed by ``described``, and scaled
-    to length 1 if the result is longer. Raises UserError as ``dimension_of`` does.
+    The features of a record depend only on that record. Its bytes / 255 are transformed by ``described``; a vector
+    longer than 1 is scaled to length 1. Raises UserError for images of an unsuitable shape, as ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
@@ -97,9 +97,9 @@ def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.f
 
 
 def described(images: torch.Tensor) -> torch.Tensor:
-    """Return the features of ``images`` (n, channels, height, width) in [0, 1], before the limit on their norm.
+    """Return the scattering features of ``images`` (n, channels, height, width) in [0, 1], without a limit on the norm.
 
-    The steps are: scattering, normalisation in groups, projection, and division by the square root of the number of
+    The steps are scattering, normalisation in groups, projection, and division by the square root of the number of
     features. The function is differentiable.
     """
     groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
@@ -110,10 +110,10 @@ def described(images: torch.Tensor) -> torch.Tensor:
 
 
 def scattered(images: torch.Tensor) -> torch.Tensor:
-    """Return the scattering maps of ``images`` (n, channels, height, width): (n, 81 channels, positions, positions).
+    """Return the scattering maps of ``images`` (n, channels, height, width): (n, 81 * channels, rows, columns).
 
-    Each channel has these maps, all smoothed: the image; the moduli of 8 fine and of 8 coarse wavelets; and, for each
-    fine wavelet, the moduli of 8 coarse wavelets applied to its modulus.
+    The 81 maps of a channel, all smoothed, are: the image (order 0); the moduli of its convolutions with 8 fine and 8
+    coarse wavelets (order 1); and the moduli of the 8 fine maps, convolved with 8 coarse wavelets each (order 2).
     """
     count, channels, height, width = images.shape
     padded = _padded(images.reshape(count * channels, height, width))
@@ -132,7 +132,10 @@ def scattered(images: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the Fourier transforms of the fine and the coarse wavelets, each (8, height, width) and real."""
+    """Return the real Fourier transforms of 8 fine and 8 coarse Morlet wavelets, each (8, height, width).
+
+    ``height`` and ``width``: of the padded image.
+    """
     angles = [(ORIENTATIONS // 2 - 1 - number) * math.pi / ORIENTATIONS for number in range(ORIENTATIONS)]
     fine, coarse = (
         np.stack([np.fft.fft2(_morlet(height, width, 2.0**scale, angle)).real for angle in angles]).astype(np.float32)
@@ -143,16 +146,16 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A whitening: features x (n, d) become (x - ``centre``) ``matrix``, scaled to length 1 if they are longer.
+    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``, then longer vectors get length 1.
 
-    ``centre`` and ``matrix`` are float64.
+    ``centre`` (d,) and ``matrix`` (d, d) are float64.
     """
 
     centre: torch.Tensor
     matrix: torch.Tensor
 
     def of(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the whitened ``features`` (n, d), of norm at most 1; each record is computed alone."""
+        """Return the whitened ``features`` (n, d), of L2 norm at most 1. Each record is transformed independently."""
         whitened = np.empty_like(features)
 
         def fill(rows: slice) -> None:
@@ -161,10 +164,10 @@ class Whitening:
         _in_threads(fill, len(features), _ROWS)
         norms = np.linalg.norm(whitened.astype(np.float64), axis=1, keepdims=True)
         shortened: NDArray[np.float32] = np.where(norms > 1, whitened * np.float32(1 - 2.0**-20), whitened)
-        return shortened  # rounding to float32 had left some longer than 1
+        return shortened  # rounding to float32 can make a vector slightly longer than 1
 
     def applied(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the whitened ``features`` as float64, of norm at most 1. The function is differentiable."""
+        """Return the whitened ``features`` as float64, of L2 norm at most 1. The method is differentiable."""
         made = (features.double() - self.centre) @ self.matrix
         shortened: torch.Tensor = made / made.norm(dim=1, keepdim=True).clamp(min=1)
         return shortened
@@ -172,62 +175,76 @@ class Whitening:
 
 @lru_cache(maxsize=2)
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
-    """Return the whitening for images of ``shape``, (channels, height, width). It takes seconds to a minute."""
+    """Compute the whitening of scattering features for images of ``shape``, (channels, height, width).
+
+    The computation takes seconds to a minute; a process does it once per shape.
+    """
     features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
-    with ThreadPoolExecutor(1) as alone:  # a thread of its own: ``_whitening`` sets its number of threads
+    with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_whitening`` sets torch's number of threads
         return alone.submit(_whitening, features).result()
 
 
 def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[np.uint8]:
-    """Return ``number`` synthetic images of each of three kinds: (3 number, *shape)."""
-    coins = np.random.default_rng(seed)
-    noise = [pink_noise(shape, number, exponent, coins) for exponent in _EXPONENTS]
+    """Generate ``number`` artificial images of each of three kinds: (3 * number, *shape).
+
+    The kinds are pink noise with two exponents, and dead leaves.
+    """
+    generator = np.random.default_rng(seed)
+    noise = [pink_noise(shape, number, exponent, generator) for exponent in _EXPONENTS]
     chunks = [min(_LEAVES_AT_A_TIME, number - start) for start in range(0, number, _LEAVES_AT_A_TIME)]
-    return np.concatenate([*noise, *(dead_leaves(shape, chunk, coins) for chunk in chunks)])
+    return np.concatenate([*noise, *(dead_leaves(shape, chunk, generator) for chunk in chunks)])
 
 
 def pink_noise(
-    shape: tuple[int, int, int], number: int, exponent: float, coins: np.random.Generator
+    shape: tuple[int, int, int], number: int, exponent: float, generator: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Return ``number`` noise images in which the amplitude of a frequency f is f to the power of -``exponent``."""
+    """Generate ``number`` images of pink noise: the amplitude of a frequency f is f to the power of -``exponent``."""
     channels, height, width = shape
     frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width))
     frequencies[0, 0] = 1 / max(height, width)
-    white = coins.standard_normal((number, channels + 1, height, width))
+    white = generator.standard_normal((number, channels + 1, height, width))
     fields = np.fft.ifft2(np.fft.fft2(white) * frequencies**-exponent).real
     values = fields[:, :1] + _OWN * fields[:, 1:]
     values -= values.mean(axis=(1, 2, 3), keepdims=True)
     values /= values.std(axis=(1, 2, 3), keepdims=True)
-    contrast, brightness = (coins.uniform(*ends, (number, 1, 1, 1)) for ends in (_CONTRAST, _BRIGHTNESS))
+    contrast, brightness = (generator.uniform(*ends, (number, 1, 1, 1)) for ends in (_CONTRAST, _BRIGHTNESS))
     return _bytes(255 * (brightness + contrast * values))
 
 
-def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Generator) -> NDArray[np.uint8]:
-    """Return ``number`` images of random shapes (leaves) that cover one another; radii r have a density of r^-3."""
+def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.Generator) -> NDArray[np.uint8]:
+    """Generate ``number`` "dead leaves" images: random discs and slabs that cover one another.
+
+    The density of their radii r is proportional to r^-3, so shapes of all sizes occur, as in photographs.
+    """
     channels, height, width = shape
     side, rows, columns = max(height, width), *np.mgrid[:height, :width]
     images, free = np.zeros((number, channels, height, width)), np.ones((number, height, width), dtype=bool)
-    ground = coins.uniform(0, 255, (number, channels))
+    ground = generator.uniform(0, 255, (number, channels))
     for _ in range(_LEAVES):
-        share = coins.random((number, 1, 1))
+        share = generator.random((number, 1, 1))
         radius = 1 / np.sqrt(share / _LEAST_RADIUS**2 + (1 - share) / (_LARGEST_RADIUS * side) ** 2)
-        down = rows - coins.uniform(-radius, height + radius)
-        right = columns - coins.uniform(-radius, width + radius)
-        inside = free & _covered(down, right, radius, coins)
-        colour = ground / 2 + coins.uniform(0, 127.5, (number, 1)) + coins.normal(0, _COLOUR_DEVIATION, ground.shape)
-        slopes = coins.normal(0, _SLOPE_DEVIATION, (2, number, 1, 1))
+        down = rows - generator.uniform(-radius, height + radius)
+        right = columns - generator.uniform(-radius, width + radius)
+        inside = free & _covered(down, right, radius, generator)
+        colour = (
+            ground / 2 + generator.uniform(0, 127.5, (number, 1)) + generator.normal(0, _COLOUR_DEVIATION, ground.shape)
+        )
+        slopes = generator.normal(0, _SLOPE_DEVIATION, (2, number, 1, 1))
         shade = slopes[0] * down + slopes[1] * right
         images += inside[:, None] * (colour.clip(0, 255)[:, :, None, None] + shade[:, None])
         free &= ~inside
     images += free[:, None] * ground[:, :, None, None]
-    return _bytes(images + coins.standard_normal(images.shape) * coins.uniform(0, _NOISE, (number, 1, 1, 1)))
+    return _bytes(images + generator.standard_normal(images.shape) * generator.uniform(0, _NOISE, (number, 1, 1, 1)))
 
 
 def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
-    """Call ``fill`` for batches of ``step`` rows in several threads; in each of them torch uses one thread."""
+    """Call ``fill`` for batches of ``step`` of the ``count`` rows, in several threads.
+
+    Each of them sets torch to one thread, so that results are bit-identical for any number of threads.
+    """
 
     def fill_alone(start: int) -> None:
-        torch.set_num_threads(1)  # of the calling thread: the bits do not depend on the number of threads
+        torch.set_num_threads(1)
         fill(slice(start, min(start + step, count)))
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -246,7 +263,7 @@ def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.c
 def _gabor(
     height: int, width: int, sigma: float, angle: float, frequency: NDArray[np.float64]
 ) -> NDArray[np.complex128]:
-    """Return a wave under a Gaussian on a torus; across the wave the Gaussian has twice the width as along it."""
+    """Return a plane wave times an elliptic Gaussian (twice as wide across the wave), with periodic boundaries."""
     slant = 4 / ORIENTATIONS
     total = np.zeros((height, width), dtype=np.complex128)
     for down in range(-2, 3):
@@ -260,9 +277,10 @@ def _gabor(
 
 
 def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """Return the spectrum of a filtered image that is subsampled by 2 in both directions: a sum over four aliases.
+    """Filter images and subsample them by 2 in both directions, in the Fourier domain.
 
-    ``spectrum``: (..., 1, height, width); ``filters``: (8, height, width), real.
+    ``spectrum``: of the images, (..., 1, height, width). ``filters``: real, (8, height, width). In the Fourier domain
+    subsampling is the mean of four aliases.
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
     parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)  # as pairs, as complex products are slow
@@ -274,7 +292,7 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(values: torch.Tensor) -> torch.Tensor:
-    """Return the four quarters of (..., height, width), which subsampling adds: (..., 4, height / 2, width / 2)."""
+    """Split ``values`` (..., height, width) into quarters, which subsampling adds: (..., 4, height / 2, width / 2)."""
     down, across = values.shape[-2] // 2, values.shape[-1] // 2
     return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
 
@@ -297,17 +315,20 @@ class _Modulus(torch.autograd.Function):
 
 
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
-    """Return ``maps``, a padded grid of every ``spacing``-th pixel, after Gaussian smoothing, at output positions."""
+    """Smooth ``maps`` with a Gaussian and sample the result at the positions of the output.
+
+    ``maps`` contain every ``spacing``-th pixel of a padded image; ``height`` and ``width``: of the image.
+    """
     down, across = (torch.from_numpy(_smoothing(side, spacing)) for side in (height, width))
     return down @ (maps @ across.T)
 
 
 @lru_cache(maxsize=16)
 def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
-    """Return the smoothing matrix, (positions, padded side / spacing).
+    """Return the smoothing matrix of one axis with ``side`` pixels: (positions, padded side / spacing).
 
-    Each row is a Gaussian of 1.6 pixels around the middle of 4 pixels. If there are too many rows, neighbours are
-    averaged.
+    Each row is a Gaussian with standard deviation 1.6 pixels around the middle of 4 pixels. While there are more than 7
+    rows, neighbouring rows are averaged.
     """
     padded = _padded_side(side)
     before = (padded - side) // 2
@@ -323,7 +344,6 @@ def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
 
 
 def _padded(images: torch.Tensor) -> torch.Tensor:
-    """Return ``images`` (n, height, width), padded by mirroring at their edges."""
     sides = []
     for side in reversed(images.shape[1:]):
         more = _padded_side(side) - side
@@ -340,10 +360,10 @@ def _positions(side: int) -> int:
 
 
 def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """Return the projections of ``vectors`` (n, coefficients) on ``size`` random orthonormal directions.
+    """Project ``vectors`` (n, coefficients) on ``size`` random orthonormal directions.
 
-    The directions are a random part of the cosine transform after random changes of sign. If ``size`` is the number of
-    coefficients, ``vectors`` are returned unchanged.
+    The signs of coefficients are changed at random; then ``size`` random coefficients of the cosine transform are kept.
+    If ``size`` is the number of coefficients, ``vectors`` are returned unchanged.
     """
     coefficients = vectors.shape[1]
     if coefficients == size:
@@ -356,7 +376,7 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 
 
 class _Projected(torch.autograd.Function):
-    """The function ``_projected`` for tensors with gradients. It is linear, so its gradient is the transposed map."""
+    """The function ``_projected`` with a gradient. The function is linear, so the gradient is the transposed map."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, size: int) -> torch.Tensor:
@@ -369,7 +389,7 @@ class _Projected(torch.autograd.Function):
 
 
 def _projected_back(vectors: NDArray[np.float32], coefficients: int) -> NDArray[np.float32]:
-    """Return the transposed map of ``_projected``, from projections to vectors with ``coefficients`` numbers."""
+    """Apply the transposed map of ``_projected``: from ``size`` numbers back to ``coefficients`` numbers."""
     count, size = vectors.shape
     if coefficients == size:
         return vectors
@@ -390,7 +410,7 @@ def _directions(coefficients: int, size: int) -> tuple[NDArray[np.float32], NDAr
 
 
 def _whitening(features: NDArray[np.float32]) -> Whitening:
-    torch.set_num_threads(1)  # as above
+    torch.set_num_threads(1)  # for bit-identical results
     made = torch.from_numpy(features).double()
     centre = made.mean(dim=0)
     values, vectors = torch.linalg.eigh(torch.cov(made.T))
@@ -401,13 +421,16 @@ def _whitening(features: NDArray[np.float32]) -> Whitening:
 
 
 def _covered(
-    down: NDArray[np.float64], right: NDArray[np.float64], radius: NDArray[np.float64], coins: np.random.Generator
+    down: NDArray[np.float64], right: NDArray[np.float64], radius: NDArray[np.float64], generator: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Return the mask of one leaf per image: with probability 1/2 a disc, else a slab of random angle and flatness."""
-    angle, flatness = coins.uniform(0, np.pi, radius.shape), coins.uniform(0.3, 1, radius.shape)
+    """Return the pixels that one random leaf per image covers: with probability 1/2 a disc, else a rotated rectangle.
+
+    ``down`` and ``right``: the distances of each pixel from the leaf's centre.
+    """
+    angle, flatness = generator.uniform(0, np.pi, radius.shape), generator.uniform(0.3, 1, radius.shape)
     along, across = np.cos(angle) * right + np.sin(angle) * down, np.cos(angle) * down - np.sin(angle) * right
     slab = (np.abs(along) < radius) & (np.abs(across) < flatness * radius)
-    covered: NDArray[np.bool_] = np.where(coins.random(radius.shape) < 0.5, down**2 + right**2 < radius**2, slab)
+    covered: NDArray[np.bool_] = np.where(generator.random(radius.shape) < 0.5, down**2 + right**2 < radius**2, slab)
     return covered
 
 

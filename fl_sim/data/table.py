@@ -1,9 +1,8 @@
-"""Tables of the user's own: all columns except label, client and split become numbers by public settings alone.
+"""Builds a data set from the user's table: one column is the label, others may be client and split, the rest features.
 
-A column of numbers is unchanged, or scaled by ``data.range.COLUMN=LOW..HIGH`` to 0..1, where values outside are
-clipped. A column of texts becomes one feature per category, at most one of which is 1. Means and deviations of the
-clients' records are used only if ``data.scale=records`` asks for them. A note beside results, and one line per column,
-describe the table.
+A column of numbers is used unchanged. With ``data.range.COLUMN=LOW..HIGH`` it is scaled to 0..1, and values outside are
+clipped. A column of texts becomes one feature per category (one-hot). The mean and deviation of the records, which are
+private, are used only if ``data.scale=records`` is set.
 """
 
 import re
@@ -43,36 +42,42 @@ from fl_sim.mistakes import guess
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
-_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # names of IDs: id, patient_id, patientID
-_FEW: Final = 6  # names that a note lists
+_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # column names of IDs: id, patient_id, patientID
+_FEW: Final = 6  # maximum number of names in a list of a note
 
 
 @dataclass(frozen=True)
 class TestPart:
-    """The rule for the test part: a ``share`` of the records drawn by ``seed``, an ``other`` table, or neither."""
+    """The rule that selects the test records of a table or of a folder of images.
+
+    ``share``: the share of the records that is drawn at random for testing; 0 for none. ``seed``: the seed of the draw.
+    ``other``: the name of a separate table with the test records; empty for none. If both are missing, a split column
+    of the table must say which records are for testing.
+    """
 
     share: float = 0.0
     seed: int = 0
     other: str = ""
 
     def check(self, *, has_column: bool) -> None:
-        """Raise UserError unless exactly one setting defines the test part."""
+        """Raise UserError unless exactly one setting defines the test records. ``has_column``: is a split column."""
         ways = (self.share > 0) + bool(self.other) + has_column
         if ways == 1:
             return
         options = (
-            "data.test=0.2 (a fifth of the records, or of every client's), data.test_file=FILE (another file) or "
-            "data.split=COLUMN (a column that says train or test)"
+            "data.test=0.2 (a fifth of the records, or of each client's records), data.test_file=FILE (another file) "
+            "or data.split=COLUMN (a column with train or test)"
         )
         if ways:
-            raise UserError(f"the test part is said {ways} times; take one of {options}")
-        raise UserError(f"nothing says which records are for testing; set {options}")
+            raise UserError(f"{ways} settings define the test records; set only one of {options}")
+        raise UserError(f"no setting says which records are for testing; set {options}")
 
     def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-        """Return the mask of the test records: a share of all, or of each client's records if ``clients`` are given.
+        """Draw the test records at random; return a mask, shape (records,).
 
-        ``count``: the number of records. Shares are rounded to whole records, at least one and never all. A client with
-        one record keeps it for training.
+        ``count``: the number of records. ``clients``: the client or class of each record; then the share is drawn from
+        each of them. Shares are rounded to whole records, at least one and never all. The record of a client that has
+        only one is for training.
         """
 
         def size(records: int) -> int:
@@ -85,14 +90,17 @@ class TestPart:
         order = np.argsort(clients, kind="stable")
         numbers, starts = np.unique(clients[order], return_index=True)
         bounds = np.append(starts, count)
-        for place in np.flatnonzero(np.diff(bounds) > 1).tolist():  # of a million clients most may have one record
+        for place in np.flatnonzero(np.diff(bounds) > 1).tolist():  # most of a million clients may have only one record
             of_client = order[bounds[place] : bounds[place + 1]]
             coins = rng(self.seed, "test part", int(numbers[place]))
             chosen[of_client[coins.permutation(len(of_client))[: size(len(of_client))]]] = True
         return chosen
 
     def described(self, column: str, *, by_client: bool) -> str:
-        """Return a description of the test part. ``column``: the name of the split column, if any."""
+        """Describe the selection of test records, for ``Dataset.note``.
+
+        ``column``: the name of the split column, if any. ``by_client``: the share is drawn from each client's records.
+        """
         if self.other:
             return f"tested on {self.other}"
         if column:
@@ -102,25 +110,29 @@ class TestPart:
 
 
 def test_part_by_setting(own: OwnName) -> TestPart:
-    """Return the rule for the test part in a data set's name. Raises UserError for an invalid share or seed."""
+    """Return the rule for test records from the settings ``data.test``, ``data.test_seed`` and ``data.test_file``.
+
+    Raises UserError for an invalid share or seed.
+    """
     share, seed, file = (own.option(key) for key in ("test", "test_seed", "test_file"))
     if seed and not share:
-        raise UserError("data.test_seed draws a share of the records for testing: set data.test, too, or leave it out")
+        raise UserError("data.test_seed is the seed of data.test, which is not set: set data.test, or leave it out")
     number = as_number(share) if share else 0.0
     if number is None or (share and not 0 < number < 1):
-        raise UserError(f"data.test = {share!r}: it is a share of the records, above 0 and below 1, such as 0.2")
+        raise UserError(f"data.test = {share!r}: it must be a share of the records, above 0 and below 1, such as 0.2")
     if seed and not (seed.isascii() and seed.isdigit() and len(seed) < 19):
-        raise UserError(f"data.test_seed = {seed!r}: it is a whole number, at least 0")
+        raise UserError(f"data.test_seed = {seed!r}: it must be a whole number, at least 0")
     return TestPart(number, int(seed or 0), Path(file).name)
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The plan of a table, made before its records are read.
+    """The interpretation of a table: roles and encodings of its columns. It is fixed before the records are converted.
 
-    ``clients``: in order. ``listed``: True if the user lists the classes. ``drops``: True if records with empty cells
-    are left out. ``filling``: a description of the values for empty cells. ``left_out``: {column: reason} of columns
-    whose content cannot be a feature.
+    ``tables``: the table, or a training and a test table. ``survey``: the contents of the columns. ``clients``: the
+    names of all clients, sorted. ``drops``: True if records with empty cells are removed. ``listed``: True if the
+    classes are those of ``data.classes``. ``filling``: a description of the values for empty cells. ``left_out``:
+    {column: reason} of the columns that cannot be features.
     """
 
     tables: tuple[TableReader, ...]
@@ -137,12 +149,12 @@ class TablePlan:
 
     @property
     def where(self) -> str:
-        """The name of the (training) table in messages."""
+        """The path of the (training) table, for error messages."""
         return self.tables[0].where
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """The number columns that just count the rows, such as an index that a program has written."""
+        """The columns of numbers that only contain row numbers, such as the index that pandas writes."""
         if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
@@ -150,25 +162,25 @@ class TablePlan:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The category columns with a different text in every row."""
+        """The columns of categories that have a different text in every row, and so are probably IDs."""
         rows = sum(self.survey.rows)
         categories = [one for one in self.features if one.categories and not one.is_given]
         return tuple(one.name for one in categories if len(one.categories) == rows >= columns.ROWS_TO_COUNT)
 
     @cached_property
     def unscaled(self) -> dict[str, None]:
-        """The number columns without a range, in order."""
+        """The columns of numbers without ``data.range``, in order, as the keys of a dict."""
         return dict.fromkeys(one.name for one in self.features if not one.categories and one.bounds is None)
 
     @property
     def test_records(self) -> str:
-        """A description of the test part."""
+        """A description of the selection of test records, for ``Dataset.note``."""
         return self.test_part.described(self.roles.split, by_client=bool(self.clients))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a table: numbers, labels, clients (0 if there are none), and a mask of the test rows."""
+    """The records of a table as arrays. ``clients``: the number of each record's client, 0 without a client column."""
 
     inputs: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -177,9 +189,9 @@ class Rows:
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Return the data set in the table at ``path``.
+    """Read the csv or parquet file ``path``, and the file ``data.test_file`` if it is set, as a data set.
 
-    Raises UserError, with row and column, for anything but classification data.
+    Raises UserError, mostly with row and column, for anything but classification data.
     """
     test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
     tables = [open_table(path, own.kind, delimiter)]
@@ -189,7 +201,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part: TestPart) -> Dataset:
-    """Return the data set of one table, or of a training table and a test table."""
+    """Convert one table, or a training and a test table, to a data set. ``test_part``: the rule for test records."""
     scales = _choice(own, "scale", ("ranges", "records")) == "records"
     plan = planned(own, tables, roles_of(own, tables[0]), test_part)
     rows = rows_of(plan)
@@ -220,16 +232,16 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 
 
 def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part: TestPart) -> TablePlan:
-    """Return the plan of the tables after a pass over the columns in ``roles``.
+    """Read the columns in ``roles`` once, and decide how the tables are interpreted (``TablePlan``).
 
-    Raises UserError for a table without classes, and for empty cells that no setting allows.
+    Raises UserError for labels that are no classes, and for empty cells if no setting allows them.
     """
     where = tables[0].where
     test_part.check(has_column=bool(roles.split))
     for table in tables[1:]:
         if missing := sorted(set(roles.columns) - set(table.names)):
             raise UserError(
-                f"{table.where} lacks the column {missing[0]!r} that {where} has; both need the same columns"
+                f"{table.where} lacks the column {missing[0]!r}, which {where} has; both need the same columns"
             )
         _check_alike(tables[0], table, roles)
     seen = columns.blank_contents(own, roles, tables[0])
@@ -239,7 +251,8 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
     out = columns.left_out(own, roles.features, found)
     if out and len(out) == len(roles.features):
         raise UserError(
-            f"{where} has no column to learn from: {_reasons(out)}; add others, or write these as numbers or categories"
+            f"{where} has no column that can be a feature: {_reasons(out)}; add columns, or write these as numbers or "
+            "categories"
         )
     roles = replace(roles, features=tuple(name for name in roles.features if name not in out))
     if roles.split:
@@ -250,12 +263,15 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
         columns.check_missing(found, [name for name in roles.columns if name not in filled], roles.features)
     classes = listed or columns.classes_of(seen[roles.label], where)
     if listed and not drops and set(seen[roles.label].texts or ("", "")) - set(listed):
-        cure = ", or leave such records out, uncounted, by data.missing=drop"
+        cure = ", or remove such records by data.missing=drop"
         raise unlisted(f"{where}, column {roles.label!r}", cure)
     clients: tuple[str, ...] = ()
     if roles.client:
         if (of := seen[roles.client].texts) is None:
-            raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
+            raise UserError(
+                f"{where}: column {roles.client!r} has more than {seen[roles.client].most:,} clients; set data.client "
+                "to another column"
+            )
         clients = tuple(sorted(of, key=in_order))
     return TablePlan(
         tuple(tables), found, roles, features, classes, clients, test_part, drops, bool(listed), _filling(own), out
@@ -263,12 +279,16 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
 
 
 def rows_of(plan: TablePlan) -> Rows:
-    """Return all rows. Raises UserError if they take too much memory, or if numbers are too large."""
+    """Convert all rows of the tables to arrays, as ``plan`` says.
+
+    Raises UserError if the arrays need more than half of the memory, if numbers exceed float32, if training or test
+    records are missing, or if a class has no training records.
+    """
     count, width = sum(plan.survey.rows), sum(feature.width for feature in plan.features)
     if 2 * 4 * count * width > most_bytes():  # all records, and a second copy when they are split
         raise UserError(
-            f"{plan.where}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
-            "more than half of this machine's memory; take fewer records, or leave columns out by data.drop"
+            f"{plan.where}: {count:,} records of {width:,} numbers take 2 x {4 * count * width:,} bytes, "
+            "more than half of this machine's memory; use fewer records, or leave columns out by data.drop"
         )
     inputs, (labels, clients) = np.zeros((count, width), dtype=np.float32), np.zeros((2, count), dtype=np.int64)
     rows = Rows(inputs, labels, clients, np.zeros(count, dtype=bool))
@@ -278,7 +298,7 @@ def rows_of(plan: TablePlan) -> Rows:
     for feature in plan.features:
         if feature.width == 1 and not np.isfinite(rows.inputs[:, feature.first]).all():
             raise UserError(
-                f"{plan.where}: column {feature.name!r} holds numbers beyond 3.4e38, the largest of 32 bits; "
+                f"{plan.where}: column {feature.name!r} holds numbers beyond 3.4e38, the maximum of float32; "
                 f"scale it by data.range.{feature.name}=LOW..HIGH"
             )
     if plan.test_part.share:
@@ -286,7 +306,7 @@ def rows_of(plan: TablePlan) -> Rows:
         rows = replace(rows, is_test=is_test)
     if not len(rows.labels) or rows.is_test.all() or not rows.is_test.any():
         part = "training" if rows.is_test.all() else "test"
-        raise UserError(f"{plan.where}: no records in the {part} part; take other records")
+        raise UserError(f"{plan.where}: there are no {part} records; add some, or change the split of the records")
     if not plan.listed:
         where = f"{plan.where}, column {plan.roles.label!r}"
         check_classes(rows.labels[~rows.is_test], rows.labels[rows.is_test], plan.classes, where)
@@ -294,10 +314,10 @@ def rows_of(plan: TablePlan) -> Rows:
 
 
 def _note(plan: TablePlan, *, scales: bool) -> str:
-    """Return the note beside results: one line, whatever the number of columns, without facts about records."""
+    """Return ``Dataset.note``, which all results show: one line on the encoding of columns, no facts about records."""
     ranged = [feature.name for feature in plan.features if feature.bounds is not None]
     categories = [f"{feature.name} ({feature.width})" for feature in plan.features if feature.categories]
-    how = "scaled by the training records' mean and deviation" if scales else "numbers as they are, not scaled"
+    how = "scaled by the training records' mean and deviation" if scales else "numbers without scaling"
     parts = [
         f"label {plan.roles.label}: {_some(plan.classes) if plan.listed else f'{len(plan.classes)} classes'}",
         f"{len(plan.clients):,} clients by {plan.roles.client}" if plan.clients else "",
@@ -313,23 +333,23 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
 
 
 def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
-    """Return (column, its use) for each column: label, client and split, then features in file order, then left out."""
+    """Return (column, its use) for each column: label, client and split first, then features, then unused columns."""
     scaled = ", scaled by the mean and deviation of the training records" if scales else ""
     lines = [(plan.roles.label, f"label: {', '.join(plan.classes)}")]
     if plan.clients:
-        lines.append((plan.roles.client, f"client: {len(plan.clients):,} of them"))
+        lines.append((plan.roles.client, f"client: {len(plan.clients):,} clients"))
     if plan.roles.split:
-        lines.append((plan.roles.split, "says train or test"))
+        lines.append((plan.roles.split, "split: train or test"))
     features = ((one.name, f"{one.described()}{scaled if one.name in plan.unscaled else ''}") for one in plan.features)
     return (*lines, *features, *((name, f"left out: {reason}") for name, reason in plan.left_out.items()))
 
 
 def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
-    """Return the assumptions about the file, as text lines."""
-    cells = "types of columns are those that the file declares"
+    """Return ``Dataset.inferred``: the assumptions about the file that no setting states, one line each."""
+    cells = "the types of columns are as the file declares them"
     if own.kind == "csv":
         spelling = spelling_by(own.option("decimal"), own.option("thousands"))
-        cells = f"cells stand between signs called {plan.tables[0].delimiter}; {spelling.described()}"
+        cells = f"the delimiter is {plan.tables[0].delimiter}; {spelling.described()}"
     roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
     by_name = [role for role, name in roles.items() if name and not own.option(role)]
     numbers = [feature for feature in plan.features if not feature.categories]
@@ -337,19 +357,19 @@ def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
     return (
         cells,
         f"{len(numbers):,} columns of numbers, {len(plan.features) - len(numbers):,} of categories",
-        *([f"columns by their names: {', '.join(by_name)}"] if by_name else []),
+        *([f"columns found by their names: {', '.join(by_name)}"] if by_name else []),
         f"{len(plan.classes):,} classes, in {'the order of their numbers' if are_numbers else 'alphabetical order'}",
     )
 
 
 def _read_off(plan: TablePlan) -> tuple[str, ...]:
-    """Return the facts that were read off the records, each with the setting that makes it public."""
+    """Return ``Dataset.read_off``: facts from the private records, each with the setting that makes it public."""
     inferred = [feature.name for feature in plan.features if feature.categories and not feature.is_given]
     facts = list(read_off_classes(plan.listed))
     if inferred:
-        facts.append(f"the categories of {_some(inferred)} (data.category.{inferred[0]}=A+B lists public ones)")
+        facts.append(f"the categories of {_some(inferred)} (public with data.category.{inferred[0]}=A+B)")
     if plan.left_out:
-        facts.append(f"which columns are left out (data.drop={','.join(plan.left_out)} sets it)")
+        facts.append(f"the list of unused columns (public with data.drop={','.join(plan.left_out)})")
     return tuple(facts)
 
 
@@ -359,20 +379,23 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
     for name in roles.columns:
         if others[name] in {"time", "other"} and others[name] != kinds[name]:
             raise UserError(
-                f"{other.where}: column {name!r} holds {'dates or times' if others[name] == 'time' else 'lists'}, and "
-                f"{first.where} has other cells there; write both alike"
+                f"{other.where}: column {name!r} holds {'dates or times' if others[name] == 'time' else 'lists'}, but "
+                f"in {first.where} it has another type; use the same type in both"
             )
         codes = [table.codes.get(name, ()) for table in (first, other)]
         if all(codes) and codes[0] != codes[1]:
             raise UserError(
-                f"{other.where}: the codes of column {name!r} stand for {enumerated(codes[1], 10)}, and in "
-                f"{first.where} for {enumerated(codes[0], 10)}: write both with the same names, or names in place of "
-                "codes"
+                f"{other.where}: the codes of column {name!r} mean {enumerated(codes[1], 10)}, but in "
+                f"{first.where} they mean {enumerated(codes[0], 10)}: use the same names in both, or write names in "
+                "place of codes"
             )
 
 
 def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
-    """Write the tables into ``rows``, which are zeros before; return the mask of the rows to keep."""
+    """Write all records of the tables into the arrays ``rows``; return the mask of the records to keep.
+
+    The arrays must be zeros before.
+    """
     compute = pyarrow().compute
     kept, first = np.ones(len(rows.labels), dtype=bool), 0
     filled = {feature.name for feature in plan.features if feature.is_filled}
@@ -405,42 +428,44 @@ def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell in ``values``; 0 for an empty cell, whose record is left out."""
+    """Return the index of each cell in ``values``; 0 for an empty cell, whose record is removed later."""
     found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # labels and clients, of which there may be a million, for every part of a file
+@lru_cache(maxsize=2)  # for labels and clients: there may be a million clients, and each batch needs them
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 
 
 def _oddities(plan: TablePlan) -> list[str]:
-    """Return descriptions of likely mistakes in the file; the file is nevertheless read without a change."""
+    """Return warnings about likely mistakes in the file, such as IDs as features; the file is read all the same."""
     found = [similar_spellings("classes", plan.classes), similar_spellings("clients", plan.clients, with_names=False)]
     found += [
         similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given
     ]
     found += [
-        f"column {name!r} is left out: it holds {reason}; data.drop={name} confirms it, and "
-        f"data.category.{name}=A+B takes some of its texts"
+        f"column {name!r} is not used: it holds {reason}; confirm this by data.drop={name}, or use some of its texts "
+        f"by data.category.{name}=A+B"
         for name, reason in plan.left_out.items()
     ]
     found += [
-        f"column {name!r} has another text in every row, as an ID: leave it out by data.drop={name}"
+        f"column {name!r} has a different text in every row, like an ID: leave it out by data.drop={name}"
         for name in plan.ids
     ]
     found += [
-        f"column {one.name!r} is called like an ID, and models learn from it: leave it out by data.drop={one.name}"
+        f"column {one.name!r} is a feature with the name of an ID: leave it out by data.drop={one.name}"
         for one in plan.features
         if not one.categories and one.bounds is None and _ID.search(one.name) and one.name not in plan.counting
     ]
-    found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in plan.counting if name]
+    found += [
+        f"column {name!r} contains row numbers: leave it out by data.drop={name}" for name in plan.counting if name
+    ]
     if any(not one.name for one in plan.features):
-        rows = " and numbers the rows" if "" in plan.counting else ""
+        rows = " and contains row numbers" if "" in plan.counting else ""
         found.append(
-            f"a column has no name{rows}, as the index that spreadsheets and DataFrame.to_csv write: leave it out by "
-            "data.drop= with nothing behind, or give it a name"
+            f"a column has no name{rows}, like the index that spreadsheets and DataFrame.to_csv write: leave it out "
+            "by data.drop= with nothing after the sign, or give it a name"
         )
     return [one for one in found if one]
 
@@ -450,7 +475,7 @@ def _lacking(plan: TablePlan) -> str:
 
 
 def _filling(own: OwnName) -> str:
-    """Return a description of the values for empty cells by the settings; empty if no setting fills cells."""
+    """Describe the values that replace empty cells, for ``Dataset.note``; empty if no setting replaces them."""
     fixed = [f"{name} {value}" for name, (value,) in own.of_columns("fill").items()]
     middle = "the middle of a number's range, zeros for a category" if own.option("missing") == "middle" else ""
     said = "; ".join(filter(None, (_some(fixed), middle)))

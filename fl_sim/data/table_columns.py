@@ -1,7 +1,6 @@
-"""The columns of a table: a survey of their cells, their roles (label, client, split, feature), and their encoding.
+"""The columns of a table: surveys their cells, assigns roles (label, client, split, feature), and encodes features.
 
-The settings in the data set's name define the roles. Features become the numbers of a record by public settings, or
-unchanged.
+The settings in the data set's name define the roles. Features are encoded as the settings say, or used unchanged.
 """
 
 import re
@@ -34,46 +33,47 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Column
 
 MOST_CATEGORIES: Final = 200
-"""Maximum number of categories: a text column with more different texts holds names or free text."""
+"""Maximum number of categories of a feature: a column with more different texts holds IDs, names or free text."""
 
 MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
 
-_SAMPLES: Final = 200  # of texts that look like numbers, to find their spelling
-ROWS_TO_COUNT: Final = 10  # rows from which on the numbers 0, 1, 2 ... of a column count as those of the rows
+_SAMPLES: Final = 200  # maximum number of texts that are kept to infer the notation of numbers
+ROWS_TO_COUNT: Final = 10  # in tables with fewer rows, a column 0, 1, 2 ... is not taken for row numbers
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
-_PARTS = 10  # different entries of a split column
-_MOST_NAMES: Final = 30  # of columns in a message
+_PARTS = 10  # maximum number of different entries of a split column
+_MOST_NAMES: Final = 30  # maximum number of column names in a message
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 STEPS: Final = 20
-"""The number of steps into which generators divide a range; whole numbers with fewer values have one step each."""
+"""The number of values to which generators may round a column. Whole numbers with fewer values are not rounded."""
 
 
 @dataclass(frozen=True)
 class CellPlace:
-    """One cell of a table: its file, its row (from 1, below the header line) and its value."""
+    """The position and value of one cell of a table, for error messages. ``row``: counted from 1 below the header."""
 
     file: str
     row: int
     value: str = ""
 
     def at(self, column: str) -> str:
-        """Return the place of this cell of ``column`` as text: file, row and column."""
+        """Return the position of this cell as text: file, row and ``column``."""
         return f"{self.file}: row {self.row}, column {column!r}"
 
 
 @dataclass
 class ColumnContent:
-    """The content of one column, as far as it has been surveyed.
+    """The facts about one column that a pass over its cells has found so far.
 
-    ``most``: the maximum number of different ``texts``; ``texts`` is None if there are more. ``as_text``: True if its
-    numbers are names. ``missing``, ``number``, ``text``, ``infinite``: the first cell of this sort. ``spelled``: texts
-    that look like numbers in another ``spelling``. ``word``: the first text that does not look like a number.
-    ``fraction``: the first text that is a number with a fraction. ``counts``: True if its numbers are the row numbers.
-    ``are_dates``: True if all texts so far are dates.
+    ``declared``: the type that the file declares. ``texts``: the different texts; None if there are more than ``most``.
+    ``as_text``: True if numbers in the column are names, such as postal codes. ``spelling``: the expected notation of
+    numbers. ``missing``, ``number``, ``text``, ``infinite``: the first cell that is empty, a number, a text, an
+    infinite number. ``spelled``: texts that look like numbers in another notation. ``word``: the first text that does
+    not look like a number. ``fraction``: the first number with a fraction in a column of texts. ``counts``: True if all
+    numbers are row numbers. ``are_dates``: True if all texts are dates.
     """
 
     name: str
@@ -93,7 +93,7 @@ class ColumnContent:
     are_dates: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
-        """Add the next cells to the survey: those after the first ``rows_before`` rows of ``file``."""
+        """Update these facts with the next batch of ``cells``, after the first ``rows_before`` rows of ``file``."""
         compute = pyarrow().compute
         present = cells.is_valid()
         self.missing = self.missing or _first(compute.invert(present), file, rows_before, cells)
@@ -140,14 +140,17 @@ class ColumnContent:
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of a pass over all rows: the number of ``rows`` of each file, and {column: its content}."""
+    """The result of ``survey``: the number of rows of each file, and {column: its content}."""
 
     rows: tuple[int, ...]
     columns: Mapping[str, ColumnContent]
 
 
 def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -> Survey:
-    """Read all cells of ``columns`` in every file and return the survey. Raises UserError for a file without rows."""
+    """Read all cells of ``columns`` in all files, to learn types, categories and empty cells before the conversion.
+
+    ``columns``: {column: empty content}, which is filled. Raises UserError for a file without rows.
+    """
     rows = []
     for file in files:
         found = 0
@@ -156,15 +159,15 @@ def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -
                 columns[name].look_at(cells, file.where, found)
             found += len(next(iter(batch.values())))
         if not found:
-            raise UserError(f"{file.where} has no rows below the names of its columns; wanted is a row a record")
+            raise UserError(f"{file.where} has no rows below the names of its columns; add one row per record")
         rows.append(found)
     return Survey(tuple(rows), columns)
 
 
 def is_category(seen: ColumnContent) -> bool:
-    """Return True if a feature column holds categories, False if it holds numbers.
+    """Return True if a feature column contains categories, False if it contains numbers.
 
-    Raises UserError with row and column if it holds neither of them, or both.
+    Raises UserError, with row and column, if it contains both, or neither of them.
     """
     name = seen.name
     if seen.declared in {"time", "other"}:
@@ -177,11 +180,11 @@ def is_category(seen: ColumnContent) -> bool:
         return True
     if seen.number and seen.text:
         raise UserError(
-            f"{seen.text.at(name)}: {shortened(seen.text.value)!r} is no number, and row {seen.number.row} holds "
-            f"{seen.number.value}: mend the cell, or take all of the column as names by data.text={name}"
+            f"{seen.text.at(name)}: {shortened(seen.text.value)!r} is no number, but row {seen.number.row} holds "
+            f"{seen.number.value}: correct the cell, or use the whole column as names by data.text={name}"
         )
     if seen.infinite:
-        raise UserError(f"{seen.infinite.at(name)}: the number is not finite; mend the cell")
+        raise UserError(f"{seen.infinite.at(name)}: the number is not finite; correct the cell")
     if not seen.number and not seen.text:
         raise UserError(f"column {name!r} is empty in every row: leave it out by data.drop={name}")
     if seen.text:
@@ -191,7 +194,7 @@ def is_category(seen: ColumnContent) -> bool:
 
 @dataclass(frozen=True)
 class Roles:
-    """The columns of each role; ``client`` and ``split`` are empty if there is no such column."""
+    """The names of the columns by role. ``client`` and ``split``: empty if there is no such column."""
 
     label: str
     client: str
@@ -200,19 +203,19 @@ class Roles:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all columns to read."""
+        """The names of all columns that must be read."""
         return (*filter(None, (self.label, self.client, self.split)), *self.features)
 
 
 def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) -> Roles:
-    """Return the roles of the columns of ``table``. Raises UserError for a missing column or a column with two roles.
+    """Return the roles of the columns of ``table``, by the settings or by the column names label, client and split.
 
-    By default, columns called label, client and split have these roles.
+    Raises UserError for a missing column, and for a column with two roles.
     """
     label = own.option("label") or ("label" if "label" in table.names else "")
     if not label:
         raise UserError(
-            f"{table.where} has no column called label: say which one is, data.label=COLUMN; its columns are "
+            f"{table.where} has no column called label: name the label column by data.label=COLUMN; its columns are "
             f"{enumerated(table.names, _MOST_NAMES)}"
         )
     has_test = any(own.option(key) for key in ("test", "test_file"))
@@ -223,13 +226,13 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) ->
         if name:
             _check_column(name, key, table)
             if name in uses:
-                raise UserError(f"data.{uses[name]} and data.{key} are both {name!r}: a column has one use")
+                raise UserError(f"data.{uses[name]} and data.{key} are both {name!r}; use two different columns")
             uses[name] = key
     return Roles(label, client, split, _features(own, uses, table) if with_features else ())
 
 
 def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
-    """Return {column: empty content} of the columns to survey."""
+    """Return {column: empty content} of all columns that ``survey`` must read."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
     texts = {*_listed(own, "text", table), *own.of_columns("category"), *most}
@@ -244,30 +247,30 @@ def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, 
 
 
 def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
-    """Raise UserError for a label, client or split column whose declared type is neither text nor number."""
+    """Raise UserError if the file declares a type for the label, client or split column that is no text or number."""
     for name in filter(None, (roles.label, roles.client, roles.split)):
         if seen[name].declared in {"time", "other"}:
             what = "dates or times" if seen[name].declared == "time" else "lists"
-            several = "; several labels a record (multi-label) are not supported" if name == roles.label else ""
-            raise UserError(f"{where}: column {name!r} holds {what}, wanted are texts or whole numbers{several}")
+            several = "; several labels per record (multi-label) are not supported" if name == roles.label else ""
+            raise UserError(f"{where}: column {name!r} holds {what}, but must hold texts or whole numbers{several}")
 
 
 def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
-    """Return the classes in order: whole numbers by size, texts in alphabetical order.
+    """Return the different entries of the label column as classes: numbers by size, or texts in alphabetical order.
 
-    Raises UserError for numbers with a fraction, and for too many different entries: these are not classes.
+    Raises UserError for numbers with a fraction and for more than 1000 different entries, which are no classes.
     """
     if seen.texts is None:
         raise UserError(
-            f"{where}: column {seen.name!r} holds more than {seen.most:,} different entries: that is no class; numbers "
-            "(regression) are not supported, name a column with classes"
+            f"{where}: column {seen.name!r} holds more than {seen.most:,} different entries, so it is no class; "
+            "numbers (regression) are not supported. Set data.label to a column with classes"
         )
     has_commas = all(_COMMA.fullmatch(text) for text in seen.texts)
     numbers = {text: as_number(text.replace(",", ".") if has_commas else text) for text in seen.texts}
     if fractions := sorted((text, number) for text, number in numbers.items() if number is not None and number % 1):
         raise UserError(
-            f"{where}: column {seen.name!r} holds numbers such as {fractions[0][0]}: regression is not supported; name "
-            "a column with classes, or write the number as ranges"
+            f"{where}: column {seen.name!r} holds numbers such as {fractions[0][0]}: regression is not supported. Set "
+            "data.label to a column with classes, or replace the numbers by ranges"
         )
     if None not in numbers.values():
         return tuple(sorted(seen.texts, key=lambda text: (float(text), text)))
@@ -275,9 +278,9 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
 
 
 def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str]:
-    """Return {column: reason} of columns that are left out: dates, and texts with too many different values.
+    """Return {column: reason} of the feature columns that are not used: dates, and more than 200 different texts.
 
-    A column that a setting mentions is not left out.
+    A column in ``data.range``, ``data.category`` or ``data.fill`` is always used.
     """
     mentioned = {name for key in ("range", "category", "fill") for name in own.of_columns(key)}
     reasons = {}
@@ -294,40 +297,41 @@ def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str
 
 
 def check_missing(found: Survey, names: Iterable[str], features: Sequence[str]) -> None:
-    """Raise UserError if a column in ``names`` has an empty cell; the message names the first and all such columns.
+    """Raise UserError if a column in ``names`` has an empty cell. The message lists all such columns.
 
-    ``features``: the columns whose empty cells a setting can fill.
+    ``features``: the columns for which ``data.fill`` is a possible cure.
     """
     lacking = [(name, missing) for name in names if (missing := found.columns[name].missing)]
     if not lacking:
         return
     name, first = lacking[0]
     rest = enumerated([other for other, _ in lacking[1:]], _MOST_NAMES)
-    others = f" (so are cells of {rest})" if rest else ""
-    fills = f" (data.fill.{name}=VALUE, or data.missing=middle for all with a range)" if name in features else ""
+    others = f" (and cells of {rest})" if rest else ""
+    fills = f" (data.fill.{name}=VALUE, or data.missing=middle for columns with a range)" if name in features else ""
     raise UserError(
-        f"{first.at(name)} is empty{others}: fill it in{fills}, leave the column out by data.drop={name}, or leave out "
-        "every record with an empty cell by data.missing=drop"
+        f"{first.at(name)} is empty{others}: fill it in{fills}, leave the column out by data.drop={name}, or remove "
+        "all records with an empty cell by data.missing=drop"
     )
 
 
 def check_split(seen: ColumnContent, where: str) -> None:
-    """Raise UserError unless every entry of the split column is train or test."""
+    """Raise UserError unless every entry of the split column is train or test. ``where``: the file."""
     known = {"train", "test"}
     if seen.texts is None or (others := sorted({text.lower() for text in seen.texts} - known)):
-        said = "more than ten entries" if seen.texts is None else ", ".join(map(shortened, others))
+        said = "over ten different entries" if seen.texts is None else f"the entry {', '.join(map(shortened, others))}"
         is_validation = seen.texts is not None and others[0].startswith("val")
-        way = "; evaluate.validation=0.1, a setting of the run, holds records out" if is_validation else ""
-        raise UserError(f"{where}: column {seen.name!r} says {said} beside train and test, which alone it may say{way}")
+        way = "; for validation records, set evaluate.validation=0.1" if is_validation else ""
+        raise UserError(f"{where}: column {seen.name!r} has {said}, but only train and test are valid{way}")
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature column: numbers, scaled by ``bounds`` if given, or ``categories``.
+    """The encoding of one feature column, of numbers or of categories.
 
-    ``first``: the position of its first number in a record. ``is_given``: True if the settings list the categories.
-    ``fill``: the value for empty cells, if a setting defines one. ``is_filled``: True if empty cells are allowed and
-    filled; for a category without ``fill`` they are all zeros.
+    ``first``: the position of its first number in a record. ``bounds``: the numbers that become 0 and 1; None for no
+    scaling. ``categories``: empty for a column of numbers. ``is_given``: True if ``data.category`` lists the
+    categories. ``spelling``: the notation of numbers. ``fill``: the value for empty cells, if a setting defines one.
+    ``is_filled``: True if empty cells are allowed. In a column of categories without ``fill`` they become zeros.
     """
 
     name: str
@@ -341,30 +345,30 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """The number of numbers that this column has in a record."""
+        """How many numbers of a record encode this column: 1, or one per category."""
         return len(self.categories) or 1
 
     @property
     def is_public(self) -> bool:
-        """True if the encoding depends on settings alone, not on the records."""
+        """True if the encoding depends only on settings, not on private records."""
         return self.is_given if self.categories else self.bounds is not None
 
     @property
     def names(self) -> list[str]:
-        """The name of each number that this column has in a record."""
+        """The name of each number that encodes this column: the column, or COLUMN=CATEGORY."""
         return [f"{self.name}={category}" for category in self.categories] or [self.name]
 
     def described(self) -> str:
-        """Return a description of the encoding."""
+        """Describe the encoding in a few words, for ``Dataset.shown``."""
         if self.categories:
-            given = " (as set; all others are zeros)" if self.is_given else ""
+            given = " (as set; any other value becomes zeros)" if self.is_given else ""
             return f"category: {', '.join(self.categories)}{given}"
         if self.bounds is None:
-            return "number, as it is"
+            return "number, unchanged"
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return the public facts of this column."""
+        """Return the public facts of this column, for generators. Call it only if ``is_public``."""
         if self.categories:
             return Column(self.name, categories=len(self.categories))
         assert self.bounds is not None
@@ -374,7 +378,7 @@ class Feature:
         return Column(self.name, tuple(step / steps for step in range(steps + 1)))
 
     def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
-        """Write the encoded ``cells`` into the ``rows`` of their records, which are zeros before."""
+        """Encode ``cells`` and write the numbers into ``rows``, shape (cells, numbers of a record), zeros before."""
         if self.categories:
             values = pyarrow().array(self.categories)
             texts = texts_of(cells) if self.fill is None else texts_of(cells).fill_null(self.fill)
@@ -387,12 +391,15 @@ class Feature:
         if self.bounds is not None:
             low, high = self.bounds
             numbers = (np.clip(numbers, low, high) - low) / (high - low)
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused later
+        with np.errstate(over="ignore"):  # too large numbers become infinite, and are refused later
             rows[:, self.first] = numbers
 
 
 def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feature, ...]:
-    """Return the encodings of the columns ``names``. Raises UserError if the settings do not fit a column's content."""
+    """Return the encodings of the feature columns ``names``. ``found``: the result of ``survey``.
+
+    Raises UserError if a setting does not fit the content of its column.
+    """
     ranges, given = own.of_columns("range"), own.of_columns("category")
     features: list[Feature] = []
     first = 0
@@ -401,18 +408,22 @@ def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feat
         is_filled = fill is not None or own.option("missing") == "middle"
         if name in given:
             if name in ranges:
-                raise UserError(f"data.range.{name} and data.category.{name}: a column is a number or a category")
+                raise UserError(
+                    f"data.range.{name} is for numbers and data.category.{name} for texts; leave one of them out"
+                )
             categories = tuple(map(one_spelling, given[name]))
             if "" in categories or len(set(categories)) < len(categories):
-                raise UserError(f"data.category.{name} lists its categories, each once: data.category.{name}=A+B+C")
+                raise UserError(f"data.category.{name} must list each category once, as data.category.{name}=A+B+C")
             if fill is not None and fill not in categories:
                 raise UserError(
-                    f"data.fill.{name} = {fill!r} is none of data.category.{name}: {enumerated(categories)}"
+                    f"data.fill.{name} = {fill!r} is none of data.category.{name}; use one of {enumerated(categories)}"
                 )
             made = Feature(name, first, categories=categories, is_given=True, fill=fill, is_filled=is_filled)
         elif is_category(seen := found.columns[name]):
             if name in ranges:
-                raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
+                raise UserError(
+                    f"data.range.{name} is for numbers, but the column {name!r} holds texts; leave this setting out"
+                )
             texts = {*(seen.texts or ()), *([] if fill is None else [fill])}
             categories = tuple(sorted(texts, key=in_order))
             made = Feature(name, first, categories=categories, fill=fill, is_filled=is_filled)
@@ -431,21 +442,21 @@ def _fill_of(own: OwnName, name: str) -> str | None:
 
 
 def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | None) -> float:
-    """Return the number for empty cells: the value ``fill`` of the setting, or the middle of the range."""
+    """Return the number that replaces empty cells: ``fill`` (of ``data.fill``), or the middle of ``bounds``."""
     if fill is not None:
         if (number := as_number(fill)) is None:
             raise UserError(f"data.fill.{name} = {fill!r}: the column {name!r} holds numbers; set a number")
         return number
     if bounds is None:
         raise UserError(
-            f"column {name!r} has empty cells, and data.missing=middle takes the middle of its range: set "
-            f"data.range.{name}=LOW..HIGH, or the number for them, data.fill.{name}=NUMBER"
+            f"column {name!r} has empty cells, and data.missing=middle needs its range: set data.range.{name}="
+            f"LOW..HIGH, or set the number for empty cells, data.fill.{name}=NUMBER"
         )
     return (bounds[0] + bounds[1]) / 2
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Return True if ``numbers`` are the row numbers after ``rows_before`` rows, counted from 0 or from 1."""
+    """Return True if ``numbers`` are the row numbers after the first ``rows_before`` rows, counted from 0 or from 1."""
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)
@@ -459,21 +470,21 @@ def _first(mask: Any, file: str, rows_before: int, cells: Any) -> CellPlace | No
 
 
 def _check_spelling(seen: ColumnContent) -> None:
-    """Raise UserError if all texts of a column look like numbers in another spelling."""
+    """Raise UserError if all texts of a column look like numbers in another notation, such as 0,5."""
     name = seen.name
-    kept = f"or take all of the column as names by data.text={name}"
+    kept = f"or use the whole column as names by data.text={name}"
     if seen.text and not seen.word:
         plain = [seen.number.value] if seen.number else []
         is_set = seen.declared == "text"
         cure = "write the column as numbers" if is_set else cure_of([*seen.spelled, *plain])
         raise UserError(
-            f"{seen.text.at(name)}: {shortened(seen.text.value)!r} looks like a number in another spelling: {cure}, "
-            f"leave it out by data.drop={name}, {kept}"
+            f"{seen.text.at(name)}: {shortened(seen.text.value)!r} looks like a number in another notation: {cure}, "
+            f"leave the column out by data.drop={name}, {kept}"
         )
     if seen.declared == "text" and seen.fraction and not seen.text:
         raise UserError(
-            f"{seen.fraction.at(name)}: the file says that the column holds texts, and {seen.fraction.value!r} is a "
-            f"number, as all others are: write the column as numbers, {kept}"
+            f"{seen.fraction.at(name)}: the file declares the column as texts, but {seen.fraction.value!r} and all "
+            f"others are numbers: write the column as numbers, {kept}"
         )
 
 
@@ -482,7 +493,7 @@ def _check_texts(seen: ColumnContent) -> None:
     if seen.texts is None:
         raise UserError(
             f"column {name!r} holds more than {seen.most} different texts: leave it out by data.drop={name}, or list "
-            f"the ones that count by data.category.{name}=A+B+C"
+            f"the categories to use by data.category.{name}=A+B+C"
         )
     if not seen.texts:
         raise UserError(f"column {name!r} is empty in every row: leave it out by data.drop={name}")
@@ -494,26 +505,29 @@ def _check_texts(seen: ColumnContent) -> None:
 
 
 def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tuple[str, ...]:
-    """Return the feature columns: those that have no other role and are not dropped by a setting."""
+    """Return the feature columns: all columns without a role in ``uses`` that ``data.drop`` does not name.
+
+    ``uses``: {column: its role, label, client or split}.
+    """
     dropped = {*_listed(own, "drop", table)}
     for key in ("drop", "text"):
         for name in _listed(own, key, table):
             _check_column(name, key, table)
     if clash := sorted(dropped & {*uses}):
-        raise UserError(f"data.drop leaves out {clash[0]!r}, which is data.{uses[clash[0]]}: take one of them away")
+        raise UserError(f"data.drop names {clash[0]!r}, which is also data.{uses[clash[0]]}: remove one of the two")
     features = tuple(name for name in table.names if name not in uses and name not in dropped)
     if not features:
-        raise UserError(f"{table.where} has no column beside {enumerated(uses, _MOST_NAMES)} to learn from")
+        raise UserError(f"{table.where} has no feature columns beside {enumerated(uses, _MOST_NAMES)}; add some")
     for key in ("range", "category", "fill"):
         for name in own.of_columns(key):
             _check_column(name, key, table)
             if name in uses or name in dropped:
-                raise UserError(f"data.{key}.{name}: the column {name!r} is no feature; leave this setting out")
+                raise UserError(f"data.{key}.{name}: the column {name!r} is no feature; leave data.{key}.{name} out")
     return features
 
 
 def _listed(own: OwnName, key: str, table: TableReader) -> list[str]:
-    """Return the columns that the setting ``key`` lists. A comma also separates names, unless it is part of a name."""
+    """Return the columns that the setting ``key`` lists. Commas also separate names, unless a column name has them."""
     given = own.options.get(key, ())
     parts = [[name] if name in table.names else name.split(",") for name in given]
     return [name.strip() for some in parts for name in some]
@@ -523,7 +537,7 @@ def _check_column(name: str, key: str, table: TableReader) -> None:
     if name not in table.names:
         several = ""
         if key == "label" and "+" in name and all(part in table.names for part in name.split("+")):
-            several = "; several labels a record (multi-label) are not supported"
+            several = "; several labels per record (multi-label) are not supported"
         raise UserError(
             f"data.{key}: {table.where} has no column {shortened(name)!r}{guess(name, table.names)}{several}; its "
             f"columns are {enumerated(table.names, _MOST_NAMES)}"
@@ -533,5 +547,5 @@ def _check_column(name: str, key: str, table: TableReader) -> None:
 def _bounds(name: str, given: tuple[str, ...]) -> tuple[float, float]:
     numbers = [as_number(text) for text in given]
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None or numbers[0] >= numbers[1]:
-        raise UserError(f"data.range.{name} = {'..'.join(given)!r}: it is LOW..HIGH, two numbers, such as 0..100")
+        raise UserError(f"data.range.{name} = {'..'.join(given)!r}: write LOW..HIGH, two numbers, such as 0..100")
     return numbers[0], numbers[1]

@@ -1,4 +1,7 @@
-"""A table in a csv or parquet file, read by pyarrow in batches, any number of times, so it need not fit into memory."""
+"""Reads a csv or parquet file with pyarrow, in batches, so that the table need not fit into memory.
+
+Also interprets the texts of cells: empty cells, and numbers in various notations.
+"""
 
 import json
 import math
@@ -16,15 +19,15 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
 
 Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
-"""The type that a file declares for a column; empty for csv files."""
+"""The type that a parquet file declares for a column; empty for a csv file, which declares none."""
 
 DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 
 MISSING: Final = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "?")
-"""The texts that mean an empty cell, besides ``nan``; spaces around a text are ignored."""
+"""The texts that count as an empty cell, besides ``nan`` in its spellings. Spaces around a text are ignored."""
 
 _NAN: Final = r"^(?i:[+-]?nan(\(.*\))?|[+-]?1\.#(qnan|snan|ind))$"
-"""The spellings of NaN that other programs write."""
+"""The regular expression of all spellings of NaN that programs write."""
 
 _BLOCK: Final = 2**24
 """The size of a batch of a csv file, in bytes."""
@@ -35,7 +38,7 @@ ROWS: Final = 2**16
 DECIMALS: Final[Mapping[str, str]] = {"point": r"\.", "comma": ","}
 _SPACES: Final = " \u00a0\u202f\u2009"
 THOUSANDS: Final[Mapping[str, str]] = {"comma": ",", "point": r"\.", "space": f"[{_SPACES}]", "apostrophe": "['\u2019]"}
-"""{name of a thousands separator in settings: its regular expression}"""
+"""{thousands separator, as in ``data.thousands``: its regular expression}"""
 
 _EXPONENT: Final = r"(?:[eE][+-]?\d+)?"
 _CURRENCY: Final = r"(?:[$€£¥₹₩₽]|EUR|USD|GBP|CHF|JPY|CNY|INR|SEK|NOK|DKK|PLN)"
@@ -55,18 +58,18 @@ LIKE_A_NUMBER: Final = (
     rf"^(?:(?:[<>≤≥~≈]=?[{_SPACES}]?)?{_SIGN}(?:{_CURRENCY}[{_SPACES}]?)?{_SIGN}(?:{_ANY_NUMBER}){_EXPONENT}"
     rf"(?:[{_SPACES}]?{_CURRENCY}|{_UNIT})?-?|\((?:{_ANY_NUMBER})\))$"
 )
-"""Texts that a person would read as numbers, in any spelling: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
+"""The regular expression of texts that a person reads as numbers: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
 
 _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 
 
 @dataclass(frozen=True)
 class TableReader:
-    """A table that can be read any number of times.
+    """A table that can be read several times, in batches of rows.
 
-    ``where``: its name in messages. ``written``: its column names as in the file. ``declared``: the types of its
-    columns. ``rows``: a function from column names, as in the file, to batches of rows. ``codes``: {column: the names
-    of its codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a word.
+    ``where``: its path, for error messages. ``written``: the column names exactly as in the file. ``declared``: the
+    types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
+    {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: of a csv file, as a word (comma).
     """
 
     where: str
@@ -78,18 +81,18 @@ class TableReader:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of its columns in order, without spaces around them."""
+        """The column names in order, in Unicode's NFC form and without spaces around them."""
         return tuple(normalize("NFC", name).strip() for name in self.written)
 
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield {column: its next cells} as pyarrow arrays; texts have no spaces around them, None is an empty cell.
+        """Yield {column: its cells} for each batch of rows, as pyarrow arrays. An empty cell is None.
 
-        Raises UserError if the file is damaged.
+        Spaces around texts are removed. Raises UserError if the file is damaged.
         """
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                places = {name: place for place, name in enumerate(batch.schema.names)}  # by name they are looked for
+                places = {name: place for place, name in enumerate(batch.schema.names)}  # (pyarrow's search is linear)
                 yield {name: _cleaned(batch.column(places[written[name]])) for name in columns}
         except UserError:
             raise
@@ -98,20 +101,21 @@ class TableReader:
 
 
 def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
-    """Return the table in ``path``. Raises UserError if it cannot be read, or if two columns have the same name.
+    """Open the csv or parquet file ``path`` as a table. ``kind``: csv or parquet.
 
-    ``delimiter``: the delimiter of a csv file, as a word; if empty, it is inferred from the first line.
+    ``delimiter``: of a csv file, as a word (comma); if empty, it is inferred from the first line. Raises UserError if
+    the file cannot be read, or if two columns have the same name.
     """
     delimiter = delimiter or (_delimiter_of(path) if kind == "csv" else "comma")
     if delimiter not in DELIMITERS:
         valid = ", ".join(DELIMITERS)
-        raise UserError(f"data.delimiter = {delimiter!r}: valid are {valid}{guess(delimiter, DELIMITERS)}")
+        raise UserError(f"data.delimiter = {delimiter!r}{guess(delimiter, DELIMITERS)}; valid: {valid}")
     arrow, is_parquet = pyarrow(), kind == "parquet"
 
     def csv_reader(convert: Any = None) -> Any:
         return arrow.csv.open_csv(
             path,
-            # one thread, so that an error names its row
+            # one thread, so that pyarrow's errors contain the row
             read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
             parse_options=arrow.csv.ParseOptions(delimiter=DELIMITERS[delimiter], newlines_in_values=True),
             convert_options=convert,
@@ -140,8 +144,9 @@ def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
 
 
 def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableReader:
-    """Return a table with the columns of ``schema``; the types of the schema are used only if it ``is_typed``.
+    """Return a table with the columns of the pyarrow ``schema``. ``rows``: as in ``TableReader``.
 
+    ``is_typed``: True if the schema has the types of the file, False for a csv file, where pyarrow has guessed them.
     Raises UserError if two columns have the same name.
     """
     declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
@@ -152,14 +157,17 @@ def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_
         raise UserError(f"{where} has {count} columns called {shortened(name)!r}; rename all but one of them")
     if len(names) == 1 and (found := [word for word, sign in DELIMITERS.items() if sign in names[0]]):
         raise UserError(
-            f"{where} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
+            f"{where} has only one column, {shortened(names[0])!r}, so the delimiter is wrong; set "
             f"data.delimiter={found[0]}"
         )
     return table
 
 
 def pyarrow() -> Any:
-    """Return the module pyarrow with its submodules. Raises UserError if it is not installed."""
+    """Import pyarrow and return the module, with its submodules compute, csv and parquet.
+
+    Raises UserError if it is not installed.
+    """
     try:
         import pyarrow as pa  # noqa: PLC0415 (an extra, and slow to import)
         import pyarrow.compute  # noqa: PLC0415
@@ -167,29 +175,33 @@ def pyarrow() -> Any:
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
         raise UserError(
-            f"tables are read by pyarrow, which is not installed ({in_one_line(error)}): pip install 'fl-sim[data]', "
-            "or pip install pyarrow"
+            f"tables need the library pyarrow, which is not installed ({in_one_line(error)}): "
+            "pip install 'fl-sim[data]', or pip install pyarrow"
         ) from error
     return pa
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The spelling of numbers in a csv file: ``decimal`` and ``thousands`` separator (empty if there is none)."""
+    """The notation of numbers in a csv file, such as 1.234,5 with a decimal comma.
+
+    ``decimal``: the decimal separator, point or comma. ``thousands``: the thousands separator, as a word of
+    ``THOUSANDS``; empty if there is none.
+    """
 
     decimal: str = "point"
     thousands: str = ""
 
     @cached_property
     def pattern(self) -> str:
-        """The regular expression of a number in this spelling."""
+        """The regular expression of a number in this notation."""
         decimal = DECIMALS[self.decimal]
         grouped = rf"|[1-9]\d{{0,2}}(?:{THOUSANDS[self.thousands]}\d{{3}})+" if self.thousands else ""
         digits = rf"(?:(?:\d+{grouped})(?:{decimal}\d*)?|{decimal}\d+){_EXPONENT}"
         return rf"^(?:[+-]?{digits}|[+-]?(?i:inf|infinity))$"
 
     def numbers(self, cells: Any) -> Any:
-        """Return texts as float64; None for texts that are not numbers in this spelling."""
+        """Convert a pyarrow array of texts to float64; a text that is no number in this notation becomes None."""
         arrow = pyarrow()
         compute = arrow.compute
         if self == Spelling():
@@ -205,37 +217,43 @@ class Spelling:
         return kept.cast(arrow.float64())
 
     def value(self, text: str) -> str:
-        """Return the number in ``text`` in the usual notation, with a decimal point."""
+        """Convert a number in this notation to a number with a decimal point, such as 1.234,5 to 1234.5, as text."""
         plain = re.sub(THOUSANDS[self.thousands], "", text) if self.thousands else text
         return f"{float(plain.replace(',', '.') if self.decimal == 'comma' else plain):.15g}"
 
     def settings(self) -> str:
-        """Return the settings that select this spelling, as text."""
+        """Return the settings that select this notation, such as ``data.decimal=comma``, for error messages."""
         decimal = f"data.decimal={self.decimal}" if self.decimal != "point" else ""
         thousands = f"data.thousands={self.thousands}" if self.thousands else ""
         return " ".join(filter(None, (decimal, thousands))) or "no data.decimal and no data.thousands"
 
     def described(self) -> str:
-        """Return a description of the spelling."""
-        return f"numbers have a decimal {self.decimal}, and {self.thousands or 'no sign'} between thousands"
+        """Describe this notation in a sentence, for ``Dataset.inferred``."""
+        return f"numbers have a decimal {self.decimal} and {self.thousands or 'no'} thousands separator"
 
 
 def spelling_by(decimal: str, thousands: str) -> Spelling:
-    """Return the spelling by settings. Raises UserError for unknown separators, or one separator with two meanings."""
+    """Return the notation that the settings ``data.decimal`` and ``data.thousands`` select (empty: not set).
+
+    Raises UserError for an unknown separator, and if both settings name the same separator.
+    """
     for key, given, valid in (("decimal", decimal, DECIMALS), ("thousands", thousands, THOUSANDS)):
         if given and given not in valid:
             meant = {",": " (did you mean 'comma'?)", ".": " (did you mean 'point'?)"}.get(given, guess(given, valid))
             raise UserError(f"data.{key} = {given!r}{meant}; valid: {', '.join(valid)}")
     if (decimal or "point") == thousands:
         raise UserError(
-            f"data.thousands={thousands} and a decimal {thousands}: one sign has one meaning; set data.decimal="
+            f"data.thousands={thousands} is also the decimal separator; set data.decimal="
             f"{'comma' if thousands == 'point' else 'point'}, too, or leave data.thousands out"
         )
     return Spelling(decimal or "point", thousands)
 
 
 def cure_of(texts: Iterable[str]) -> str:
-    """Return the cure for ``texts`` of a csv file that look like numbers: settings, or a change of the file."""
+    """Return the cure for an error message about ``texts`` that look like numbers in another notation.
+
+    The cure is the setting that makes all of them numbers, or a change of the file if there is no such setting.
+    """
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
     for decimal in DECIMALS:
@@ -248,17 +266,20 @@ def cure_of(texts: Iterable[str]) -> str:
         return "write the cells as plain numbers, without units and other signs"
     if len(ways) == 1:
         return f"set {next(iter(ways.values())).settings()}"
-    several = [f"{way.settings()} where {sample} is {value}" for value, way in ways.items()]
+    several = [f"{way.settings()} if {sample} means {value}" for value, way in ways.items()]
     return f"set {' or '.join(several)}"
 
 
 def one_spelling(text: str) -> str:
-    """Return ``text`` in Unicode's composed form (NFC), without ``.0`` after a whole number."""
+    """Normalise a category or class name: Unicode's NFC form, and no ``.0`` after a whole number."""
     return re.sub(_WHOLE, r"\1", normalize("NFC", text))
 
 
 def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
-    """Return a description of texts that differ only in case, spaces or leading zeros; empty if there are none."""
+    """Return a warning about ``texts`` that differ only in case, spaces or leading zeros; empty if there are none.
+
+    ``what``: the noun for the texts, such as classes. ``with_names``: False for private texts, which are only counted.
+    """
     alike: dict[str, list[str]] = {}
     for text in texts:
         bare = "".join(normalize("NFKC", text).casefold().split())
@@ -267,21 +288,24 @@ def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = Tru
     if not found:
         return ""
     if not with_names:
-        return f"{len(found):,} {what} are spelled in several ways (case, spaces), which count as different ones"
+        return f"{len(found):,} {what} have several spellings (case, spaces), which count as different {what}"
     some = ", ".join(" and ".join(map(repr, group[:3])) for group in found[:3])
     more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
-    return f"{what} that differ in case or spaces alone count as different ones: {some}{more}"
+    return f"{what} that differ only in case or spaces count as different: {some}{more}"
 
 
 def as_numbers(cells: Any, spelling: Spelling | None = None) -> Any:
-    """Return ``cells`` as float64; None for texts that are not numbers. Whole numbers beyond 2^53 lose digits."""
+    """Convert a pyarrow array to float64. ``spelling``: the notation of numbers in texts.
+
+    A text that is no number becomes None. Whole numbers beyond 2^53 lose digits.
+    """
     if are_texts(cells):
         return (spelling or Spelling()).numbers(cells)
     return cells.cast(pyarrow().float64(), safe=False)
 
 
 def as_number(text: str) -> float | None:
-    """Return the finite number in ``text``; None for any other text."""
+    """Convert ``text`` to a finite number; None if it is no number or not finite."""
     try:
         number = float(text)
     except ValueError:
@@ -290,21 +314,21 @@ def as_number(text: str) -> float | None:
 
 
 def in_order(text: str) -> tuple[float, str]:
-    """Return the sort key of a text: whole numbers come first, by size, then all other texts in alphabetical order."""
+    """Return the sort key of a name: whole numbers come first, by size, then other texts in alphabetical order."""
     return (float(text), text) if text.isascii() and text.isdigit() else (math.inf, text)
 
 
 def texts_of(cells: Any) -> Any:
-    """Return ``cells`` as texts. A whole number has the same text whatever its type: 1.0 in a text becomes 1."""
+    """Convert a pyarrow array to texts. A whole number gets the same text in all types: the text 1.0 becomes 1."""
     if not are_texts(cells):
         return cells.cast(pyarrow().string())
     return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
 
 
 def _delimiter_of(path: Path) -> str:
-    """Return the delimiter of a csv file, from its first line: comma if the line has one outside of quotes.
+    """Infer the delimiter of a csv file from its first line, as a word.
 
-    Otherwise it is the most frequent of the other delimiters.
+    It is comma if the line has a comma outside of quotes, otherwise the most frequent of the other delimiters.
     """
     try:
         with path.open("rb") as file:
@@ -318,12 +342,12 @@ def _delimiter_of(path: Path) -> str:
 
 def _unreadable(where: str, error: Exception) -> UserError:
     if "Empty CSV" in str(error):
-        return UserError(f"{where} is empty; wanted is a first line with the names of the columns, and a line a record")
-    return UserError(f"{where} cannot be read as a table ({in_one_line(error)}); mend the file, or write it again")
+        return UserError(f"{where} is empty; the first line must name the columns, and each further line is a record")
+    return UserError(f"{where} cannot be read as a table ({in_one_line(error)}); correct or replace the file")
 
 
 def _codes(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return {column: class names} from the metadata that Hugging Face's ``datasets`` writes into a file."""
+    """Return {column: class names} from the metadata of Hugging Face's ``datasets`` in a parquet file's ``schema``."""
     try:
         written = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {
@@ -359,7 +383,7 @@ def _cleaned(cells: Any) -> Any:
             cells = compute.utf8_normalize(cells, form="NFC")
         cells = compute.utf8_trim_whitespace(cells)
         missing = compute.is_in(cells, value_set=arrow.array(MISSING))
-        if b"nan" in letters or b"1.#" in letters:  # building the expression takes longer than a thousand cells do
+        if b"nan" in letters or b"1.#" in letters:  # compiling the expression takes longer than a thousand cells
             is_nan = compute.match_substring_regex(cells, _NAN)
             missing = compute.or_(missing, compute.fill_null(is_nan, fill_value=True))
         return compute.if_else(missing, None, cells)
@@ -369,5 +393,5 @@ def _cleaned(cells: Any) -> Any:
 
 
 def are_texts(cells: Any) -> bool:
-    """Return True if ``cells`` is an array of texts."""
+    """Return True if the pyarrow array ``cells`` has texts."""
     return bool(pyarrow().types.is_string(cells.type))

@@ -122,7 +122,7 @@ def test_vectors_and_tiny_images_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "table.npz", **arrays)
     with pytest.raises(UserError, match=r"features=scattering .*images.* vectors of 3"):
         load(f"npz:{tmp_path}/table.npz", None, "scattering")
-    with pytest.raises(UserError, match="images from 8x8 to 128x128 pixels, and these have 8x5"):
+    with pytest.raises(UserError, match="images from 8x8 to 128x128 pixels, but these have 8x5"):
         as_features(images(shape=(1, 8, 5)), "scattering", "records")
 
 

@@ -42,7 +42,7 @@ def test_images_labels_and_clients_are_inferred_and_shown(tmp_path):
         "images image; label label; 3 clients by writer; tested on its part test; its parts validation (3 records) are "
         "left out"
     )
-    assert dict(found.shown) == {"image": "image: 6x5", "label": "label", "writer": "client: 3 of them"}
+    assert dict(found.shown) == {"image": "image: 6x5", "label": "label", "writer": "client: 3 clients"}
 
 
 def test_a_single_part_is_split_by_a_share(tmp_path):
@@ -71,7 +71,7 @@ def test_a_folder_of_parquet_is_a_table_as_a_parquet_file_is(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "settings", "message"),
     [
-        ({"train": images(4)}, "", "nothing says which records are for testing"),
+        ({"train": images(4)}, "", "no setting says which records are for testing"),
         ({"train": images(4)}, ":test_part=valid", r"has no part 'valid'; set data\.test_part to one of train"),
         ({"train": images(4)}, ":test_part=train", r"data\.train_part and data\.test_part are both 'train'"),
         ({"train": images(4), "test": images(2, (7, 5))}, "", r"part test, record 1 has 7x5 pixels, but .* has 6x5"),
@@ -90,7 +90,7 @@ def test_what_cannot_be_a_data_set_is_refused_in_one_line(tmp_path, parts, setti
 def test_several_labels_and_records_without_one_are_refused(tmp_path):
     features = datasets.Features({"x": datasets.Value("int64"), "label": datasets.Sequence(datasets.ClassLabel(2))})
     several = datasets.Dataset.from_dict({"x": [1, 2], "label": [[0], [0, 1]]}, features=features)
-    with pytest.raises(UserError, match=r"several labels a record \(multi-label\) are not supported"):
+    with pytest.raises(UserError, match=r"several labels per record \(multi-label\) are not supported"):
         load(saved(tmp_path, train=several) + ":test=0.5")
     features = datasets.Features({"x": datasets.Value("int64"), "label": datasets.ClassLabel(names=["a", "b"])})
     part = datasets.Dataset.from_dict({"x": [1, 2, 3], "label": [0, 1, -1]}, features=features)

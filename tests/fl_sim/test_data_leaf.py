@@ -134,7 +134,7 @@ def test_another_alphabet_is_a_setting(tmp_path):
     assert found.train.inputs.tolist() == [[8, 7, 9], [9, 3, 4], [8, 9, 0]]
     assert (found.train.labels.tolist(), found.test.labels.tolist()) == ([4, 0, 7], [6])
     assert found.classes[6] == repr("\u00e9")
-    assert "1 users are spelled in several ways" in "; ".join(found.counted)
+    assert "1 users have several spellings" in "; ".join(found.counted)
     assert found.inferred[0] == "the 9 characters of data.alphabet are the classes, and the tokens from 1"
     with pytest.raises(UserError, match=r"'\u00e9', .* 2 in data.alphabet"):
         load(f"leaf:{folder}:alphabet=ab")

@@ -314,7 +314,7 @@ def test_clients_spelled_in_two_ways_are_told_without_their_names(tmp_path):
     of_train = np.array(["ward 1", "Ward 1", "ward 2", "ward 2", "ward 3", "ward 3"])
     dataset, _ = load_from(tmp_path, client_train=of_train)
     (said,) = dataset.counted
-    assert said.startswith("1 clients are spelled in several ways")
+    assert said.startswith("1 clients have several spellings")
     assert load_from(tmp_path, client_train=np.array(list("aabbcc")))[0].counted == ()
 
 

@@ -141,7 +141,7 @@ def test_a_test_folder_and_a_test_share_together_are_refused(tmp_path):
     write_folder(tmp_path)
     with pytest.raises(UserError, match=r"data\.test is set, and the folder .*/test also exists: remove one"):
         load(f"folder:{tmp_path}:test=0.2")
-    with pytest.raises(UserError, match=r"data\.test = '2': it is a share"):
+    with pytest.raises(UserError, match=r"data\.test = '2': it must be a share"):
         load(f"folder:{tmp_path}:test=2")
     write_classes(tmp_path / "own")
     for name in ("cat", "dog"):
@@ -267,7 +267,7 @@ def test_classes_are_matched_by_name_whatever_unicode_spells(tmp_path):
     found = load(f"folder:{tmp_path}")
     assert found.classes == ("Z\u00fcrich", "z\u00fcrich")
     assert found.test.inputs[:, 0, 0, 0].tolist() == [200, 10]
-    assert "classes that differ in case or spaces alone" in "; ".join(found.counted)
+    assert "classes that differ only in case or spaces" in "; ".join(found.counted)
     write_folder(tmp_path / "twice")
     for name in ("Zu\u0308rich", "Z\u00fcrich"):
         (tmp_path / "twice/train" / name).mkdir()

@@ -116,9 +116,9 @@ def test_the_projection_is_orthonormal_and_always_the_same() -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((61,), "for images, and these records are vectors of 61 numbers"),
-        ((1, 5, 28), "images from 8x8 to 128x128 pixels, and these have 5x28"),
-        ((3, 200, 200), "and these have 200x200"),
+        ((61,), "for images, but these records are vectors of 61 numbers"),
+        ((1, 5, 28), "images from 8x8 to 128x128 pixels, but these have 5x28"),
+        ((3, 200, 200), "but these have 200x200"),
     ],
 )
 def test_what_cannot_be_scattered_is_refused(shape: tuple[int, ...], words: str) -> None:

@@ -48,11 +48,11 @@ def test_numbers_categories_label_client_and_test_part(tmp_path):
         [50, 80], [0, 1], [1, 0],
     )  # fmt: skip
     assert dict(found.shown) == {
-        "outcome": "label: ill, well", "ward": "client: 2 of them", "part": "says train or test",
-        "age": "number, as it is", "sex": "category: f, m",
+        "outcome": "label: ill, well", "ward": "client: 2 clients", "part": "split: train or test",
+        "age": "number, unchanged", "sex": "category: f, m",
     }  # fmt: skip
     assert found.mean == (0.0,) * 3
-    assert "numbers as they are, not scaled: age" in found.note
+    assert "numbers without scaling: age" in found.note
     assert [fact.partition(" (")[0] for fact in found.read_off] == [
         "the list of classes, and so the number of the model's outputs", "the categories of sex",
     ]  # fmt: skip
@@ -138,7 +138,7 @@ def test_records_with_an_empty_cell_are_left_out_when_asked_and_counted(tmp_path
 
 def test_other_signs_between_cells_can_be_named(tmp_path):
     name = f"csv:{written(tmp_path, ROWS.replace(',', ';'))}:{SETTINGS}"
-    with pytest.raises(UserError, match=r"has one column alone.*set data\.delimiter=semicolon"):
+    with pytest.raises(UserError, match=r"has only one column.*set data\.delimiter=semicolon"):
         load(f"{name}:delimiter=tab")
     assert len(load(f"{name}:delimiter=semicolon").train) == 4
 
@@ -166,37 +166,37 @@ SAME = "label=outcome:client=ward:split=part"
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        ("", SAME, "a.csv is empty; wanted is a first line"),
+        ("", SAME, "a.csv is empty; the first line"),
         ("age,sex,ward,outcome,part\n", SAME, "a.csv has no rows below the names"),
         (ROWS.replace("age,sex", "sex,sex"), SAME, "has 2 columns called 'sex'; rename all but one"),
         (ROWS, "label=outcom:split=part", r"no column 'outcom' \(did you mean 'outcome'\?\); its columns are age, sex"),
-        (ROWS, "split=part", "has no column called label: say which one is, data.label=COLUMN; its columns are age"),
-        (ROWS, "label=outcome", r"nothing says which records are for testing; set data\.test=0\.2"),
-        (ROWS, f"{SAME}:test=0.2", "the test part is said 2 times; take one of"),
-        (ROWS, "label=outcome:test=20", r"data\.test = '20': it is a share of the records, above 0 and below 1"),
-        (ROWS, "label=outcome:test=0.2:test_seed=x", r"data\.test_seed = 'x': it is a whole number"),
-        (ROWS, "label=outcome:split=part:test_seed=1", r"data\.test_seed draws a share .*: set data\.test, too"),
-        (ROWS, f"{SAME}:drop=outcome", r"data\.drop leaves out 'outcome', which is data\.label"),
-        (ROWS, f"{SAME}:drop=age+sex", "no column beside outcome, ward, part to learn from"),
+        (ROWS, "split=part", "has no column called label: name the label column by data.label=COLUMN; its columns"),
+        (ROWS, "label=outcome", r"no setting says which records are for testing; set data\.test=0\.2"),
+        (ROWS, f"{SAME}:test=0.2", "2 settings define the test records; set only one of"),
+        (ROWS, "label=outcome:test=20", r"data\.test = '20': it must be a share of the records, above 0 and below 1"),
+        (ROWS, "label=outcome:test=0.2:test_seed=x", r"data\.test_seed = 'x': it must be a whole number"),
+        (ROWS, "label=outcome:split=part:test_seed=1", r"seed of data\.test, which is not set: set data\.test"),
+        (ROWS, f"{SAME}:drop=outcome", r"data\.drop names 'outcome', which is also data\.label"),
+        (ROWS, f"{SAME}:drop=age+sex", "no feature columns beside outcome, ward, part"),
         (ROWS, f"{SAME}:client=outcome", "client is set twice"),
         (ROWS, "label=outcome:client=outcome:split=part", r"data\.label and data\.client are both 'outcome'"),
-        (ROWS, f"{SAME}:range.sex=0..1", r"data\.range\.sex is for numbers, and the column 'sex' holds texts"),
-        (ROWS, f"{SAME}:range.age=9..1", r"data\.range\.age = '9\.\.1': it is LOW\.\.HIGH"),
+        (ROWS, f"{SAME}:range.sex=0..1", r"data\.range\.sex is for numbers, but the column 'sex' holds texts"),
+        (ROWS, f"{SAME}:range.age=9..1", r"data\.range\.age = '9\.\.1': write LOW\.\.HIGH"),
         (ROWS, f"{SAME}:range.ward=0..1", "the column 'ward' is no feature"),
         (ROWS, f"{SAME}:scale=mean", r"data\.scale = 'mean'; valid: ranges, records"),
         (ROWS.replace("50,", ","), SAME, r"a.csv: row 3, column 'age' is empty: fill it in \(data.fill.age=V"),
         (ROWS.replace("ill,test", ",test"), SAME, "row 3, column 'outcome' is empty"),
-        (ROWS.replace("50,f", ","), SAME, r"row 3, column 'age' is empty \(so are cells of sex\): fill"),
-        (ROWS.replace("50,", "old,"), SAME, "row 3, column 'age': 'old' is no number, and row 1 holds 30: mend"),
+        (ROWS.replace("50,f", ","), SAME, r"row 3, column 'age' is empty \(and cells of sex\): fill"),
+        (ROWS.replace("50,", "old,"), SAME, "row 3, column 'age': 'old' is no number, but row 1 holds 30: correct"),
         (ROWS.replace("50,", "inf,"), SAME, "row 3, column 'age': the number is not finite"),
         (ROWS.replace("50,", "1e300,"), SAME, r"column 'age' holds numbers beyond 3\.4e38"),
-        (ROWS.replace("50,f,", "50,"), SAME, r"cannot be read as a table .*Expected 5 columns, got 4.*; mend the file"),
+        (ROWS.replace("50,f,", "50,"), SAME, r"cannot be read as a table .*Expected 5 columns, got 4.*; correct or"),
         (ROWS.replace("well", "ill"), SAME, "column 'outcome': all records are of class ill; classification"),
         (ROWS.replace("ill,test", "dead,test"), SAME, "class dead occurs only in the test part"),
-        (ROWS.replace("well,test", "well,val"), SAME, r"column 'part' says val beside train and test.*evaluate\.valid"),
-        (ROWS.replace(",test", ",train"), SAME, "no records in the test part"),
+        (ROWS.replace("well,test", "well,val"), SAME, r"'part' has the entry val, but only train .*evaluate\.valid"),
+        (ROWS.replace(",test", ",train"), SAME, "there are no test records"),
         (ROWS.replace(",ill,", ",0.5,").replace(",well,", ",1.5,"), SAME, r"numbers such as 0\.5: regression is not"),
-        (ROWS, "label=outcome+sex:split=part", r"several labels a record \(multi-label\) are not supported"),
+        (ROWS, "label=outcome+sex:split=part", r"several labels per record \(multi-label\) are not supported"),
         (ROWS.replace("30,", "2020-01-30,").replace("sex", "x"), SAME, "column 'age': '2020-01-30' is no num"),
     ],
 )  # fmt: skip
@@ -226,8 +226,8 @@ def test_columns_of_dates_and_ids_are_left_out_and_said(tmp_path, cells, reason)
     assert len(found.train) + len(found.test) == 300
     assert f"left out: day ({reason})" in found.note
     assert ("day", f"left out: {reason}") in found.shown
-    assert any(f"column 'day' is left out: it holds {reason}; data.drop=day" in one for one in found.counted)
-    assert "which columns are left out (data.drop=day sets it)" in found.read_off
+    assert any(f"column 'day' is not used: it holds {reason}; confirm this by" in one for one in found.counted)
+    assert "the list of unused columns (public with data.drop=day)" in found.read_off
     told = load(f"{as_parquet(tmp_path, day=cells, x=[1.5] * 300, label=LABELS)}:test=0.1:drop=day")
     assert told.train.inputs.tolist() == found.train.inputs.tolist()
     assert not told.counted
@@ -237,13 +237,13 @@ def test_columns_of_dates_and_ids_are_left_out_and_said(tmp_path, cells, reason)
 def test_a_text_of_its_own_in_every_row_is_told_to_look_like_an_id(tmp_path):
     text = "who,x,label\n" + "".join(f"p{i},{i % 3},{i % 2}\n" for i in range(12))
     told = load(f"csv:{written(tmp_path, text)}:test=0.3").counted
-    assert told == ("column 'who' has another text in every row, as an ID: leave it out by data.drop=who",)
+    assert told == ("column 'who' has a different text in every row, like an ID: leave it out by data.drop=who",)
 
 
 @pytest.mark.parametrize(("name", "is_id"), [("patient_id", True), ("ID", True), ("patientID", True), ("humid", False)])
 def test_a_column_of_numbers_that_is_called_like_an_id_is_told(tmp_path, name, is_id):
     text = f"{name},x,label\n" + "".join(f"{i * 7919 % 997},{i % 3},{i % 2}\n" for i in range(12))
-    said = f"column {name!r} is called like an ID, and models learn from it: leave it out by data.drop={name}"
+    said = f"column {name!r} is a feature with the name of an ID: leave it out by data.drop={name}"
     assert load(f"csv:{written(tmp_path, text)}:test=0.3").counted == ((said,) if is_id else ())
 
 
@@ -279,7 +279,7 @@ def test_empty_cells_become_the_value_that_is_set_or_the_middle_of_a_range(tmp_p
         ("missing=middle", r"column 'age' has empty cells, .*: set data\.range\.age=LOW\.\.HIGH"),
         ("fill.age=33", r"row 4, column 'sex' is empty: fill it in \(data\.fill\.sex=VALUE"),
         ("fill.age=old:fill.sex=f", r"data\.fill\.age = 'old': the column 'age' holds numbers"),
-        ("fill.age=1:category.sex=f+m:fill.sex=x", r"data\.fill\.sex = 'x' is none of data\.category\.sex: f, m"),
+        ("fill.age=1:category.sex=f+m:fill.sex=x", r"data\.fill\.sex = 'x' is none of data\.category\.sex; use one"),
         ("fill.ag=1", "has no column 'ag'"),
         ("fill=1", r"data\.fill is set for each column, for example data\.fill\.age=40"),
     ],
@@ -295,7 +295,7 @@ def test_the_sign_between_cells_is_found_in_the_first_line(tmp_path, sign, word)
     text = ROWS.replace(",", sign).replace("30", "30.5").replace("sex", '"sex, told"')
     found = load(f"csv:{written(tmp_path, text)}:{SETTINGS}")
     assert found.train.inputs.tolist() == [[30.5, 1, 0], [40, 0, 1], [60, 1, 0], [70, 0, 1]]
-    assert f"cells stand between signs called {word}" in found.inferred[0]
+    assert f"the delimiter is {word}" in found.inferred[0]
 
 
 def test_lists_and_numbers_are_refused_with_the_way_out(tmp_path):
@@ -304,7 +304,7 @@ def test_lists_and_numbers_are_refused_with_the_way_out(tmp_path):
         load(f"{as_parquet(tmp_path, x=[[1]] * 300, label=labels)}:test=0.1")
     with pytest.raises(UserError, match=r"'label' holds lists.*multi-label"):
         load(f"{as_parquet(tmp_path, x=[1] * 300, label=[['a']] * 300)}:test=0.1")
-    with pytest.raises(UserError, match=r"more than 1,000 different entries: .*regression"):
+    with pytest.raises(UserError, match=r"more than 1,000 different entries, .*regression"):
         load(f"{as_parquet(tmp_path, x=[1] * 1500, label=list(range(1500)))}:test=0.1")
 
 
@@ -323,7 +323,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path):
 
 def test_a_table_that_would_fill_the_memory_is_refused_before(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "most_bytes", lambda: 100)
-    with pytest.raises(UserError, match=r"6 records of 3 numbers take 72 bytes"):
+    with pytest.raises(UserError, match=r"6 records of 3 numbers take 2 x 72 bytes"):
         load(f"csv:{written(tmp_path)}:{SAME}")
 
 

@@ -60,7 +60,7 @@ def test_settings_read_other_signs(tmp_path, cells, settings, read):
 
 def test_a_comma_that_may_be_either_sign_is_told_with_both_readings():
     assert cure_of(["45,000", "1,250"]) == (
-        "set data.thousands=comma where 45,000 is 45000 or data.decimal=comma where 45,000 is 45"
+        "set data.thousands=comma if 45,000 means 45000 or data.decimal=comma if 45,000 means 45"
     )
     assert cure_of(["0,250", "1,250"]) == "set data.decimal=comma"  # no group of thousands begins with 0
     assert cure_of(["1,5", "0.5"]) == "write the cells as plain numbers, without units and other signs"
@@ -74,7 +74,7 @@ def test_a_comma_that_may_be_either_sign_is_told_with_both_readings():
     ],
 )  # fmt: skip
 def test_numbers_with_units_and_signs_are_refused_with_the_cure(tmp_path, cells):
-    with pytest.raises(UserError, match=r"another spelling.* write the cells as plain numbers"):
+    with pytest.raises(UserError, match=r"another notation.* write the cells as plain numbers"):
         load(table(tmp_path, cells))
     assert load(table(tmp_path, cells, more=":text=a")).names == tuple(
         f"a={cell}" for cell in sorted(cells, key=lambda text: (not text.isdigit(), text))
@@ -102,8 +102,8 @@ def test_one_word_among_spelled_numbers_is_a_category_as_before(tmp_path):
     [
         ("decimal=,", r"data.decimal = ',' \(did you mean 'comma'\?\); valid: point, comma"),
         ("thousands=dot", "data.thousands = 'dot'.*valid: comma, point, space, apostrophe"),
-        ("thousands=point", "data.thousands=point and a decimal point: .* set data.decimal=comma, too"),
-        ("decimal=comma:thousands=comma", "one sign has one meaning; set data.decimal=point"),
+        ("thousands=point", "data.thousands=point is also the decimal .* set data.decimal=comma, too"),
+        ("decimal=comma:thousands=comma", "is also the decimal separator; set data.decimal=point"),
     ],
 )
 def test_signs_that_are_none_or_mean_two_things_are_refused(tmp_path, setting, message):
@@ -145,11 +145,11 @@ def test_an_unnamed_column_is_a_number_and_told_with_its_cure(tmp_path):
     name = table(tmp_path, cells, head="")
     found = load(name)
     assert numbers(found) == list(range(ROWS))
-    assert "a column has no name and numbers the rows" in "; ".join(found.counted)
-    assert "leave it out by data.drop= with nothing behind" in "; ".join(found.counted)
+    assert "a column has no name and contains row numbers" in "; ".join(found.counted)
+    assert "leave it out by data.drop= with nothing after" in "; ".join(found.counted)
     few = load(table(tmp_path, ["0", "1", "2", "3", "4"], head="", name="few.csv"))
     assert few.input_shape == (1,)  # a number, not five categories
-    assert "a column has no name, as the index" in "; ".join(few.counted)
+    assert "a column has no name, like the index" in "; ".join(few.counted)
     (tmp_path / "two.csv").write_text(",a,label\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(ROWS)))
     assert load(f"csv:{tmp_path}/two.csv:test=0.3:drop=").names == ("a",)
 
@@ -161,8 +161,8 @@ def test_a_named_column_that_numbers_the_rows_is_told_in_every_file(tmp_path):
             pa.table({key: list(of) for key, of in columns.items()}), tmp_path / f"{name}.parquet"
         )
     found = load(f"parquet:{tmp_path}/a.parquet:test_file={tmp_path}/b.parquet")
-    assert "column 'Unnamed: 0' numbers the rows: leave it out by data.drop=Unnamed: 0" in "; ".join(found.counted)
-    assert "year" not in "; ".join(found.counted).split("numbers the rows")[0].rpartition(";")[2]
+    assert "column 'Unnamed: 0' contains row numbers: leave it out by data.drop=Unnamed: 0" in "; ".join(found.counted)
+    assert "year" not in "; ".join(found.counted).split("contains row numbers")[0].rpartition(";")[2]
     columns["Unnamed: 0"] = [*range(19), 25]
     pyarrow.parquet.write_table(pa.table({key: list(of) for key, of in columns.items()}), tmp_path / "c.parquet")
     assert load(f"parquet:{tmp_path}/c.parquet:test=0.3").counted == ()
@@ -214,14 +214,11 @@ def test_names_in_two_cases_stay_two_and_are_told(tmp_path):
     (tmp_path / "d.csv").write_text("label,client,colour\n" + "".join(f"{','.join(row)}\n" for row in rows))
     found = load(f"csv:{tmp_path}/d.csv:test=0.3")
     assert found.classes == ("Yes", "no", "yes")
-    assert "classes that differ in case or spaces alone count as different ones: 'Yes' and 'yes'" in "; ".join(
-        found.counted
-    )
-    assert "1 clients are spelled in several ways" in "; ".join(found.counted)
+    assert "classes that differ only in case or spaces count as different: 'Yes' and 'yes'" in "; ".join(found.counted)
+    assert "1 clients have several spellings" in "; ".join(found.counted)
     assert "orth" not in "; ".join(found.counted)  # clients' names are no matter of results
-    assert (
-        "categories of colour that differ in case or spaces alone count as different ones: 'Red' and 'red'"
-        in "; ".join(found.counted)
+    assert "categories of colour that differ only in case or spaces count as different: 'Red' and 'red'" in "; ".join(
+        found.counted
     )
     told = similar_spellings("codes", ["07", "7", "70", "0", "00"])
     assert told.endswith(": '07' and '7', '0' and '00'")

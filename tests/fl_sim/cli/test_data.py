@@ -77,12 +77,12 @@ def test_a_card_tells_sizes_classes_clients_and_columns(tmp_path):
         "records   81 to train, 9 to test",
         "inputs    4 numbers a record (float32)",
         "  kind   category: a, b, c",
-        "  ward   client: 3 of them",
+        "  ward   client: 3 clients",
     ):
         assert line in result.stdout.splitlines()
     assert "clients   3: 9 to 36 training records each, median 36; 0 with one record, 3 with test" in result.stdout
     assert "each is one by partition=natural clients=3\n" in result.stdout
-    assert "number, as it is (here 0.." in result.stdout
+    assert "number, unchanged (here 0.." in result.stdout
     assert "kind=b" in result.stdout
     assert "This card shows records of your data" in result.stderr
     card = json.loads(run("show", *typed, "--json").stdout)
@@ -136,8 +136,8 @@ def test_the_card_lists_what_was_taken_for_granted(root):
     shown = run("show", f"csv:{root}/t.csv:test=0.3:delimiter=semicolon:decimal=comma").output
     lines = shown[shown.index("taken for granted") :].splitlines()
     assert lines[1:5] == [
-        "  cells stand between signs called semicolon; numbers have a decimal comma, and no sign between thousands",
+        "  the delimiter is semicolon; numbers have a decimal comma and no thousands separator",
         "  1 columns of numbers, 0 of categories",
-        "  columns by their names: label",
+        "  columns found by their names: label",
         "  2 classes, in the order of their numbers",
     ]
