@@ -1,1 +1,1 @@
-"""The compiled trainer, called the kernel: its C++ sources, its compilation and installation, and calls from Python."""
+"""The compiled trainer, called the kernel: its C++ sources, its compilation and installation, calls from Python."""

@@ -1,4 +1,4 @@
-"""The command ``python -m fl_sim.native``: compile the native trainer in this folder, as an installation does."""
+"""The command ``python -m fl_sim.native``: compile the kernel in this folder, as an installation of fl-sim does."""
 
 import sys
 

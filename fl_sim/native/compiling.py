@@ -1,7 +1,7 @@
 """Compilation of the kernel (the compiled trainer) to one shared library.
 
 The library has code for AVX2 and AVX-512 on x86-64, and for NEON on 64-bit ARM. This file imports the standard library
-only, so that the installation can use it.
+only, so that the installation of fl-sim can use it.
 """
 
 import hashlib
@@ -25,43 +25,48 @@ SOURCES_DIGEST = "8580eb8535df686e508ba1534af4f9e6"
 """The ``sources_digest`` of this version. A copy of fl-sim without C++ sources uses it to recognise its kernel."""
 
 COMPILE_SECONDS = 300.0
-"""Seconds that one call of the compiler may take (10 s measured, with one core for each of the two widths)."""
+"""The time limit of one call of the compiler, in seconds; about 10 s were measured on one core."""
 
 WIDTHS = {4: ("asimd",), 8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
-"""{width: processor features}. The kernel is compiled once for each width, with these features and no others.
+"""{width: processor features}. The width is the number of float32 numbers in a vector.
 
-The width is the number of float32 numbers in a vector. So every machine compiles the same library, and ``lanes_of``
-chooses the width at run time. Vectors that are wider than the processor's are slow: 512 bits emulated by two times 256
-took 12 times as long, more than PyTorch. The code for narrow vectors is linked first: if both have the same template of
-the C++ standard library, the linker keeps the first one, and every processor that supports either width can run it.
+The kernel is compiled once for each width, with these features and no others. So every machine compiles the same
+library, and ``lanes_of`` chooses the width at run time. Vectors wider than the processor's are slow: 512-bit vectors on
+a 256-bit processor took 12 times as long, longer than PyTorch. The code for narrow vectors is linked first. If several
+widths contain the same template of the C++ standard library, the linker keeps the first copy. Every processor can run
+the narrow copy.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
 """The ``WIDTHS`` that the library contains for each architecture, the narrowest first."""
 
 BFLOAT16, BFLOAT16_OPTIONS = "avx512_bf16", ("-mavx512bf16", "-DFL_SIM_BFLOAT16")
-"""The processor feature and compiler options of a second build for vectors of 16, with products of bfloat16 numbers."""
+"""The processor feature and compiler options of a second build for width 16, with products of bfloat16 numbers."""
 
 AMX, AMX_OPTIONS = "amx_bf16", ("-mamx-tile", "-mamx-bf16", "-DFL_SIM_AMX")
-"""The processor feature and compiler options of a third build, with bfloat16 products by AMX (matrix instructions). It
-needs a compiler that supports these options."""
+"""The processor feature and compiler options of a third build for width 16, with bfloat16 products by AMX.
+
+AMX are the matrix instructions of Intel processors. Older compilers do not support the options; they skip this build.
+"""
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
-    """The error for a missing or failed compiler. The message says which of the two."""
+    """The reason why there is no compiled trainer: a missing compiler or a failed compilation, as the message says."""
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
     """Compile the kernel for all widths of an architecture, and write ``library`` in one atomic step.
 
     The environment variable ``CXX`` names the compiler, with options if needed; the default is g++, c++ or clang++.
-    ``options``: more compiler options. ``architecture``: the compiler's target, a key of ``ARCHITECTURES``; None means
-    this machine's. The same compiler makes the same bytes from the same sources in any folder. Raises NoCompiler if the
-    compilation fails.
+    ``options``: more compiler options. ``architecture``: the compiler's target, a key of ``ARCHITECTURES``; None
+    means this machine's. The same compiler makes the same bytes from the same sources in any folder. Raises
+    NoCompiler if the compilation fails.
     """
     architecture = architecture or platform.machine()
     if architecture not in ARCHITECTURES:
-        raise NoCompiler(f"it is for {' and '.join(ARCHITECTURES)}, and this machine is {architecture or 'unknown'}")
+        raise NoCompiler(
+            f"it supports {' and '.join(ARCHITECTURES)}, but this machine's architecture is {architecture or 'unknown'}"
+        )
     compiler = [*_compiler(), *options]
     partial = library.with_name(f".{library.name}.{os.getpid()}.part")
     with tempfile.TemporaryDirectory(prefix="fl-sim-kernel-") as folder, ThreadPoolExecutor() as threads:
@@ -79,7 +84,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
             exported = Path(folder) / "exported"
-            exported.write_text("{ global: fl_sim_*; local: *; };")  # all else is between this library and itself
+            exported.write_text("{ global: fl_sim_*; local: *; };")  # all other symbols are for this library only
             link = [f"-Wl,--version-script={exported}", "-shared", "-s", *(str(made) for *_, made in objects)]
             _call([*compiler, *link, "-o", str(partial)])
             partial.replace(library)
@@ -103,7 +108,7 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
 
 
 def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
-    """Return True if a compiler supports these options; older compilers may not."""
+    """Return True if the compiler supports these options; older compilers may not."""
     try:
         _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
     except NoCompiler:
@@ -112,7 +117,7 @@ def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
 
 
 def _options(lanes: int) -> list[str]:
-    return [f"-m{feature}" for feature in WIDTHS[lanes] if feature != "asimd"]  # which every 64-bit ARM has
+    return [f"-m{feature}" for feature in WIDTHS[lanes] if feature != "asimd"]  # every 64-bit ARM processor has asimd
 
 
 def _call(command: list[str]) -> None:
@@ -124,15 +129,16 @@ def _call(command: list[str]) -> None:
         raise NoCompiler(f"{command[0]} failed: {error}") from error
     if done.returncode:
         lines = done.stderr.splitlines()
-        reason = [line for line in lines if "error" in line] or lines or ["it said nothing"]
+        reason = [line for line in lines if "error" in line] or lines or ["it printed no message"]
         raise NoCompiler(f"{command[0]} failed: {reason[0][:300]}")
 
 
 def find_library() -> Path:
     """Return the path of the kernel library: beside this file, or in another copy of fl-sim on the import path.
 
-    Flower runs the app from a copy of fl-sim without kernel and C++ sources. Then the kernel of the installed fl-sim is
-    used, if it has the same sources. If there is no kernel, the function returns the path beside this file.
+    Flower runs the app from a copy of fl-sim without kernel and C++ sources. Then the kernel of the installed
+    fl-sim is used, if it has the same sources. If there is no kernel, the function returns the path beside this
+    file.
     """
     if LIBRARY.exists():
         return LIBRARY
@@ -167,7 +173,10 @@ def lanes_of(features: frozenset[str]) -> int:
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return the missing processor features for the narrowest vectors of its architecture, as text."""
+    """Return, as text, the features that a processor lacks for the narrowest vectors of its architecture.
+
+    ``features``: the result of ``processor``.
+    """
     narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
     return ", ".join(sorted(set(WIDTHS[narrowest]) - features))
 
@@ -193,5 +202,7 @@ def main() -> int:
     if missing := missing_in(processor()):
         sys.stderr.write(f"fl-sim: this processor has no {missing}: on it PyTorch will train instead\n")
     if (found := sources_digest()) != SOURCES_DIGEST:
-        sys.stderr.write(f"fl-sim: its sources have changed, so nobody takes it: set SOURCES_DIGEST to {found}\n")
+        sys.stderr.write(
+            f"fl-sim: the sources have changed, so this trainer will not be used: set SOURCES_DIGEST to {found}\n"
+        )
     return 0

@@ -25,16 +25,16 @@ class NativeTrainer(BuildHookInterface[Any]):
         """Compile the trainer before Hatchling collects the files."""
         del version
         compiling = _compiling()
-        compiling.LIBRARY.unlink(missing_ok=True)  # never the leftover of another compiler
+        compiling.LIBRARY.unlink(missing_ok=True)  # an old library must not get into the wheel
         if compiling.main() == 0:
             build_data["artifacts"].append(f"/fl_sim/native/{compiling.LIBRARY.name}")
             build_data["pure_python"] = False
-            # auditwheel says which versions of Linux, and writes it there.
+            # auditwheel later replaces "linux" by the supported versions of Linux.
             build_data["tag"] = f"py3-none-linux_{platform.machine()}"
 
 
 def _compiling() -> ModuleType:
-    """Load and return the module compiling.py by its path, since fl_sim cannot be imported during its build."""
+    """Load and return the module compiling.py by its path, because fl_sim cannot be imported during its build."""
     spec = importlib.util.spec_from_file_location("fl_sim_compiling", Path(__file__).with_name("compiling.py"))
     assert spec is not None
     assert spec.loader is not None

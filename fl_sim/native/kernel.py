@@ -19,10 +19,10 @@ from fl_sim.types import Precision, Trained
 
 Rows: TypeAlias = Literal["logits", "features"]
 
-_TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
+_TOGETHER = 64  # records per forward pass of ``Kernel.infer``, which then loads the weights once for all of them
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
-"""The expected result of the C function fl_sim_layout: it shows that the library's request has the same fields."""
+"""The expected result of the C function fl_sim_layout, if the library's request structure has the same fields."""
 
 _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
@@ -31,8 +31,8 @@ _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 class PreparedTraining:
     """The training of several clients, prepared in memory for one call of the library.
 
-    ``params``, ``buffers``: the tensors that receive the results of each client. ``held``: the owner of the memory that
-    ``requests`` point to. ``function``: the C function to call.
+    ``params``, ``buffers``: the tensors that receive the results of each client. ``held``: the owner of the memory
+    to which ``requests`` point. ``function``: the C function to call.
     """
 
     stack: Stack
@@ -76,18 +76,20 @@ class Kernel:
     def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
         """Train clients one after another; each result equals ``fl_sim.training.loop.train`` up to float32 rounding.
 
-        With ``precision`` "bfloat16", which needs ``has_bfloat16``, the factors of products are rounded to 8 bits, and
-        their sums are float32: in linear layers, and in convolutions for the output and for the gradient of the input.
-        Not rounded are: the backward pass through pooling, the gradient of a convolution's weights (unless the
-        convolution reads the records and pools), and convolutions with kernels of 3 x 3 pixels and 8 or more channels,
-        most of which use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
-        Other Python threads can run meanwhile. Raises IndexError for a label outside the model's classes, and
-        ValueError for tensors of wrong length or type, or for an unsupported precision.
+        ``precision`` "bfloat16" needs ``has_bfloat16``. It rounds the factors of products to 8 bits, and adds
+        the products in float32. It applies to linear layers, and to convolutions for the output and for the
+        gradient of the input. Without AMX it does not apply to the backward pass through pooling, nor to the
+        gradient of a convolution's weights (unless the convolution reads the records and pools). It also does
+        not apply to convolutions with kernels of 3 x 3 pixels and 8 or more channels, most of which use
+        Winograd's algorithm. With ``has_amx`` these products are rounded, too.
+
+        Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes.
+        Raises ValueError for tensors of wrong length or type, and for an unsupported precision.
         """
         return self.prepare(stack, jobs, precision).train()
 
     def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
-        """Check the jobs and write them to memory in C layout; return an object that trains by one call of the library.
+        """Check the jobs and copy them to memory in C layout; return an object that trains by one call of the library.
 
         Raises ValueError as ``train`` does.
         """
@@ -103,9 +105,9 @@ class Kernel:
         """Return the logits, (n, classes), or the features, (n, d), of records, equal to PyTorch's up to rounding.
 
         ``params``: float32, one vector in the stack's layout. ``inputs``: float32, (n, *input shape). ``what``:
-        "logits", or "features", the inputs of the last layer. The same records in the same order give the same bits;
-        the last bits of a record's logits depend on the other records in its batch. Other Python threads can run
-        meanwhile. Raises ValueError as ``train`` does.
+        "logits", or "features", the inputs of the last layer. The same records in the same order give the same
+        bits. The last bits of a record's logits depend on the other records in its batch. Other Python threads
+        can run meanwhile. Raises ValueError as ``train`` does.
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
@@ -128,12 +130,13 @@ class Kernel:
     def weighted_sum(self, vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
         """Return the sum over i of factors_i * vectors_i, (n,), added in float64 as ``weighted_mean`` defines.
 
-        ``vectors``: at least one vector, each float32 of shape (n,). Raises ValueError for other types or shapes.
+        ``vectors``: at least one vector, each float32 of shape (n,). Raises ValueError for other types or
+        shapes.
         """
         size, held, pointers = vectors[0].numel(), [], (ctypes.c_void_p * len(vectors))()
         for place, vector in enumerate(vectors):
             check_tensor("a vector of the sum", vector, torch.float32, (size,))
-            held.append(vector.contiguous())  # until the call is over
+            held.append(vector.contiguous())  # keeps the memory until the call is over
             pointers[place] = held[-1].data_ptr()
         numbers, total = (ctypes.c_double * len(held))(*factors), torch.empty(size)
         self.function("weighted_sum")(
@@ -142,7 +145,7 @@ class Kernel:
         return total
 
     def is_this_versions(self) -> bool:
-        """Return True if the library was compiled from this version's sources and has the same request fields."""
+        """Return True if the library was compiled from this version's sources and has the same request structure."""
         try:
             sources, layout = self.function("sources"), self.function("layout")
         except AttributeError:
@@ -151,17 +154,17 @@ class Kernel:
         return bool(sources() == SOURCES_DIGEST.encode() and layout() == _LAYOUT)
 
     def function(self, name: str, precision: Precision = "float32") -> Any:
-        """Return the C function ``fl_sim_NAME`` that is compiled for this processor's vectors and for ``precision``."""
+        """Return the C function ``fl_sim_NAME`` that was compiled for this processor's vectors and ``precision``."""
         halves = "_amx" if self.has_amx else "_bfloat16"
         return getattr(self.library, f"fl_sim_{name}_{self.lanes}{halves if precision == 'bfloat16' else ''}")
 
 
 @lru_cache(maxsize=1)
 def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
-    """Return the pair (kernel, ""), or (None, reason) if no kernel can be used here.
+    """Return the pair (kernel, ""), or (None, reason) if no kernel can be used on this machine.
 
-    ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that this
-    processor has.
+    ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that
+    this processor has.
     """
     path, features = path or find_library(), processor()
     lanes = lanes_of(features)
@@ -176,20 +179,23 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
     has_bfloat16 = lanes == 16 and BFLOAT16 in features
     kernel = Kernel(library, lanes, has_bfloat16, has_bfloat16 and AMX in features and _may_use_amx(library))
     if not kernel.is_this_versions():
-        return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
+        return None, f"{path} is from another version of fl-sim (python -m fl_sim.native compiles it for this version)"
     return kernel, ""
 
 
 @dataclass(frozen=True)
 class CompiledNormals:
-    """Normally distributed numbers by compiled code (normals.h). Other Python threads can run meanwhile."""
+    """The normal random numbers of ``mechanisms.Normals``, by compiled code (normals.h).
+
+    Other Python threads can run meanwhile.
+    """
 
     kernel: Kernel
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return one N(0, 1) number for each pair of 64-bit words (first_i, second_i), shape (n,).
+        """Return one N(0, 1) number for each pair of 64-bit random words (first_i, second_i), shape (n,).
 
-        Raises ValueError for arrays of wrong type, or of different lengths.
+        Raises ValueError for arrays of wrong type or of different lengths.
         """
         count, made = len(first), np.empty(len(first))
         words = _row(first, np.uint64, count), _row(second, np.uint64, count)
@@ -199,8 +205,8 @@ class CompiledNormals:
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
         """Write normal numbers times ``ratio``, rounded to integers, to ``out``; return the indices of undecided ones.
 
-        A number is undecided if its word in ``first`` and float64 precision do not determine the direction of rounding.
-        Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
+        A number is undecided if its word in ``first`` and float64 precision do not determine the direction of
+        rounding. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)
@@ -210,25 +216,27 @@ class CompiledNormals:
 
 
 def _may_use_amx(library: ctypes.CDLL) -> bool:
-    """Request permission from the operating system to use AMX's registers; return True if it was granted."""
+    """Request the operating system's permission to use AMX's registers; return True if it was granted."""
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:
     """Return the exception for an error ``code`` of the library. ``what``: the action that failed."""
     if code == 2:
-        return MemoryError(f"no memory for {what}: take a smaller local.batch_size, or fewer clients at a time")
+        return MemoryError(f"no memory for {what}: choose a smaller local.batch_size, or fewer clients at a time")
     if code == 3:
         return IndexError(f"a label is outside of the model's {stack.num_classes} classes")
     if code == 4:
-        return IndexError("the order of the records or the mixing partners name records that are not there")
+        return IndexError("the order of the records or the mixing partners have indices of records that do not exist")
     if code == 1:
         shape = tuple(stack.input_shape.tolist())
-        return ValueError(f"the model's layers are unknown, or do not fit each other or records of shape {shape}")
+        return ValueError(
+            f"the model's layers are not supported, or do not fit each other, or do not fit records of shape {shape}"
+        )
     return RuntimeError(f"the compiled trainer failed in {what} with the code {code}, which this version does not know")
 
 
 def _row(numbers: NDArray[Any], kind: type[np.generic], count: int) -> ctypes.c_void_p:
     if numbers.dtype != kind or numbers.shape != (count,) or not numbers.flags.c_contiguous:
-        raise ValueError(f"{count} normal numbers are made of as many pairs of 64-bit words, in one row")
+        raise ValueError(f"{count} normal numbers need as many pairs of 64-bit words, in contiguous arrays")
     return ctypes.c_void_p(numbers.ctypes.data)

@@ -1,4 +1,4 @@
-"""Conversion of a torch module to the integers that kernel.cpp reads, and the amount of work in each layer."""
+"""Conversion of a torch module to the integers that kernel.cpp reads, and the number of products in each layer."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ from fl_sim.models import ResidualBlock
 from fl_sim.params import Layout, layout_of
 
 KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
-"""The kinds of layers. The index of a kind is its number in kernel.cpp."""
+"""The kinds of layers. The index of a kind in this tuple is its number in kernel.cpp."""
 
 _CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE, _DROP = range(len(KINDS))
 _KINDS: dict[type[nn.Module], int] = {
@@ -27,10 +27,11 @@ FIELDS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_OF_ONE_PIXEL, _MOST_OF_MANY = 300, 1400
-"""The numbers of products per output above which PyTorch is faster: for kernels of 1 pixel, and of more than 3 x 3.
+"""The numbers of products per output above which PyTorch is faster in convolutions.
 
-``benchmarks/large_layers.py`` measures these limits. For 3 x 3 convolutions and linear layers the compiled code is
-never slower.
+The first one is for kernels of 1 pixel, the second one for kernels of more than 3 x 3 pixels.
+``benchmarks/large_layers.py`` measures these limits. The compiled code is never slower for 3 x 3 convolutions and for
+linear layers.
 """
 
 
@@ -38,9 +39,9 @@ never slower.
 class Stack:
     """The description of a model for the kernel.
 
-    ``layers``: int32, (layers, 17), one row per layer with the columns ``FIELDS``. ``input_shape``: int32, (3,): either
-    (channels, height, width) or (features, 1, 1). ``layout``: the names and shapes of the parameters, in their order in
-    memory.
+    ``layers``: int32, (layers, 17), one row per layer with the columns ``FIELDS``. ``input_shape``: int32, (3,),
+    either (channels, height, width) or (features, 1, 1). ``layout``: the names and shapes of the parameters, in
+    their order in memory.
     """
 
     layers: NDArray[np.int32]
@@ -54,7 +55,7 @@ class Stack:
 
     @property
     def num_classes(self) -> int:
-        """Return the number of classes, equal to the number of outputs of the last layer."""
+        """Return the number of classes, that is the number of outputs of the last layer."""
         return int(self.layers[-1, FIELDS.index("outputs")])
 
     @property
@@ -75,8 +76,8 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
     """Return the kernel's description of ``model``, or None if the kernel does not support the model.
 
     Supported are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our
-    ResidualBlock in (nested) Sequential, with Linear as the last layer, and without frozen parameters, shared
-    parameters or hooks. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
+    ResidualBlock in (nested) Sequential. The last layer must be Linear. Frozen parameters, shared parameters and
+    hooks are not supported. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
@@ -114,14 +115,14 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
 
 
 def products_in_output(row: dict[str, int]) -> int:
-    """Return the number of products in one output number of a layer; 0 unless it is a convolution or linear."""
+    """Return the number of products in one output number of a layer; 0 unless it is a convolution or a linear layer."""
     if KINDS[row["kind"]] not in ("conv", "linear"):
         return 0
     return row["inputs"] * max(1, row["kernel_y"] * row["kernel_x"])
 
 
 def products_of(stack: Stack) -> list[int]:
-    """Return, for every layer, the number of products that its forward pass of one record computes."""
+    """Return, for every layer, the number of products in its forward pass for one record."""
     return [
         products_in_output(row) * channels * height * width * (4 if row["pooled"] else 1)
         for row, (channels, height, width) in zip(rows_of(stack), shapes_of(stack)[1:], strict=True)
@@ -147,11 +148,11 @@ def slower_here(stack: Stack) -> str:
 
 @dataclass
 class _Rows:
-    """The layers described so far, some of them fused. Nodes are numbered: 0 is the input, i + 1 the output of row i.
+    """The layers described so far, some of them fused. Nodes have numbers: 0 is the input, i + 1 the output of row i.
 
-    A row's ``source`` is the node that it reads. ``node``: the node that the next layer reads. ``is_flat``: True if
-    that node is a vector, without height and width. ``is_fork``: True if other layers read that node, too, so that no
-    layer may be fused with the row that computes the node. ``seen``: the ids of all modules so far.
+    The ``source`` of a row is the node that it reads. ``node``: the node that the next layer reads. ``is_flat``:
+    True if that node is a vector, without height and width. ``is_fork``: True if other layers read that node, too,
+    so that no layer may be fused with the row that computes the node. ``seen``: the ids of all modules so far.
     """
 
     is_flat: bool
@@ -163,7 +164,8 @@ class _Rows:
     def append(self, row: dict[str, int]) -> None:
         """Add a layer, or fuse it with the previous layer: a ReLU with most layers, 2 x 2 pooling with a convolution.
 
-        ReLU and pooling may change their order, since the maximum of rectified numbers equals the rectified maximum.
+        ReLU and pooling may change their order, because the maximum of rectified numbers equals the rectified
+        maximum.
         """
         last = {"kind": _RELU} if self.is_fork else self.rows[-1]
         halves = row["kind"] == _POOL and row.items() >= _HALVING.items()
@@ -248,7 +250,7 @@ def _row(module: nn.Module) -> dict[str, int] | None:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a float32 number as an integer, since all fields are integers."""
+    """Return the bits of a float32 number as an integer, because all fields of a description are integers."""
     return int(np.float32(number).view(np.int32))
 
 
@@ -267,7 +269,7 @@ def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
 
 def _plain_parameters(model: nn.Module) -> bool:
     parameters = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
-    if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):  # some are shared
+    if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):  # shared, or buffers
         return False
     return all(
         type(weight) is nn.Parameter

@@ -13,9 +13,9 @@ from fl_sim.types import Params
 def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
     """Return the weighted mean, sum_i weights_i * items_i / sum_i weights_i.
 
-    The definition for equal bits: a float64 sum in the given order, with one fused multiply-add for each item and the
-    float64 factor weights_i / sum(weights); the sum is rounded to the items' own type at the end. Raises ValueError if
-    the sum of the weights is not positive.
+    This definition gives equal bits everywhere: a float64 sum in the given order, with one fused multiply-add for
+    each item and the float64 factor weights_i / sum(weights). The sum is rounded to the items' own type at the end.
+    Raises ValueError if the sum of the weights is not positive.
     """
     total = math.fsum(weights)
     if total <= 0:
@@ -39,7 +39,8 @@ def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
 def by_torch(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
     """Return sum_i factors_i * values_i, computed by PyTorch.
 
-    This is slower than the compiled code, since PyTorch reads and writes the whole float64 sum once for every item.
+    This is slower than the compiled code, because PyTorch reads and writes the whole float64 sum once for every
+    item.
     """
     total = torch.zeros_like(values[0], dtype=torch.float64)
     for value, factor in zip(values, factors, strict=True):

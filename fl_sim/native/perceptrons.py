@@ -13,9 +13,9 @@ from torch import nn
 from fl_sim.native.kernel import Kernel
 
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_STRANGE = 3  # ``Outcome`` of gan.cpp
+_STRANGE = 3  # the value of ``Outcome`` in gan.cpp for rows or classes that do not exist
 
-_LEAST = 1e-8  # what Adam adds to the root of a mean square
+_LEAST = 1e-8  # Adam's epsilon
 
 
 class _Linear(ctypes.Structure):
@@ -59,15 +59,15 @@ class _Adam(ctypes.Structure):
 class Shown:
     """The input rows of a network.
 
-    ``values``: float32, (n, width). ``classes``: int64, (n,), the class of each row; None if there is one class only.
-    Raises ValueError for arrays of another type or shape.
+    ``values``: float32, (n, width). ``classes``: int64, (n,), the class of each row; None if there is one class
+    only. Raises ValueError for arrays of another type or shape.
     """
 
     def __init__(self, values: NDArray[np.float32], classes: NDArray[np.int64] | None = None) -> None:
         if values.dtype != np.float32 or values.ndim != 2:
-            raise ValueError(f"{values.dtype} numbers of the shape {values.shape} are no float32 rows")
+            raise ValueError(f"input rows must be float32 of shape (n, width), not {values.dtype} {values.shape}")
         if classes is not None and (classes.dtype != np.int64 or classes.shape != values.shape[:1]):
-            raise ValueError(f"{classes.dtype} of the shape {classes.shape} are no classes of {len(values)} rows")
+            raise ValueError(f"classes of {len(values)} rows must be int64, not {classes.dtype} {classes.shape}")
         self.values = np.ascontiguousarray(values)
         self.classes = None if classes is None else np.ascontiguousarray(classes)
         where = None if self.classes is None else address(self.classes)
@@ -82,7 +82,7 @@ def is_perceptron(net: nn.Module) -> bool:
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False
-    for layer in layers[1::2]:  # of a slope below 0 nobody could tell from its output what its input was
+    for layer in layers[1::2]:  # the backward pass reads the sign of an input from the output, so slopes must be >= 0
         if not isinstance(layer, nn.ReLU) and not (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0):
             return False
     linear = layers[::2]
@@ -96,10 +96,11 @@ def is_perceptron(net: nn.Module) -> bool:
 
 
 class Perceptron:
-    """A network for the compiled code, for which ``is_perceptron`` is True. Its weights must keep their addresses.
+    """A network in the form for compiled code. Its weights must keep their addresses.
 
-    ``num_classes``: 0, or the number of blocks in the input of the first layer, one block for each class. A row's
-    values and a one fill the block of the row's class; all other blocks are zero.
+    ``net``: a network for which ``is_perceptron`` is True. ``num_classes``: the number of blocks in the input of
+    the first layer, one block for each class; 0 for an input without blocks. A row's values and a one fill the
+    block of the row's class; all other blocks are zero.
     """
 
     def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
@@ -108,7 +109,7 @@ class Perceptron:
         slopes = [getattr(layer, "negative_slope", 0.0) for layer in net if not isinstance(layer, nn.Linear)]
         num_inputs, self.num_outputs = layers[0].in_features, layers[-1].out_features
         if num_classes and num_inputs % num_classes:
-            raise ValueError(f"{num_inputs} inputs are not as many for each of {num_classes} classes")
+            raise ValueError(f"{num_inputs} inputs cannot be divided into equal blocks for {num_classes} classes")
         self.width = num_inputs // num_classes - 1 if num_classes else num_inputs
         self.num_parameters = sum(weight.numel() for weight in self.weights)
         self._addresses = [weight.data_ptr() for weight in self.weights]
@@ -123,7 +124,7 @@ class Perceptron:
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError if ``rows`` have another width than the network, or no classes although it needs them."""
+        """Raise ValueError if ``rows`` have another width than the network, or lack the classes that it needs."""
         if rows.values.shape[1] != self.width or (self.num_classes > 0 and rows.classes is None):
             kind = f"{self.width} numbers and a class" if self.num_classes else f"{self.width} numbers"
             raise ValueError(f"the network takes rows of {kind}, not of the shape {rows.values.shape}")
@@ -143,7 +144,9 @@ class Perceptron:
         self.check(fake)
         places = np.arange(len(real)) if chosen is None else chosen
         if places.dtype != np.int64 or places.shape != (len(fake),) or not places.flags.c_contiguous:
-            raise ValueError(f"{places.shape} records and {len(fake)} fakes are no pairs")
+            raise ValueError(
+                f"{len(fake)} fakes need as many indices of real records, int64, not {places.dtype} {places.shape}"
+            )
         made = np.empty(self.num_parameters)
         rows = ctypes.byref(real.described), _POINTER(address(places)), ctypes.byref(fake.described)
         call(self.kernel, "clipped_sum", ctypes.byref(self.described()), *rows, _DOUBLE(bound), _POINTER(address(made)))
@@ -185,9 +188,9 @@ def call(kernel: Kernel, name: str, *arguments: Any) -> None:
     """
     outcome = kernel.function(name)(*arguments)
     if outcome == _STRANGE:
-        raise IndexError("a step of the generator names records or classes that are not there")
+        raise IndexError("a step of the generator contains indices of records or classes that do not exist")
     if outcome:
-        raise MemoryError("no memory for a step of the generator: take a smaller batch_size, or narrower networks")
+        raise MemoryError("no memory for a step of the generator: choose a smaller batch_size, or narrower networks")
 
 
 def address(values: NDArray[Any]) -> int:
@@ -198,8 +201,9 @@ def address(values: NDArray[Any]) -> int:
 class CompiledAdam:
     """The state of Adam for one vector of ``weights``, which is updated in place.
 
-    ``kept``: Adam's decay rates for the running means of gradients and of squared gradients. ``gradient``: the gradient
-    of the last step. Raises ValueError unless ``weights`` are a contiguous float32 vector.
+    ``kept``: Adam's decay rates for the running means of gradients and of squared gradients (beta_1, beta_2).
+    ``gradient``: the gradient of the last step. Raises ValueError unless ``weights`` are a contiguous float32
+    vector.
     """
 
     def __init__(self, weights: torch.Tensor, kept: tuple[float, float], learning_rate: float) -> None:
@@ -214,8 +218,8 @@ class CompiledAdam:
 class Pairs:
     """The (real, fake) pairs of one discriminator step.
 
-    The real records are the rows of ``real`` with the indices ``chosen``. The fakes are the generator's outputs for the
-    same number of ``latents``. Each pair's gradient is clipped to an L2 norm of ``bound``.
+    The real records are the rows of ``real`` with the indices ``chosen``. The fake records are the generator's
+    outputs for the same number of ``latents``. Each pair's gradient is clipped to an L2 norm of ``bound``.
     """
 
     real: Shown
@@ -228,8 +232,9 @@ class Pairs:
 class GradientNoise:
     """The noise and the divisor that turn a sum of clipped gradients into a gradient.
 
-    ``noise``: the noise of each coordinate in multiples of ``spacing``, the step of the rounding grid; None means the
-    sum without noise. See ``add_noise`` in fl_sim/privacy/mechanisms.py. The noised sum is divided by ``divisor``.
+    ``noise``: the noise of each coordinate in multiples of ``spacing``, the step of the rounding grid; None means
+    the sum without noise. See ``add_noise`` in fl_sim/privacy/mechanisms.py. The sum with noise is divided by
+    ``divisor``.
     """
 
     noise: NDArray[np.float64] | None
@@ -240,8 +245,8 @@ class GradientNoise:
 class Adversaries:
     """A discriminator and a generator, each with Adam on one vector of all its parameters.
 
-    ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``: the
-    discriminator's last sum of clipped gradients. Raises ValueError if the parts do not fit together.
+    ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``:
+    the discriminator's last sum of clipped gradients. Raises ValueError if the parts do not fit together.
     """
 
     def __init__(
@@ -258,11 +263,13 @@ class Adversaries:
             and _lie_in(generator_adam.weights, self.generator.weights)
             and len(self.mean) == self.generator.num_parameters
         ):
-            raise ValueError("Adam's vectors are not the networks' weights")
+            raise ValueError("the vectors of Adam or of the moving average are not the networks' weights")
         self.total = np.zeros(self.discriminator.num_parameters)
         made = self.generator.straight.num_outputs, self.generator.curved.num_classes
         if made != (self.discriminator.width, self.discriminator.num_classes):
-            raise ValueError(f"the discriminator does not take what the generator makes: {made} numbers and classes")
+            raise ValueError(
+                f"the discriminator does not accept the generator's outputs: {made[0]} numbers and {made[1]} classes"
+            )
 
     def discriminator_step(self, pairs: Pairs, release: GradientNoise) -> None:
         """Update the discriminator by one Adam step with the noised sum of the pairs' clipped gradients.
@@ -277,7 +284,8 @@ class Adversaries:
             noise is None or _are_plain(noise, np.float64, len(adam.weights))
         ):
             raise ValueError(
-                f"{number} fakes go with as many places of records, and {len(adam.weights)} weights with noise"
+                f"{number} fakes need as many indices of real records, and {len(adam.weights)} weights need as many "
+                "numbers of noise"
             )
         adam.steps += 1
         call(
@@ -309,7 +317,7 @@ def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
     Raises ValueError unless the tensor is a contiguous float32 vector.
     """
     if numbers.dtype is not torch.float32 or numbers.ndim != 1 or not numbers.is_contiguous():
-        raise ValueError(f"compiled steps want float32 numbers in a row, not {numbers.dtype} {tuple(numbers.shape)}")
+        raise ValueError(f"compiled steps need a contiguous float32 vector, not {numbers.dtype} {tuple(numbers.shape)}")
     vector: NDArray[np.float32] = numbers.detach().numpy()
     return vector
 

@@ -22,17 +22,20 @@ TAKES = frozenset({
 """The fields of LocalSettings and LocalPlan that the compiled trainer supports."""
 
 TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
-"""The fields of LocalPlan that need unmixed records: the compiled trainer does not combine them with mixing."""
+"""The fields of LocalPlan that need unmixed records. The compiled trainer does not combine them with mixing."""
 
 RECEIVED = frozenset({"distillation", "contrast"})
-"""The fields of LocalPlan that need another model's outputs. The compiled trainer computes these outputs once for all
-epochs, so it does not combine these fields with image augmentation."""
+"""The fields of LocalPlan that need another model's outputs.
+
+The compiled trainer computes these outputs once for all epochs. So it does not combine these fields with image
+augmentation, which changes the inputs in every epoch.
+"""
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-_SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its widest vectors
+_SPARE = 16  # spare numbers after the last parameter, because the kernel reads and writes vectors of up to 16 numbers
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ class Draws:
     """The random choices in one client's training.
 
     ``order``: (passes, n), the permutation of the records in every epoch; the last epoch may be used in part only.
-    ``partners``: (steps,), indices into the mixing pool; empty if the plan does not mix. ``moves``: (passes, n, 3), the
-    result of ``Augment.draw`` for the records in the order of each epoch; empty without augmentation. ``masks``: the
-    key, 0 to 2^63 - 1, of the random generator for dropout masks (dropout.h).
+    ``partners``: (steps,), indices into the mixing pool; empty if the plan does not mix. ``moves``: (passes, n, 3),
+    the result of ``Augment.draw`` for the records in the order of each epoch; empty without augmentation.
+    ``masks``: the key, 0 to 2^63 - 1, of the random generator for dropout masks (dropout.h).
     """
 
     order: NDArray[np.int64]
@@ -233,7 +236,8 @@ class RequestBuffers:
     def _vector(self, what: str, params: Params | None) -> int | None:
         """Store ``params`` as one padded vector in the order of the model's layout; return its memory address.
 
-        Raises ValueError, with the noun ``what``, if names, shapes, type or device differ from the model's.
+        Raises ValueError if names, shapes, type or device differ from the model's; ``what`` names ``params`` in
+        the message.
         """
         if params is None:
             return None
@@ -262,11 +266,11 @@ def check_job(stack: Stack, job: KernelJob) -> None:
     task, plan, inputs, labels, draws = job
     count, settings = len(labels), task.settings
     if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
-        raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
+        raise ValueError(f"the compiled trainer does not support {', '.join(unknown)} of the plan")
     check_optimizer(plan, settings)
     if count < 1 or settings.batch_size < 1 or settings.num_steps(count) < 1:
         raise ValueError(
-            "local training needs a record, a batch and a part of an epoch at least, not "
+            "local training needs at least one record, one record per batch and one step, not "
             f"{count} records in batches of {settings.batch_size} for {settings.epochs} epochs"
         )
     check_records(stack, "the records", inputs, count)
@@ -280,7 +284,7 @@ def check_job(stack: Stack, job: KernelJob) -> None:
         _check_moves(stack, job)
     if (mix := plan.mix) is not None:
         if terms := sorted(fields_in_use(plan) & TERMS):
-            raise ValueError(f"the compiled trainer knows no mixing with {', '.join(terms)}")
+            raise ValueError(f"the compiled trainer does not support mixing together with {', '.join(terms)}")
         check_records(stack, "the mixing pool's records", mix.inputs, len(mix.inputs))
         check_tensor("the mixing pool's labels", mix.labels, _REAL, (len(mix.inputs), stack.num_classes))
         check_tensor("the mixing partners", torch.from_numpy(draws.partners), _COUNTING, (settings.num_steps(count),))
@@ -304,32 +308,39 @@ def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, t
 
 
 def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:
-    """Raise ValueError, with the noun ``what``, unless ``inputs`` are ``count`` records of the model's input shape."""
+    """Raise ValueError unless ``inputs`` are ``count`` records of the model's input shape.
+
+    ``what`` names the records in the message, such as "the records".
+    """
     shape = (*inputs.shape[1:], 1, 1)
     has_axes = inputs.ndim in {2, 4} and tuple(stack.input_shape.tolist()) == shape[:3]
     check_tensor(what, inputs, _REAL, (count, *(inputs.shape[1:] if has_axes else stack.input_shape.tolist())))
 
 
 def check_tensor(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError, with the noun ``what``, unless ``values`` have this type and shape and are in main memory."""
+    """Raise ValueError unless ``values`` have this type and shape and are in main memory.
+
+    ``what`` names the tensor in the message, such as "the labels".
+    """
     is_plain = values.layout is torch.strided and values.device.type == "cpu" and values.dtype is dtype
     if is_plain and tuple(values.shape) == shape:
         return
     kind = "" if values.layout is torch.strided else f"{values.layout} ".removeprefix("torch.")
     raise ValueError(
         f"{what} have the shape {tuple(values.shape)} and the type {kind}{str(values.dtype).removeprefix('torch.')} on "
-        f"{values.device}; the compiled trainer wants {shape} and {str(dtype).removeprefix('torch.')} in main memory"
+        f"{values.device}; the compiled trainer needs {shape} and {str(dtype).removeprefix('torch.')} in main memory"
     )
 
 
 def _check_moves(stack: Stack, job: KernelJob) -> None:
     settings, count, channels = job.task.settings, len(job.labels), int(stack.input_shape[0])
     if compared := sorted(fields_in_use(job.plan) & RECEIVED):
-        raise ValueError(f"the compiled trainer moves no images beside {', '.join(compared)}")
+        raise ValueError(f"the compiled trainer does not support augmentation together with {', '.join(compared)}")
     if job.inputs.ndim != 4 or len(settings.augment.black) != channels or settings.augment.crop < 0:
         raise ValueError(
-            f"images of {channels} channels are moved over a black for each, by a crop of at least 0; not records of "
-            f"shape {tuple(job.inputs.shape[1:])} over {settings.augment.black}, by {settings.augment.crop}"
+            f"augmentation of images with {channels} channels needs one value of black for each channel and a crop of "
+            f"at least 0, not records of shape {tuple(job.inputs.shape[1:])}, black {settings.augment.black} and crop "
+            f"{settings.augment.crop}"
         )
     moves = torch.from_numpy(job.draws.moves)
     check_tensor("the moves of the images", moves, _COUNTING, (settings.num_passes(count), count, 3))

@@ -1,7 +1,7 @@
 """Linear and quadratic discriminant analysis in closed form.
 
-Each class has a normal distribution: in the linear form with one covariance for all classes, in the quadratic form with
-one covariance for each class.
+Each class has a normal distribution. In the linear form all classes have the same covariance; in the quadratic form
+each class has its own.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,12 @@ RIDGE = 0.03
 """The number that is added to the covariance's diagonal (ridge), as a multiple of the mean variance."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
-"""For the quadratic form: the weight of a class's own covariance (the pooled covariance has the rest), and the ridge as
-a multiple of the mean variance."""
+"""For the quadratic form: the weight of a class's own covariance, and the ridge as a multiple of the mean variance.
 
-_MOST_NUMBERS = 500_000_000  # of a model: 2 GB
+The pooled covariance has the weight 1 - ``OWN_SHARE``.
+"""
+
+_MOST_NUMBERS = 500_000_000  # in one model, which then has 2 GB
 
 NEVER = -1e4
 """The logit of a class without records, so low that the class is never predicted."""
@@ -100,9 +102,9 @@ def quadratic_discriminant(
     """Return the weights of a ``QuadraticDiscriminant`` that separate (n, *shape) inputs with (n,) labels by class.
 
     The logit of class c is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and
-    Friedman 2009, eq. 4.12). S_c is regularised: ``own_share`` times the class's own covariance, plus 1 - ``own_share``
-    times the pooled covariance (eq. 4.13; Friedman 1989), plus ``ridge`` times the mean variance on the diagonal. Sums
-    are float64. Raises UserError if the matrices have too many numbers for a model.
+    Friedman 2009, eq. 4.12). S_c is regularised (eq. 4.13; Friedman 1989). It is the sum of ``own_share`` times the
+    class's own covariance, 1 - ``own_share`` times the pooled covariance, and ``ridge`` times the mean variance on
+    the diagonal. Sums are float64. Raises UserError if the matrices have too many numbers for a model.
     """
     size = inputs[:1].numel()
     if num_classes * size**2 > _MOST_NUMBERS:

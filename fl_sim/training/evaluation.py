@@ -1,6 +1,6 @@
-"""The predictions of a model on records, and the measures computed from them in one pass.
+"""The predictions of a model on records, and the measures computed from these predictions.
 
-The measures follow the definitions of scikit-learn in numpy: importing scikit-learn takes longer than computing them.
+The measures follow the definitions of scikit-learn, in numpy: importing scikit-learn takes longer than computing them.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ from fl_sim.types import Params
 from partitions import Parts
 
 EVALUATION_BATCH = 500
-"""Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
+"""Records per forward pass on a CPU: few enough for its cache, and many enough for efficient operators."""
 
 EVALUATION_BATCH_ON_GPU = 2_000
-"""Records per forward pass of an evaluation on a GPU, where kernel launches cost more than arithmetic."""
+"""Records per forward pass on a GPU, where launching an operation costs more than its arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The predictions of a model on n records.
 
-    ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
-    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes.
+    ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted
+    classes. ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes.
     """
 
     loss: float
@@ -56,10 +56,11 @@ def evaluate(
     scale: Scale | None = None,
     workers: int = 1,
 ) -> Scores:
-    """Return the scores of a model with weights ``params`` on (n, *input shape) inputs and (n,) labels.
+    """Return the scores of a model with weights ``params`` on inputs (n, *input shape) with labels (n,).
 
-    ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the batches;
-    the scores do not depend on it. Products are float32 on a GPU, too, also if training uses a lower precision.
+    ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the
+    batches; the scores do not depend on this number. Products are float32 on a GPU, too, even if training uses a
+    lower precision.
     """
     network, source = ready(model, params), Source(inputs, labels, scale)
     return score(lambda batch: network(source.normalised(batch)), inputs, labels, workers=workers)
@@ -82,7 +83,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # holds for the thread that calls it
+            torch.set_num_threads(threads)  # this setting applies to the calling thread only
         with torch.inference_mode():
             logits = logits_of(batch)
             loss = functional.cross_entropy(logits, targets, reduction="sum").double()
@@ -93,7 +94,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
     with ThreadPoolExecutor(workers) as pool, arithmetic(inputs.device):
         scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
     losses, *others = zip(*scores, strict=True)
-    loss = sum(torch.stack(losses).tolist()) / len(labels)  # the GPU is waited for
+    loss = sum(torch.stack(losses).tolist()) / len(labels)  # tolist waits for the GPU
     predicted, *margins = (torch.cat(parts).numpy(force=True) for parts in others)
     return Scores(loss, labels.numpy(force=True), predicted, margins[0] if margins else None)
 
@@ -149,9 +150,11 @@ def area_under_roc(scores: Scores) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class OverClients:
-    """Statistics of the accuracies of clients: mean, standard deviation, and mean of the lowest tenth of the clients.
+    """Statistics of the clients' accuracies.
 
-    The number of clients in the lowest tenth is rounded up. ``ascending``: all accuracies, the lowest first.
+    ``mean``, ``deviation``: mean and standard deviation over all clients. ``worst_tenth``: the mean of the lowest
+    tenth of the accuracies, where the number of clients in the tenth is rounded up. ``ascending``: all accuracies,
+    the lowest first.
     """
 
     mean: float
@@ -174,9 +177,10 @@ class OverClients:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """The class counts of all clients.
+    """The class distributions of all clients, as counts.
 
-    Client ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``. Each pair of client and class occurs once.
+    Client ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``. Each pair of client and class occurs
+    once.
     """
 
     owners: NDArray[np.int64]
@@ -195,9 +199,9 @@ class Holdings:
     def by_client(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return each client's accuracy: the mean of the class recalls, weighted by the client's class distribution.
 
-        This equals the test accuracy with test records weighted by the client's class distribution; no records are
-        sampled. Classes without test records (recall NaN) are ignored. A client with records of such classes only has
-        accuracy NaN. The result ends with the last client that has an accuracy.
+        This equals the test accuracy if test records are weighted by the client's class distribution. No
+        records are sampled. Classes without test records (recall NaN) are ignored. A client whose records all
+        belong to such classes has accuracy NaN. The array ends with the last client that has an accuracy.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)
@@ -214,18 +218,22 @@ class Holdings:
 
 @dataclass(frozen=True, eq=False)
 class OwnTests:
-    """The assignment of test records to clients. ``owners``: the client of each test record, or -1 for no client."""
+    """The assignment of test records to clients.
+
+    ``owners``: the client of each test record, or -1 for a test record of no client. ``num_clients``: the number of
+    all clients.
+    """
 
     owners: NDArray[np.int64]
     num_clients: int
 
     @classmethod
     def of(cls, shards: Parts, groups: NDArray[np.int64], tested: NDArray[np.int64]) -> Self | None:
-        """Return the assignment of test records to clients by groups, such as writers.
+        """Return the assignment of test records to clients by groups of records, such as writers.
 
-        ``groups``: the group of each training record. ``tested``: the group of each test record. ``shards``: each
-        client's training records. A test record belongs to the client with the training records of the same group.
-        Returns None if several clients have training records of one group.
+        A test record belongs to the client that has the training records of the same group. ``groups``: the
+        group of each training record. ``tested``: the group of each test record. ``shards``: the training
+        records of each client. Returns None if several clients have training records of one group.
         """
         owner_of = np.full(len(groups), -1)
         owner_of[shards.records] = shards.owners
@@ -266,7 +274,7 @@ def known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean(shares: NDArray[np.float64]) -> float:
-    """Return the mean of the values that are not NaN. np.nanmean takes ten times as long."""
+    """Return the mean of the values that are not NaN; np.nanmean takes ten times as long."""
     values = known(shares)
     return float(values.sum() / len(values))
 

@@ -21,7 +21,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Network:
-    """A model as a function of parameters and records, (n, *input shape)."""
+    """A model as a function of its parameters and of records (n, *input shape)."""
 
     model: nn.Module
 
@@ -47,9 +47,9 @@ class Network:
     ) -> Batch:
         """Return the ``Batch`` that loss terms receive.
 
-        ``records``: inputs, labels and weights. ``outputs``: logits and, if a term needs them, features, computed with
-        ``params``. The terms' own data is empty here and is added later. If a term computes outputs with other
-        parameters, such as a teacher's, dropout is off.
+        ``records``: inputs, labels and weights. ``outputs``: logits and, if a term needs them, features,
+        computed with ``params``. The terms' own data are empty here and are added later. Dropout is off where a
+        term computes outputs with other parameters, such as a teacher's.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -79,9 +79,9 @@ def head_of(model: nn.Module) -> nn.Module:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linear:
         raise UserError(
-            "the algorithm needs features, which are what enters the last linear layer of a model, and "
-            f"{type(model).__name__} has none: name the module that makes logits of features head (self.head = ...), "
-            "or take another model"
+            "the algorithm needs features, the inputs of a model's last linear layer, but "
+            f"{type(model).__name__} has none: set self.head to the module that computes logits from features, or "
+            "choose another model"
         )
     return linear[-1]
 
@@ -100,8 +100,8 @@ def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tupl
         hook.remove()
     if len(entering) != 1:
         raise UserError(
-            f"the head of {type(model).__name__} is called {len(entering)} times in a forward pass: features are what "
-            "enters it once; call the module that makes logits of features head"
+            f"the head of {type(model).__name__} is called {len(entering)} times in a forward pass, but features are "
+            "the inputs of exactly one call: set self.head to the module that computes logits from features"
         )
     return logits, entering[0]
 
@@ -125,7 +125,7 @@ def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels:
 def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return the sums of (n, d) features over the records of each class, shape (classes, d)."""
     of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
-    # A product of matrices adds up in the same order each time; index_add does not on a GPU.
+    # On a GPU a matrix product adds in the same order each time, and index_add does not.
     return of_class.T.to(features.dtype) @ features
 
 
@@ -145,9 +145,9 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
             alone = None
     if not trainable(head) or alone is None or not torch.allclose(alone, logits):
         raise UserError(
-            f"calibrate needs a head that makes the logits of features (n, d) and has weights, and that of "
-            f"{type(model).__name__} is no such, or frozen: call the model's last linear layer head (self.head = ...), "
-            "or take calibrate=none"
+            f"calibrate needs a head that computes the logits from features (n, d) and has trainable weights, but the "
+            f"head of {type(model).__name__} does not, or is frozen: set self.head to the model's last linear layer, "
+            "or set calibrate=none"
         )
     return features.shape[1]
 
@@ -170,10 +170,10 @@ def features_of(
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Fréchet distance between two sets of vectors, of shapes (n, d) and (m, d); at least 0.
 
-    With the means mu and covariances S of the sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2))
-    (Heusel et al. 2017, eq. 6). For the published measure FID, the vectors are features of a network that was trained
-    on ImageNet. Here the vectors are arbitrary, so results are not comparable with published values of FID. Sums are
-    float64; n and m must be at least 2.
+    With the means mu and covariances S of the sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1
+    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). For the published measure FID, the vectors are features of a network
+    that was trained on ImageNet. Here the vectors are arbitrary, so the results are not comparable with published
+    values of FID. Sums are float64; n and m must be at least 2.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = _moments(first), _moments(second)
     root = _root(covariance_1)
@@ -188,7 +188,7 @@ def _moments(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _root(symmetric: torch.Tensor) -> torch.Tensor:
-    """Return the square root of a symmetric matrix without negative eigenvalues, apart from rounding errors."""
+    """Return the square root of a symmetric matrix whose eigenvalues are at least 0, apart from rounding errors."""
     values, vectors = torch.linalg.eigh((symmetric + symmetric.T) / 2)
     root: torch.Tensor = vectors * values.clamp(min=0).sqrt() @ vectors.T
     return root

@@ -36,11 +36,13 @@ TAKES = frozenset({
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that ``train`` supports: all of them, since other trainers fall back to
-this one."""
+"""The fields of LocalSettings and LocalPlan that ``train`` supports: all of them.
+
+Other trainers use ``train`` for the fields that they do not support.
+"""
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""One averaged record of the mixing pool: its input, (*input shape), and its class proportions, (classes,)."""
+"""One averaged record of the mixing pool: (input, of the input shape; class proportions, (classes,))."""
 
 
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +59,7 @@ def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torc
 def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Source:
     """Copy ``examples`` to ``device`` and return them as a ``Source``.
 
-    On a GPU, inputs of bytes stay bytes; all other inputs become normalised float32.
+    On a GPU, inputs of bytes stay bytes to save memory. All other inputs become normalised float32.
     """
     if not stays_bytes(examples, device):
         inputs, labels = to_tensors(examples, dataset)
@@ -68,7 +70,7 @@ def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Sour
 
 
 def stays_bytes(examples: Examples, device: torch.device) -> bool:
-    """Return True if ``resident`` keeps inputs as bytes: only on a GPU, since the compiled trainer needs float32."""
+    """Return True if ``resident`` keeps inputs as bytes: only on a GPU, because the compiled trainer needs float32."""
     return device.type != "cpu" and examples.inputs.dtype == np.uint8
 
 
@@ -82,11 +84,11 @@ def train(
 ) -> Trained:
     """Train one client for ``task.settings.num_steps(n)`` local steps from ``task.params``, and return the result.
 
-    ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``) are
-    not trained: they have the values in ``task.params`` if named there, else those in ``model``. ``inputs``: (n, *input
-    shape), normalised; ``labels``: (n,). n may be 0: then nothing is trained. ``generator``: the random generator for
-    shuffling, image augmentation and mixing partners. Raises ValueError for tensors that do not fit the model, and
-    UserError for a plan with fields that no trainer supports.
+    ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``)
+    are not trained. They have the values in ``task.params`` if named there, else those in ``model``. ``inputs``:
+    (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained. ``generator``: the random
+    generator for shuffling, image augmentation and mixing partners. Raises ValueError for tensors that do not fit
+    the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
     trained = trainable(model)
@@ -109,7 +111,7 @@ def train(
         records = moved(inputs[batch], moves, augment, black)
         loss_of = partial(objective.loss, records, labels[batch], objective.partner(generator))
         for norm in norms:
-            norm.train(len(batch) > 1)  # one record has no deviation: the running statistics normalise it
+            norm.train(len(batch) > 1)  # one record has no variance, so the running statistics normalise it
         loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))
         with torch.no_grad():
             corrected = {
@@ -131,7 +133,7 @@ def train(
 
 @dataclass(frozen=True)
 class Objective:
-    """The training loss of a model with its current weights.
+    """The training loss of a model with its current weights, for one local plan.
 
     The tensors of the plan are on the device of the records.
     """
@@ -178,7 +180,7 @@ class Objective:
                 linearise=mix.linearise, smoothing=self.smoothing,
             )  # fmt: skip
             loss = losses.mean()
-            if self.terms:  # they are about the records as they are, not as they are mixed
+            if self.terms:  # loss terms are computed from the unmixed records
                 outputs = self._outputs(inputs)
         if not self.terms:
             return loss
@@ -196,7 +198,7 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield, for each step, the indices of its records and the random moves of their images (augmentation).
 
-    The random numbers of an epoch are drawn at its beginning, so other draws can come between two epochs.
+    All random numbers of an epoch are drawn at its beginning.
     """
     left = settings.num_steps(count)
     while left:
@@ -214,8 +216,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss, and the gradients of all weights that the loss depends on, by name.
 
-    With an ``ascent`` (sharpness-aware minimisation) the gradients also use a second point. The ``running`` statistics
-    are updated at the weights themselves only, not at that second point.
+    With an ``ascent`` (sharpness-aware minimisation) the gradients also use a second point. The ``running``
+    statistics are updated at the weights themselves, and not at this second point.
     """
     loss = loss_of()
     gradients = _differentiated(loss, weights)
@@ -242,20 +244,20 @@ def _check(plan: LocalPlan, settings: LocalSettings, weights: Params, inputs: to
     for asked in (plan, settings):
         if unknown := sorted(fields_in_use(asked) - TAKES):
             raise UserError(
-                f"no trainer knows {', '.join(unknown)} of {type(asked).__name__}, which the plan asks for: "
-                "leave it at its default, or teach fl_sim.training.loop.train about it and name it in TAKES there"
+                f"no trainer supports {', '.join(unknown)} of {type(asked).__name__}: leave it at its default, or "
+                "implement it in fl_sim.training.loop.train and add its name to TAKES there"
             )
     check_optimizer(plan, settings)
     buffers = plan.momentum_buffers or {}
-    moved = {name: weight for name, weight in weights.items() if name in buffers}  # a frozen one has none
+    moved = {name: weight for name, weight in weights.items() if name in buffers}  # frozen weights have no buffers
     check_layout("the momentum buffers", buffers, layout_of(moved))
     for what, offset in (("gradient", plan.gradient_offset), ("step", plan.step_offset)):
         if offset:
             check_layout(f"the {what} offsets", offset, layout_of(weights))
     if plan.mix is not None and plan.mix.inputs.shape[1:] != inputs.shape[1:]:
         raise ValueError(
-            f"the mixing pool holds records of shape {tuple(plan.mix.inputs.shape[1:])}, the client those of shape "
-            f"{tuple(inputs.shape[1:])}"
+            f"the mixing pool has records of shape {tuple(plan.mix.inputs.shape[1:])}, but the client's records have "
+            f"the shape {tuple(inputs.shape[1:])}"
         )
 
 
@@ -266,7 +268,7 @@ def _on(params: Params, device: torch.device, *, copy: bool = False) -> dict[str
 def _corrected(
     name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, offset: Params, plan: LocalPlan
 ) -> torch.Tensor:
-    # Never in place: autograd may hand the same tensor to two parameters.
+    # Never in place: autograd may return the same tensor as the gradient of two parameters.
     if plan.gradient_scale != 1:
         gradient = gradient * plan.gradient_scale
     if offset:
@@ -287,8 +289,8 @@ def _step(
 ) -> None:
     """Update one parameter in place by a step of SGD, Adam or AdamW.
 
-    The SGD step equals torch.optim.SGD's in every bit. The classes of torch.optim are not used, since their import
-    takes over a second. ``drift``: the plan's step offset, empty if the plan has none.
+    The SGD step equals torch.optim.SGD's in every bit. The classes of torch.optim are not used, because importing
+    them takes over a second. ``drift``: the plan's step offset, empty if the plan has none.
     """
     if settings.weight_decay and settings.optimizer == "adamw":
         weight.mul_(1 - settings.learning_rate * settings.weight_decay)

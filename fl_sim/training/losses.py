@@ -24,10 +24,13 @@ LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Slope: TypeAlias = Callable[
     [LogitsOf, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ]
+"""A function with the arguments and results of ``by_autograd``."""
 
 _FAR_BELOW = -1e30
-"""A finite number in place of minus infinity, for rows in which all classes may be left out: the softmax of a row of
-minus infinities is NaN."""
+"""A finite number in place of minus infinity, for the logits of excluded classes.
+
+If all classes are excluded, the softmax of minus infinities would be NaN.
+"""
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -41,14 +44,14 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float
 def by_autograd(
     logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, cross-entropy of each record, gradient of the cross-entropy with respect to each record's input).
+    """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
 
     The results can be differentiated once more.
     """
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
-    # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
+    # The gradient of the sum is each record's own gradient. That of the mean over B records would be B times smaller.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
 
@@ -66,9 +69,9 @@ def mixed_losses(
 ) -> torch.Tensor:
     """Return the FedMix loss (``linearise`` True) or the NaiveMix loss of each record, (n,) (Yoon et al. 2021).
 
-    ``partner``: one averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of the
-    paper. ``slope``: the function for the gradient by the input. ``smoothing``: see ``cross_entropies``; it applies to
-    the records' own labels and to the averaged labels.
+    ``partner``: one averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of
+    the paper. ``slope``: the function that computes the gradient by the input. ``smoothing``: the label smoothing
+    of the records' own labels and of the averaged labels; see ``cross_entropies``.
     """
     mean_input, mean_label = partner
     if not linearise:
@@ -124,8 +127,8 @@ def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
     """
     if smoothing and plan.logit_shift is not None and bool((plan.logit_shift == -torch.inf).any()):
         raise UserError(
-            f"local.label_smoothing={smoothing:g} gives every class a part of a label, and the plan takes classes out "
-            "of the softmax (logit_shift is minus infinity): leave local.label_smoothing out"
+            f"local.label_smoothing={smoothing:g} gives every class a part of each label, but the plan removes classes "
+            "from the softmax (logit_shift is minus infinity): leave local.label_smoothing out"
         )
 
 
@@ -151,7 +154,7 @@ def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Par
 
 
 def distilled(batch: Batch, weight: float, temperature: float, exclude_true: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return the loss term ``Distillation`` of each record, (n,)."""
+    """Return the loss term ``Distillation`` (a divergence from the received model's outputs) of each record, (n,)."""
     own, received = batch.logits, batch.logits_of(batch.anchor, batch.inputs).detach()
     left_out = torch.zeros_like(own, dtype=torch.bool)
     if "classes" in batch.data:
@@ -159,7 +162,8 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
         left_out = left_out | ~batch.data["classes"]
     if exclude_true:
         left_out = left_out | _of_class(batch)
-    # A class that is left out has probability 0 under both; where all are, both are uniform, and the rest is 0.
+    # An excluded class has probability 0 under both models. If all classes are excluded, both distributions are uniform
+    # and their divergence is 0.
     log_own, log_received = (
         functional.log_softmax((logits / temperature).masked_fill(left_out, _FAR_BELOW), dim=1)
         for logits in (own, received)
@@ -168,7 +172,7 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 
 
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
-    """Return the loss term ``Suppression``, one number, (), since it has a mean over the batch inside a logarithm."""
+    """Return the loss term ``Suppression``: one number, (), because it has a mean over the batch inside a logarithm."""
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
     usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
@@ -178,7 +182,7 @@ def suppressed(batch: Batch, weight: float) -> torch.Tensor:
 
 
 def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
-    """Return the loss term ``Contrast`` of each record, (n,)."""
+    """Return the loss term ``Contrast`` (MOON's loss on features) of each record, (n,)."""
     assert batch.features is not None
     check_layout("the contrast's previous weights", batch.data, layout_of(batch.anchor))
     own, previous, received = (
@@ -188,12 +192,12 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # One product with the difference, not two: its gradient is exactly 0 where both models are the same.
+    # One product with the difference, instead of two products: its gradient is exactly 0 if both models are equal.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 
 def pulled(batch: Batch, weight: float) -> torch.Tensor:
-    """Return the loss term ``Pull`` of each record, (n,)."""
+    """Return the loss term ``Pull`` (the squared distance of features to a class prototype) of each record, (n,)."""
     assert batch.features is not None
     prototypes, present = batch.data["prototypes"], batch.data["present"]
     shape = batch.logits.shape[1], batch.features.shape[1]
@@ -205,7 +209,11 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _With:
-    """A function of a batch with fixed settings. Two such objects are equal if function and settings are equal."""
+    """A function of a batch with fixed settings.
+
+    Two such objects are equal if function and settings are equal, so that clients with equal loss terms form one
+    stack.
+    """
 
     function: Callable[..., torch.Tensor]
     settings: tuple[Any, ...]

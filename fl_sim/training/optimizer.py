@@ -14,18 +14,21 @@ BETAS = 0.9, 0.999
 EPSILON = 1e-8
 
 _TINY_ASCENT = 1e-12
-"""A number that is added to the length of a gradient in an ascent, so that a length of 0 does not give NaN."""
+"""A number that is added to the length of a gradient in an ascent step, so that a length of 0 does not give NaN."""
 
 _TINY_NORM = 1e-6
-"""A number that clipping adds to the norm of gradients against division by 0, as in torch.nn.utils.clip_grad_norm_."""
+"""A number that clipping adds to the norm of gradients to avoid division by 0.
+
+torch.nn.utils.clip_grad_norm_ uses the same number.
+"""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The state of Adam for one parameter; it is updated in place.
+    """The state of Adam for one parameter. A step updates it in place.
 
-    ``first`` and ``second``: the running means of gradients and of squared gradients. ``num_steps``: (1,), the number
-    of steps so far.
+    ``first`` and ``second``: the running means of gradients and of squared gradients. ``num_steps``: (1,), the
+    number of steps so far.
     """
 
     first: torch.Tensor
@@ -47,13 +50,13 @@ class Moments:
         self.num_steps.add_(1)
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        # 1 - 0.999 loses half its digits in float32
+        # num_steps is float64, because 1 - 0.999 loses half of its digits in float32.
         first_share, second_share = ((1 - beta**self.num_steps).to(gradient.dtype) for beta in BETAS)
         return self.first / first_share / ((self.second / second_share).sqrt() + EPSILON)
 
 
 def ascent_of(plan: LocalPlan) -> Ascent | None:
-    """Return the plan's ascent, or None if the plan has none or its radius or share is 0."""
+    """Return the plan's ascent step; None if there is none, or if its radius or share is 0 and has no effect."""
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None
 
@@ -61,13 +64,13 @@ def ascent_of(plan: LocalPlan) -> Ascent | None:
 def uphill(
     weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], ascent: Ascent
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after the ascent step of sharpness-aware minimisation.
+    """Return the weights after the ascent step of sharpness-aware minimisation, by name.
 
     The second gradient is computed at these weights. Weights without a gradient are left out.
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
-    # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives
+    # keepdim: under vmap, products with a tensor of shape () copy numbers to the device, which CUDA graphs do not allow
     length = torch.linalg.vector_norm(torch.cat([value.flatten() for value in scaled]), dim=0, keepdim=True)
     reach = ascent.radius / (length + _TINY_ASCENT)
     return {name: weights[name] + (reach * step.flatten()).view_as(step) for name, step in steps.items()}
@@ -89,7 +92,7 @@ def clipped(gradients: Mapping[str, torch.Tensor], clip_norm: float) -> dict[str
     """Return ``gradients``, scaled down together if their joint L2 norm exceeds ``clip_norm``; 0 means no clipping."""
     if not clip_norm:
         return dict(gradients)
-    # (1,): products with a tensor of no axes bring numbers to the device under vmap, which no CUDA graph survives
+    # keepdim: see ``uphill``
     lengths = [torch.linalg.vector_norm(value.flatten(), dim=0, keepdim=True) for value in gradients.values()]
     length = torch.linalg.vector_norm(torch.cat(lengths), dim=0, keepdim=True)
     factor = (clip_norm / (length + _TINY_NORM)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""Records on a device: clients' shards as ranges of one source, image augmentation, and the precision of products."""
+"""Training records on a device, image augmentation, and the precision of products."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +35,8 @@ class Scale:
     def to(self, device: torch.device) -> "Scale":
         """Return the same constants on ``device``.
 
-        They stay tensors, since PyTorch would multiply by the reciprocal of a Python number instead of dividing.
+        They stay tensors: PyTorch would multiply by the reciprocal of a Python number instead of dividing, with
+        other rounding.
         """
         return Scale(self.offset.to(device), self.divisor.to(device))
 
@@ -48,8 +49,8 @@ class Scale:
 class Source:
     """Read-only records on a device, of one client or of all clients.
 
-    ``inputs``: (n, *input shape), either normalised float32, or bytes, which need a quarter of the memory. ``scale``:
-    for bytes, the constants that normalise them to the same bits. ``labels``: (n,), int64.
+    ``inputs``: (n, *input shape). They are normalised float32, or bytes, which need a quarter of the memory.
+    ``labels``: (n,), int64. ``scale``: for bytes, the constants that normalise them to the same float32 numbers.
     """
 
     inputs: torch.Tensor
@@ -57,7 +58,7 @@ class Source:
     scale: Scale | None = None
 
     def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, a selection of ``self.inputs`` with any leading axes, as normalised float32."""
+        """Return ``inputs``, some rows of ``self.inputs`` with any leading axes, as normalised float32."""
         return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
 
     def __len__(self) -> int:
@@ -71,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The training records of one client, as ranges of one or several sources."""
+    """The training records of one client, as (source, range of rows) for each of their sources."""
 
     parts: tuple[tuple[Source, range], ...]
 
@@ -114,13 +115,16 @@ class Records:
     def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
         """Return the row indices of these records in the concatenation of all sources.
 
-        ``first_of``: the index of the first row of each source.
+        ``first_of``: the row index at which each source begins.
         """
         return np.concatenate([first_of[source] + np.arange(rows.start, rows.stop) for source, rows in self.parts])
 
 
 def merged(sources: list[Source]) -> Source:
-    """Return the concatenation of ``sources``, which must be all bytes or all normalised; one source is not copied."""
+    """Return the concatenation of ``sources``, without a copy if there is only one.
+
+    Their inputs must be all bytes or all normalised.
+    """
     first = sources[0]
     if len(sources) == 1:
         return first
@@ -130,16 +134,16 @@ def merged(sources: list[Source]) -> Source:
 
 
 def black_of(augment: Augment, device: torch.device) -> torch.Tensor:
-    """Return the value of the pixels outside an image, (channels, 1, 1)."""
+    """Return the normalised value, (channels, 1, 1), of the pixels that augmentation adds around an image."""
     return torch.tensor(augment.black, dtype=torch.float32, device=device).reshape(-1, 1, 1)
 
 
 def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: torch.Tensor) -> torch.Tensor:
-    """Return augmented ``images``: each one is cropped and mirrored by its row of ``moves``.
+    """Return augmented ``images``: each image is cropped and mirrored by its own row of ``moves``.
 
-    ``images``: (..., channels, height, width), normalised. ``moves``: (..., 3), drawn by ``augment``: offset of the
-    window down and right, and 1 for mirroring. ``black``: see ``black_of``. If ``augment`` moves nothing, records may
-    have any shape.
+    ``images``: (..., channels, height, width), normalised. ``moves``: (..., 3), drawn by ``augment``: the offsets
+    of the cropping window down and to the right, and 1 for mirroring. ``black``: see ``black_of``. Without
+    augmentation, records may have any shape and are returned unchanged.
     """
     if not augment.moves:
         return images
@@ -160,10 +164,10 @@ def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: to
 def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterator[None]:
     """Set PyTorch's ``precision`` of products within the ``with`` block, and restore the settings afterwards.
 
-    On a GPU "float32" means all 24 bits, also in convolutions, for which PyTorch's default is TF32. "tf32" rounds the
-    factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits, forward and backward.
-    Weights and optimizer steps stay float32. On a CPU "float32" and "tf32" change nothing, and several threads may use
-    this at once.
+    On a GPU "float32" means all 24 bits, also in convolutions, for which PyTorch's default is TF32. "tf32" rounds
+    the factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits, forward and
+    backward. Weights and optimizer steps stay float32. On a CPU "float32" and "tf32" change nothing, so several
+    threads may use this function at once.
     """
     if device.type == "cpu" and precision != "bfloat16":
         yield
@@ -171,7 +175,7 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
     before = [getattr(place, _NAME) for place in _PLACES]
     _set([_TF32 if precision == "tf32" else _IEEE] * len(_PLACES))
     try:
-        # The cache of weights cast once is of no use where each is used once, and not allowed in CUDA graphs.
+        # Autocast's cache of converted weights does not help, as each weight is used once. CUDA graphs do not allow it.
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
             yield
     finally:
@@ -179,13 +183,13 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
 
 
 _LEGACY = not hasattr(torch.backends.cudnn, "conv")
-"""True for PyTorch before 2.9. A newer PyTorch does not allow reading the old settings beside the new ones."""
+"""True for PyTorch before 2.9. A newer PyTorch does not allow a program to use the old and the new settings."""
 _NAME, _TF32, _IEEE = ("allow_tf32", True, False) if _LEGACY else ("fp32_precision", "tf32", "ieee")
 _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn))
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Return pixel indices inside the image for ``places`` that may lie outside, reflected at the edges."""
+    """Return pixel indices inside an image of ``size`` pixels for ``places`` that may lie outside, by reflection."""
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 
 

@@ -1,8 +1,8 @@
 """Local training of many clients in one computation over stacked parameters, for GPUs, where kernel launches dominate.
 
 For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are sorted by
-their number of steps, the most first, so that the clients still in training are always the first ones of the stack.
-Only the smaller last batch of an epoch is padded, with records of weight zero.
+their number of steps, the largest first. So the clients still in training are always the first ones of the stack. Only
+the smaller last batch of an epoch is padded, with records of weight zero.
 """
 
 import warnings
@@ -25,30 +25,37 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Params, Precision, Trained
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that records a step, which uses the same memory at each call, and returns a function that replays it in
-one launch (CUDA graph)."""
+"""A function that records a step in a CUDA graph, and returns a function that replays the step in one launch.
+
+The step must use the same memory at each call.
+"""
 
 SAME_STEP = 0.01
-"""The largest accepted difference between the results of a graph and of the plain step, relative to the length of the
-step."""
+"""The largest accepted difference between the results of a CUDA graph and of the plain step.
+
+It is relative to the change of the tensors by the step.
+"""
 
 ROUNDING = 2.0**-22
-"""The largest accepted rounding error, relative to the numbers: four times that of one float32 operation."""
+"""The largest accepted rounding error of a CUDA graph, relative to the numbers: four float32 rounding errors."""
 
 PLAIN_STEPS = 8
-"""Plain steps with one number of clients before a graph is captured for it. A capture costs about six plain steps."""
+"""The number of plain steps with a number of clients before a CUDA graph is captured for this number.
+
+A capture costs about six plain steps.
+"""
 
 WARM_UP_STEPS = 3
-"""Steps before a capture, in which libraries initialise themselves, as PyTorch's documentation demands."""
+"""The number of steps before a capture, which let libraries initialise; PyTorch's documentation requires them."""
 
 
 class Launcher:
     """Executes steps for the first clients of a stack, if possible as one launch of a CUDA graph.
 
-    Graphs exist for a few numbers of clients only (``width_for``). A step for another number of clients uses the graph
-    of the next larger number, which leaves the surplus clients unchanged. A graph is captured after ``plain_steps``
-    plain steps with its number of clients. If a capture fails, or a graph's result differs from the plain step's, the
-    launcher warns, and uses plain steps from then on.
+    Graphs exist for a few numbers of clients only (``width_for``). A step for another number uses the graph of the
+    next larger number, which leaves the surplus clients unchanged. A graph is captured after ``plain_steps`` plain
+    steps with its number of clients. If a capture fails, or a graph's result differs from the plain step's, the
+    launcher warns and uses plain steps from then on.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -80,7 +87,7 @@ class Launcher:
     def _record(self, capture: Capture, width: int, active: int) -> None:
         """Execute one step by a new graph and by the plain code, and keep the graph if both results agree."""
         before = self._copied()
-        self._step.active.zero_()  # whatever capturing runs, nobody moves
+        self._step.active.zero_()  # no client is in training, so the steps of a capture change nothing
         try:
             replay = capture(partial(self._step, width))
             self._restore(before, active)
@@ -94,8 +101,8 @@ class Launcher:
         if why or not _same(before, self._step.state(), by_graph):
             self._capture = None
             self._replays.clear()
-            why = why or "it does not do what the step does"
-            warnings.warn(f"no CUDA graph: {why}; every operation is launched by itself", RuntimeWarning, stacklevel=2)
+            why = why or "its result differs from that of the plain step"
+            warnings.warn(f"no CUDA graph: {why}; every operation is launched separately", RuntimeWarning, stacklevel=2)
         else:
             self._replays[width] = replay
 
@@ -137,10 +144,10 @@ class StackedTrainer:
     """Trains all clients of a round together in stacks.
 
     ``model``: provides the architecture; it must draw no random numbers and treat every record separately (no batch
-    statistics). ``alone``: the trainer for clients whose plans stacks do not support; by default PyTorch's loop.
-    ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain steps with the same
-    records, kind of plan and number of clients. ``capture``: the function that captures a graph. Several threads must
-    not use one trainer at the same time.
+    statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by default
+    PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain steps
+    with the same records, kind of plan and number of clients. ``capture``: the function that captures a graph.
+    Several threads must not use one trainer at the same time.
     """
 
     def __init__(
@@ -166,8 +173,8 @@ class StackedTrainer:
     def train(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train every client from its own ``task.params``; return one result per job, on the CPU.
 
-        Clients with equal ``Kind`` of settings and plan form one stack; their learning rates may differ. A client whose
-        plan stacks do not support is trained separately.
+        Clients with an equal ``Kind`` form one stack; their learning rates may differ. A client with a plan
+        that stacked training does not support is trained separately.
         """
         proximal = any(job.plan.proximal_mu for job in jobs)
         groups: dict[Kind | None, list[int]] = {}
@@ -229,12 +236,12 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return a step for these jobs and its launcher: the last ones if they fit, else new ones."""
+        """Return a step for these jobs and its launcher: those of the last round if they fit, else new ones."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
         if step is None or launcher is None or not fits:
-            self._step = self._launcher = step = launcher = None  # their memory is free for the new ones
+            self._step = self._launcher = step = launcher = None  # frees their memory for the new step
             capture = self._capture if self._graphs and captures_on(jobs[0].records.device) else None
             step = StackedStep(self._model, kind, merged(sources), jobs[0].plan, len(jobs), padded=capture is not None)
             launcher = Launcher(step, capture, self._plain_steps)
@@ -243,12 +250,15 @@ class StackedTrainer:
 
 
 def captures_on(device: torch.device) -> bool:
-    """Return True if a step on ``device`` can be captured in a graph: True for GPUs only."""
+    """Return True if a CUDA graph can capture a step on ``device``: True for GPUs only."""
     return device.type == "cuda"
 
 
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
-    """Return True if plain step and graph give equal tensors up to rounding; False if numbers are not finite."""
+    """Return True if plain step and graph have equal results up to rounding; False for results that are not finite.
+
+    ``before``: the tensors before the step.
+    """
     return all(
         _norm(end - other) <= SAME_STEP * _norm(end - start) + ROUNDING * _norm(end)
         for start, end, other in zip(before, by_step, by_graph, strict=True)
@@ -291,7 +301,8 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         starts = [(epoch, first) for epoch in range(len(draws.order)) for first in range(0, len(own), size)]
         for step, (epoch, first) in enumerate(starts[: steps[place]]):
             batch = draws.order[epoch, first : first + size]
-            rows[step, place] = own[batch[0]]  # a record of its own fills up: another's class may have a shift of -inf
+            # Padding repeats an own record, as the class of another client's record may have a logit shift of -inf.
+            rows[step, place] = own[batch[0]]
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)
             if is_moving:
@@ -302,7 +313,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
 
 
 def _rows(stacked: Params, count: int) -> list[Params]:
-    """Return the tensors of each of the first ``count`` clients, on the CPU, copied there in one transfer."""
+    """Return the tensors of each of the first ``count`` clients, copied to the CPU in one transfer."""
     if not stacked:
         return [{}] * count
     layout = layout_of({name: value[0] for name, value in stacked.items()})

@@ -1,7 +1,8 @@
-"""One optimizer step for many clients at once, on buffers with fixed addresses in GPU memory for all steps and rounds.
+"""One optimizer step for many clients at once, for GPUs, such that a CUDA graph can capture it.
 
-Therefore the step can be captured in a CUDA graph: it keeps no new memory, never waits for the device, and reads the
-clients, their records and the number of clients still in training from these buffers only.
+For a CUDA graph, a step must use the same memory addresses each time. So all inputs and results are in buffers that
+stay at their addresses for all steps and rounds. The step allocates no lasting memory and never waits for the device.
+It reads the clients, their records and the number of clients still in training from these buffers only.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -44,10 +45,10 @@ TAKES = frozenset({
 class Kind:
     """The settings that all clients of one stack share; they determine the computation of a step.
 
-    ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if the
-    plans have gradient offsets, step offsets, a proximal term. ``mixing``: a key of the mixing pool and its settings.
-    ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for each loss term, its function and the
-    names, shapes and types of its data.
+    ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if
+    the plans have gradient offsets, step offsets, a proximal term. ``mixing``: a key of the mixing pool and its
+    settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for each loss term, its
+    function and the names, shapes and types of its data.
     """
 
     layout: Layout
@@ -72,7 +73,7 @@ class Kind:
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
         """Return the kind of ``job``. ``proximal``: True if any client of the round has a proximal term."""
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
-        # Two plans mix alike if they have the very same pool.
+        # Two plans have an equal key only if their mixing pool is the same object.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
         terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(
@@ -94,9 +95,10 @@ class StackedStep:
     """An optimizer step for up to ``capacity`` clients. The clients still in training come first.
 
     The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
-    ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (capacity,),
-    indices into the mixing pool. ``moves``: (capacity, batch, 3), the moves of images. If ``padded``, a step may
-    include clients that are no longer in training: the clients from number ``active`` on stay unchanged.
+    ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``:
+    (capacity,), indices into the mixing pool. ``moves``: (capacity, batch, 3), the moves of images. ``active``: the
+    number of clients in training. If ``padded`` is True, a step may include more clients; those from number
+    ``active`` on stay unchanged.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class StackedStep:
         self.losses.zero_()
 
     def __call__(self, width: int) -> None:
-        """Execute a step for the first ``width`` clients, which are all in training unless the step is padded."""
+        """Execute a step for the first ``width`` clients, which are all in training unless ``padded`` is True."""
         live = self._places[:width] < self.active if self.padded else None
         rows = self.rows[:width]
         inputs = self._source.normalised(self._source.inputs[rows])
@@ -190,7 +192,7 @@ class StackedStep:
         if self.kind.drift:
             gradient = gradient + self._drift[name][:width]
         weight.sub_(gradient * _like(self._rates[:width], weight))
-        if live is not None:  # those who are done go back to where they were
+        if live is not None:  # clients that have finished training get their old values back
             for target, value in zip(changing, before, strict=True):
                 target.copy_(torch.where(_like(live, target), target, value))
 
@@ -221,7 +223,6 @@ class StackedStep:
         return found
 
     def _gradient(self, moving: Params, *rest: Any) -> tuple[Params, torch.Tensor]:
-        """Return the pair (gradients, loss) of one client."""
         found: Params
         found, loss = grad_and_value(self._loss)(moving, *rest)
         if self.kind.ascent is None:
@@ -262,7 +263,10 @@ class StackedStep:
         return outputs_for(self._terms, self._network.model, lambda: self._network.logits_of(params, records))
 
     def _moved_by_the_loss(self) -> list[str]:
-        """Return the names of the parameters that the loss depends on. Training changes no others, even by decay."""
+        """Return the names of the parameters that the loss depends on.
+
+        Training changes no other parameters, not even by weight decay, as in PyTorch's optimizers.
+        """
         weights = placed_in(self._network.model, dict(self.kind.layout).keys())
         named = trainable(self._network.model)
         inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
@@ -285,9 +289,9 @@ def _shapes(tensors: Params) -> tuple[Hashable, ...]:
 def _slope(
     logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, cross-entropy of each record, gradient of the cross-entropy with respect to each record's input).
+    """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
 
-    The results can be differentiated once more.
+    The results can be differentiated once more, under ``vmap``; ``losses.by_autograd`` is the same for one client.
     """
 
     def total(records: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -308,7 +312,10 @@ def _room_like(tensors: Params, capacity: int, device: torch.device) -> dict[str
 
 
 def _fill(buffers: Params, parts: Sequence[Params]) -> None:
-    """Copy each client's tensors to its row of the buffers. Tensors that all clients share are transferred once."""
+    """Copy each client's tensors to its row of the buffers.
+
+    Tensors that all clients share are transferred to the device once.
+    """
     shared = all(part is parts[0] for part in parts)
     for name, buffer in buffers.items():
         value = parts[0][name] if shared else torch.stack([part[name] for part in parts])

@@ -1,7 +1,7 @@
 """Local training and evaluation, by the compiled trainer if it supports the model, else by PyTorch.
 
-Both take a LocalPlan, so an algorithm need not know the choice. Their results agree up to float32 rounding. With
-dropout they agree in distribution only, since each has its own random masks.
+Both trainers take a LocalPlan, so an algorithm does not depend on the choice. Their results agree up to float32
+rounding. With dropout they agree in distribution only, because each trainer has its own random masks.
 """
 
 import copy
@@ -35,16 +35,16 @@ _PLAIN = {
     nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
 }  # fmt: skip
-"""The classes of layers that are known to draw no random numbers."""
+"""The classes of layers that draw no random numbers."""
 
 
 @dataclass(frozen=True)
 class LocalJob:
     """The local training of one client: the arguments of ``fl_sim.training.loop.train`` without the model.
 
-    ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use (dropout);
-    it is called before PyTorch trains. The compiled trainer derives its dropout masks from a last draw of
-    ``generator``.
+    ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use
+    (dropout). It is called before PyTorch trains. The compiled trainer derives its dropout masks from a last draw
+    of ``generator``.
     """
 
     task: LocalTask
@@ -55,7 +55,7 @@ class LocalJob:
 
     @cached_property
     def asks_for(self) -> frozenset[str]:
-        """Return the fields of settings and plan that this job uses, and that its trainer must support."""
+        """Return the names of the fields of settings and plan in use, which a trainer of this job must support."""
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
 
     @property
@@ -65,7 +65,7 @@ class LocalJob:
 
 
 class LocalTrainer(Protocol):
-    """The interface of a trainer. The first trainer in a client runtime's list that supports a job executes it."""
+    """The interface of a trainer. The first trainer in a client runtime's list that supports a job executes the job."""
 
     def supports(self, job: LocalJob) -> bool:
         """Return True if this trainer supports the settings, the plan and the records of ``job``."""
@@ -88,12 +88,12 @@ class Training(Protocol):
 class Trainer:
     """Trains and evaluates models, by the compiled trainer or by PyTorch.
 
-    ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
-    always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
-    ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of them in parallel,
-    and so does PyTorch for models that draw no random numbers, with one copy of the model per thread. With dropout,
-    which uses the global generator of the process, or with an algorithm's loss that drew random numbers at its first
-    use, PyTorch trains one client at a time.
+    ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None
+    means always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports
+    "bfloat16" if ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of
+    them in parallel. So does PyTorch for models that draw no random numbers, with one copy of the model per thread.
+    PyTorch trains one client at a time in two cases: with dropout, which uses the global generator of the process,
+    and with an algorithm's loss that drew random numbers at its first use.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -113,7 +113,7 @@ class Trainer:
         plan: LocalPlan = LocalPlan(),  # noqa: B008 (frozen)
         settings: LocalSettings | None = None,
     ) -> bool:
-        """Return True if the compiled trainer supports this model, records of ``input_shape``, and ``plan``.
+        """Return True if the compiled trainer supports this model with records of ``input_shape`` and ``plan``.
 
         ``settings``: the local settings to support; None means plain SGD.
         """
@@ -121,7 +121,7 @@ class Trainer:
         return self._taken(input_shape, plan, asked) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return the reason, as text, for which PyTorch trains this model faster; empty if PyTorch is not faster."""
+        """Return the reason why PyTorch trains this model faster than compiled code; empty if PyTorch is not faster."""
         self._stack(input_shape)
         return self._slower[input_shape]
 
@@ -212,8 +212,8 @@ class Trainer:
     def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), of records (n, *input shape) for weights ``params``.
 
-        ``model``: the caller's own model of this trainer's architecture. If the compiled trainer does not support the
-        records, PyTorch uses this model, and overwrites its weights.
+        ``model``: the caller's own model of this trainer's architecture. If the compiled trainer does not
+        support the records, PyTorch uses this model and overwrites its weights.
         """
         logits_of = self._compiled(params, inputs) or ready(model, params)
         with torch.inference_mode(), arithmetic(inputs.device):
@@ -228,7 +228,7 @@ class Trainer:
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
 
     def _native(self, job: LocalJob) -> Stack | None:
-        """Return the model in the compiled trainer's form, or None if the compiled trainer does not support ``job``."""
+        """Return the kernel's description of the model, or None if the compiled trainer does not support ``job``."""
         warm = job.plan.momentum_buffers
         if warm and warm.keys() != job.task.params.keys():
             return None
@@ -237,11 +237,11 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the model in the compiled trainer's form; None if ``plan`` or a field in ``asked`` is unsupported."""
+        """Return the kernel's description of the model; None if ``plan`` or a field in ``asked`` is unsupported."""
         stack = self._stack(input_shape) if self._kernel is not None else None
         if stack is None or not asked <= TAKES or ("augment" in asked and asked & RECEIVED):
             return None
-        if asked & {"contrast", "pull", "class_features"}:  # its features are what enters the last linear layer
+        if asked & {"contrast", "pull", "class_features"}:  # the kernel's features are the last linear layer's inputs
             linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
             if head_of(self._model) is not linear[-1]:
                 return None
@@ -262,7 +262,7 @@ class Trainer:
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Return True if ``module`` is known to draw no random numbers; a module class of the user is not known."""
+    """Return True if ``module`` is known to draw no random numbers; False for every module class of the user."""
     kind = type(module)
     return kind in _PLAIN or kind.__module__ == models.__name__
 

@@ -177,7 +177,7 @@ class _MoreBehind(nn.Module):
     [
         (nn.Sequential(nn.Flatten()), "has none"),
         (_TwiceCalled(), "2 times in a forward pass"),
-        (_MoreBehind(), "needs a head that makes the logits"),
+        (_MoreBehind(), "needs a head that computes the logits"),
     ],
 )
 def test_a_model_without_a_head_to_train_is_refused(model: nn.Module, said: str) -> None:

@@ -77,7 +77,7 @@ def library_of(source: str, folder: Path) -> Path:
 def test_a_library_of_another_version_is_not_used(tmp_path: Path, version: str, *, is_taken: bool) -> None:
     kernel, why_not = load_kernel.__wrapped__(library_of(version, tmp_path))
     assert (kernel is not None) is is_taken
-    assert ("of another version" in why_not) is not is_taken
+    assert ("from another version" in why_not) is not is_taken
 
 
 AVX2, AVX512 = {"x86_64", "avx", "avx2", "fma"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -106,7 +106,7 @@ def test_without_wide_vectors_nothing_is_used_and_what_is_missing_is_said(
 
 def test_an_architecture_that_there_is_nothing_for_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.platform, "machine", lambda: "riscv64")
-    with pytest.raises(compiling.NoCompiler, match="for x86_64 and aarch64, and this machine is riscv64"):
+    with pytest.raises(compiling.NoCompiler, match="but this machine's architecture is riscv64"):
         compiling.compile_kernel(tmp_path / "k.so")
 
 

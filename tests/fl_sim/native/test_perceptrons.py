@@ -265,22 +265,22 @@ def test_only_float32_layers_that_fit_each_other_are_taken() -> None:
 
 def test_rows_of_another_shape_or_type_are_refused(kernel: Kernel) -> None:
     discriminator, rows = Perceptron(kernel, perceptron(8, 5, 1)), torch.zeros(5, 8)
-    with pytest.raises(ValueError, match="records and 4 fakes are no pairs"):
+    with pytest.raises(ValueError, match="4 fakes need as many indices of real records"):
         discriminator.clipped_sum(shown(rows), shown(rows[:4]), 1.0)
     for values in (rows.double(), rows[0]):
-        with pytest.raises(ValueError, match="are no float32 rows"):
+        with pytest.raises(ValueError, match="rows must be float32"):
             shown(values)
     for places in (torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)):
-        with pytest.raises(ValueError, match="are no classes of 5 rows"):
+        with pytest.raises(ValueError, match="classes of 5 rows must be int64"):
             shown(rows, places)
     with pytest.raises(ValueError, match="the network takes rows of 8 numbers"):
         discriminator.clipped_sum(shown(rows[:, :7]), shown(rows[:, :7]), 1.0)
     with pytest.raises(ValueError, match="the network takes rows of 3 numbers and a class"):
         Perceptron(kernel, perceptron(8, 5, 1), 2).clipped_sum(shown(rows[:, :3]), shown(rows[:, :3]), 1.0)
-    with pytest.raises(ValueError, match="not as many for each of 3 classes"):
+    with pytest.raises(ValueError, match="cannot be divided into equal blocks for 3 classes"):
         Perceptron(kernel, perceptron(8, 5, 1), 3)
     for chosen in (np.zeros(4, np.int64), np.zeros(5, np.int32), np.zeros(10, np.int64)[::2]):
-        with pytest.raises(ValueError, match="5 fakes are no pairs"):
+        with pytest.raises(ValueError, match="5 fakes need as many indices of real records"):
             discriminator.clipped_sum(shown(rows), shown(rows), 1.0, chosen)
 
 
@@ -303,13 +303,13 @@ def test_records_and_classes_that_are_not_there_are_refused(kernel: Kernel) -> N
             lambda strange=strange: adversaries.generator_step(shown(latents, strange), 0.5),
             lambda strange=strange: adversaries.discriminator_step(pairs_of(rows, latents, strange), nothing),
         ):
-            with pytest.raises(IndexError, match="names records or classes that are not there"):
+            with pytest.raises(IndexError, match="indices of records or classes that do not exist"):
                 call()
     for place in (-1, 5):
-        with pytest.raises(IndexError, match="names records or classes that are not there"):
+        with pytest.raises(IndexError, match="indices of records or classes that do not exist"):
             adversaries.discriminator.clipped_sum(shown(rows, places), shown(rows, places), 1.0, np.full(5, place))
         pairs = replace(pairs_of(rows, latents, places), chosen=np.full(5, place))
-        with pytest.raises(IndexError, match="names records or classes that are not there"):
+        with pytest.raises(IndexError, match="indices of records or classes that do not exist"):
             adversaries.discriminator_step(pairs, nothing)
 
 
@@ -318,24 +318,24 @@ def test_sums_and_weights_of_another_length_or_type_are_refused(kernel: Kernel) 
     adversaries = learning(kernel, discriminator, generator)
     pairs, plain = pairs_of(torch.zeros(5, 3), torch.zeros(5, 2)), GradientNoise(None, 1.0, 1.0)
     for noise in (np.zeros(20), np.zeros(21, np.float32), np.zeros(42)[::2]):
-        with pytest.raises(ValueError, match="and 21 weights with noise"):
+        with pytest.raises(ValueError, match="21 weights need as many numbers of noise"):
             adversaries.discriminator_step(pairs, replace(plain, noise=noise))
     for chosen in (np.zeros(4, np.int64), np.zeros(5, np.int32), np.zeros(10, np.int64)[::2]):
-        with pytest.raises(ValueError, match="5 fakes go with as many places of records"):
+        with pytest.raises(ValueError, match="5 fakes need as many indices of real records"):
             adversaries.discriminator_step(replace(pairs, chosen=chosen), plain)
     with pytest.raises(ValueError, match="the network takes rows of 3 numbers"):
         adversaries.discriminator_step(replace(pairs, real=shown(torch.zeros(5, 4))), plain)
     with pytest.raises(ValueError, match="the network takes rows of 2 numbers"):
         adversaries.discriminator_step(replace(pairs, latents=shown(torch.zeros(5, 3))), plain)
     for vector in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 1), torch.zeros(6)[::2]):
-        with pytest.raises(ValueError, match="float32 numbers in a row"):
+        with pytest.raises(ValueError, match="a contiguous float32 vector"):
             CompiledAdam(vector, (0.5, 0.999), 1.0)
     parts = adversaries.discriminator_adam, adversaries.generator_adam, torch.from_numpy(adversaries.mean)
     networks = adversaries.discriminator, adversaries.generator
     for wrong in ((parts[1], parts[0], parts[2]), (*parts[:2], parts[2][1:])):
         with pytest.raises(ValueError, match="are not the networks' weights"):
             Adversaries(networks, *wrong)
-    with pytest.raises(ValueError, match="does not take what the generator makes"):
+    with pytest.raises(ValueError, match="does not accept the generator"):
         learning(kernel, perceptron(4, 4, 1), generator)
     discriminator[0].weight.data = discriminator[0].weight.data.clone()
     with pytest.raises(AssertionError, match="the weights have been moved"):

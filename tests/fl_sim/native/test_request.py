@@ -109,17 +109,17 @@ WRONG: dict[str, tuple[Callable[[KernelJob], KernelJob], str]] = {
         with_params(lambda had: changed(had, "8.weight", torch.zeros(1, 4))), r"has the shape \(1, 4\), not \(3, 4\)"
     ),
     "a larger weight": (with_params(lambda had: changed(had, "8.bias", torch.zeros(400))), r"\(400,\), not \(3,\)"),
-    "a vector cut off": (with_params(cut), r"the weights have the shape \(\d+,\) .* wants \(\d+,\)"),
-    "doubles": (with_params(of_type(torch.float64)), "float64 on cpu; the compiled trainer wants .* float32"),
+    "a vector cut off": (with_params(cut), r"the weights have the shape \(\d+,\) .* needs \(\d+,\)"),
+    "doubles": (with_params(of_type(torch.float64)), "float64 on cpu; the compiled trainer needs .* float32"),
     "halves": (with_params(of_type(torch.float16)), "float16"),
     "offsets": (with_plan(gradient_offset={"0.bias": torch.zeros(4)}), "the gradient offsets do not fit the model"),
     "step offsets": (with_plan(step_offset={"0.bias": torch.zeros(4)}), "the step offsets do not fit the model"),
     "momentum": (with_plan(momentum_buffers={"0.bias": torch.zeros(4)}), "the momentum buffers do not fit the model"),
     "no records": (lambda had: had._replace(inputs=had.inputs[:0], labels=had.labels[:0]), "not 0 records"),
     "records too few": (lambda had: had._replace(inputs=had.inputs[:-1]), r"the records have the shape \(8, 2, 8, 8\)"),
-    "records too many": (lambda had: had._replace(labels=had.labels[:-1]), r"the records .* wants \(8, 2, 8, 8\)"),
-    "other channels": (lambda had: had._replace(inputs=had.inputs[:, :1]), r"wants \(9, 2, 8, 8\)"),
-    "as many numbers in another shape": (lambda had: had._replace(inputs=had.inputs.reshape(9, 8, 4, 4)), "wants"),
+    "records too many": (lambda had: had._replace(labels=had.labels[:-1]), r"the records .* needs \(8, 2, 8, 8\)"),
+    "other channels": (lambda had: had._replace(inputs=had.inputs[:, :1]), r"needs \(9, 2, 8, 8\)"),
+    "as many numbers in another shape": (lambda had: had._replace(inputs=had.inputs.reshape(9, 8, 4, 4)), "needs"),
     "vectors": (lambda had: had._replace(inputs=had.inputs.flatten(1)), r"the shape \(9, 128\)"),
     "bytes": (lambda had: had._replace(inputs=had.inputs.to(torch.uint8)), "uint8 on cpu"),
     "sparse records": (lambda had: had._replace(inputs=had.inputs.to_sparse()), "sparse_coo float32"),
@@ -128,12 +128,12 @@ WRONG: dict[str, tuple[Callable[[KernelJob], KernelJob], str]] = {
     "an epoch less": (with_draws(order=ORDER[:1]), r"the order of the records have the shape \(1, 9\)"),
     "a record less": (with_draws(order=ORDER[:, :-1]), r"\(2, 8\)"),
     "half the bytes": (with_draws(order=ORDER.astype(np.int32)), "int32"),
-    "a place beyond the records": (with_draws(order=ORDER + 1), "name records that are not there"),
-    "a place before them": (with_draws(order=ORDER - 1), "name records that are not there"),
+    "a place beyond the records": (with_draws(order=ORDER + 1), "indices of records that do not exist"),
+    "a place before them": (with_draws(order=ORDER - 1), "indices of records that do not exist"),
     "too few partners": (with_draws(partners=PARTNERS[:-1]), r"the mixing partners have the shape \(5,\)"),
     "no partners": (with_draws(partners=PARTNERS[:0]), r"\(0,\)"),
-    "a partner beyond the pool": (with_draws(partners=PARTNERS + 5), "name records that are not there"),
-    "a partner before it": (with_draws(partners=PARTNERS - 5), "name records that are not there"),
+    "a partner beyond the pool": (with_draws(partners=PARTNERS + 5), "indices of records that do not exist"),
+    "a partner before it": (with_draws(partners=PARTNERS - 5), "indices of records that do not exist"),
     "a pool of other records": (
         with_plan(mix=mix(torch.zeros(5, 2, 8, 7), torch.zeros(5, 3))), r"the mixing pool's records have"
     ),
@@ -150,10 +150,10 @@ WRONG: dict[str, tuple[Callable[[KernelJob], KernelJob], str]] = {
     "a mask too long": (with_terms(distillation=Distillation(1.0, classes=ALL.repeat(2))), r"\(6,\)"),
     "shares too few": (with_terms(suppression=Suppression(torch.ones(2))), r"the shares of the classes .*\(2,\)"),
     "no previous model": (with_terms(contrast=Contrast(1.0, 0.5, {})), "the contrast's previous weights do"),
-    "prototypes too short": (with_terms(pull=pull(3, 3, ALL)), r"the prototypes .* wants \(3, 4\)"),
-    "prototypes too few": (with_terms(pull=pull(2, 4, ALL)), r"the prototypes .* wants \(3, 4\)"),
+    "prototypes too short": (with_terms(pull=pull(3, 3, ALL)), r"the prototypes .* needs \(3, 4\)"),
+    "prototypes too few": (with_terms(pull=pull(2, 4, ALL)), r"the prototypes .* needs \(3, 4\)"),
     "classes too few": (with_terms(pull=pull(3, 4, ALL[:2])), r"the present classes .*\(2,\)"),
-    "mixing with a teacher": (with_plan(distillation=Distillation(1.0)), "no mixing with distillation"),
+    "mixing with a teacher": (with_plan(distillation=Distillation(1.0)), "mixing together with distillation"),
     "no batch": (with_settings(batch_size=0), "in batches of 0"),
     "a batch below 0": (with_settings(batch_size=-4), "in batches of -4"),
     "no epoch": (with_settings(epochs=0), "for 0 epochs"),
@@ -229,7 +229,7 @@ def test_layers_that_are_none_or_do_not_fit_are_refused(change: Callable[[np.nda
     right = stack()
     wrong = Stack(np.ascontiguousarray(change(right.layers)), right.input_shape, right.layout)
     given = lesson()._replace(plan=LocalPlan(), draws=Draws(ORDER, PARTNERS[:0]))
-    with pytest.raises((ValueError, IndexError), match=r"do not fit each other or records of shape|classes"):
+    with pytest.raises((ValueError, IndexError), match=r"do not fit records of shape|classes"):
         kernel().train(wrong, [given])
     kernel().train(right, [given])
 

@@ -127,7 +127,7 @@ def test_a_stack_of_clients_leaves_it_alone(tmp_path: Path) -> None:
 def test_a_frozen_head_is_refused_where_it_would_have_to_learn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"algorithm fedproto looks at .* is frozen"):
         trained(tmp_path / "a", "frozen_head", algorithm=FedProto())
-    with pytest.raises(UserError, match=r"calibrate needs a head that .* or frozen"):
+    with pytest.raises(UserError, match=r"calibrate needs a head that .* or is frozen"):
         trained(tmp_path / "b", "frozen_head", calibrate="ccvr")
 
 

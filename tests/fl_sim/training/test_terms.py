@@ -352,7 +352,7 @@ def test_the_head_is_what_is_named_so_or_the_last_linear_layer() -> None:
     network, named = model(), Named()
     assert head_of(network) is network[2]  # type: ignore[index]
     assert head_of(named) is named.head
-    with pytest.raises(UserError, match=r"needs features.* and Headless has none: name the module .* head"):
+    with pytest.raises(UserError, match=r"needs features.* but Headless has none: set self.head"):
         head_of(Headless())
 
 
