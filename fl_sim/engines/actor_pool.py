@@ -16,7 +16,7 @@ from fl_sim.engines.ray_start import DIRECT, ENVIRONMENT, RayResources, import_p
 from fl_sim.errors import RunError
 
 # isort: split
-import ray  # after ray_start, which sets what Ray reads when it is imported
+import ray  # after ray_start, which sets the environment variables that Ray reads during its import
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -229,7 +229,7 @@ class ActorPool:
         """
         worker.kill()
         self.ready = [one for one in self.ready if one is not worker]
-        # A node that accepts no connection is gone: Ray itself notices later.
+        # A node that accepts no connection is lost; Ray itself detects this only later.
         if not self.is_remote or is_there(f"{worker.node.host}:{worker.node.port}"):
             return None
         return self._forget(worker.node)

@@ -36,7 +36,7 @@ FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 STEPS_AT_A_TIME = 16
 """Minibatch steps in a batch: far more time than the overhead of a batch, and far fewer steps than a round has."""
 
-_FIRST_STEPS = 4  # in the first batch; the next ones have as many more each, until they are ``STEPS_AT_A_TIME``
+_FIRST_STEPS = 4  # minibatch steps in the first batch; each next batch has 4 more, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 """Bounds in seconds of the estimated duration of a batch: far more than the overhead of a call (4 ms), but short."""
@@ -47,7 +47,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # seconds: a step takes longer
+_TINY = 1e-9  # seconds; less than any step takes
 
 Call = TypeVar("Call")
 
@@ -72,7 +72,7 @@ class ClientBatching:
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in descending order of their clients' minibatch steps.
 
-        Then neighbours have similar numbers of steps, and no worker begins a long client at the end of a round.
+        Then neighbours have similar numbers of steps, and no worker begins a client with many steps at the end.
         """
         return sorted(messages, key=self.steps_of, reverse=True)
 
@@ -254,7 +254,7 @@ class Exchange(Generic[Call]):
             self.give_up(f"not tried again: {self._deaths} workers died in this round")
 
     def node_lost(self, call: Call) -> None:
-        """Schedule the unchanged batch of a lost call again, without suspecting its clients."""
+        """Schedule the batch of ``call`` again, unchanged: its node was lost, which no client of the batch caused."""
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
@@ -296,7 +296,7 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
     """Return the reply of ``app`` to a message, or an error reply with the text of the error that ``app`` raised."""
     try:
         return app(message, node_context(message.metadata.dst_node_id, num_clients))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a user's model or data raises becomes a reply that names it)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (every error of a user's model or data becomes an error reply)
         return raised(message, error)
 
 

@@ -82,7 +82,7 @@ def processes_of(folder: str) -> list[int]:
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile, or is another user's
+        with suppress(OSError):  # the process has ended meanwhile, or belongs to another user
             targets = [str(link.readlink()) for link in (process / "fd").iterdir()]
             if any(target.startswith(f"{folder}/") and target.endswith(".out") for target in targets):
                 found.append(int(process.name))

@@ -30,7 +30,7 @@ from fl_sim.engines.remote import DriverStore, Encryption, Parcel, RemoteWorkers
 from fl_sim.store.files import read_whole
 
 # isort: split
-import ray  # after ray_start, which sets what Ray reads when it is imported
+import ray  # after ray_start, which sets the environment variables that Ray reads during its import
 from ray.exceptions import RayActorError, RayError
 
 MOST_WITH_A_CALL = 2**20

@@ -28,7 +28,7 @@ CONNECT_SECONDS = 5.0
 ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a FutureWarning in every process
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints a paragraph per dead actor, to standard output
-    "RAY_worker_niceness": "0",  # else actors run at nice 15 and lose every contest for a core
+    "RAY_worker_niceness": "0",  # else actors run at nice 15: every other process takes precedence
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_TELEMETRY_ENABLED": "0",
 }

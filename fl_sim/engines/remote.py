@@ -61,7 +61,7 @@ class DriverStore(Protocol):
     def before(self, message: Message) -> Parcel | Message:
         """Return the parcel to send to a worker, or the finished answer if no worker is needed.
 
-        If a message is sent again, this method is called again and must return the same.
+        If a message is sent again, this method is called again and must return an equal result.
         """
         ...
 

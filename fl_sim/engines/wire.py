@@ -48,15 +48,16 @@ _POOL, _SAID, _VOTES, _MOMENTS, _SUMS = "pool", "said", "votes", "moments", "sum
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
-_LARGEST_MOMENT: Final = 1e100  # products of float32 numbers, added up
+_LARGEST_MOMENT: Final = 1e100  # far more than any sum of products of two float32 numbers
 
 
 @dataclass(frozen=True)
 class TaskConfig:
     """The configuration in a message to a client. A node has no other configuration.
 
-    ``experiment``: the experiment as JSON. ``data_root``, ``state_dir``, ``pool`` (the clients' shares for the
-    algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker can read, or empty.
+    ``experiment``: the experiment as JSON. ``data_root``, ``state_dir``, ``pool`` (the tensors that clients shared
+    before the first round) and ``synthetic`` (the synthetic records): paths on a disk that the worker can read, or
+    empty.
     ``most_steps``: {client: largest number of local steps}, for clients that must stop early. ``task``: the name of the
     client task. For nodes with their own records: ``run`` identifies the run, and ``facts`` are the public facts about
     the server's records, as JSON.
@@ -160,7 +161,7 @@ def is_same_round(one: RecordDict, other: RecordDict) -> bool:
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
     """Return the pair (global model, broadcast groups by name) in the content of a round's message."""
-    # Not by content.array_records, which sorts all records into three new dictionaries.
+    # content.array_records would be slower: it sorts all records into three new dictionaries.
     groups = {
         name.removeprefix(_BROADCAST): unpack(record) for name, record in content.items() if name.startswith(_BROADCAST)
     }
@@ -292,15 +293,16 @@ def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArr
 
 
 def moments_content(moments: NDArray[np.float64]) -> RecordDict:
-    """Return a message content with the moments of a client's features, one row for each class."""
+    """Return a message content with moments of a client's features: one row (count, sums, products) for each class."""
     return RecordDict({_MOMENTS: ArrayRecord({_MOMENTS: Array(moments)})})
 
 
 def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int | None = None) -> NDArray[np.float64]:
-    """Return the moments of a client's features, one row for each class; the first column has the numbers of records.
+    """Return the moments of a client's features from a content of ``moments_content``.
 
-    ``most_records``: the largest total number of records; None if the moments have noise. Raises Malformed for another
-    shape, for numbers that are not finite or far too large, and, without noise, for invalid numbers of records.
+    There is one row for each class; the first column has the numbers of records. ``most_records``: the largest total
+    number of records; None if the moments have noise. Raises Malformed for another shape, for numbers that are not
+    finite or far too large, and, without noise, for invalid numbers of records.
     """
     moments = _single_array(content, _MOMENTS, shape, "<f8").astype(np.float64)
     if not (np.abs(moments) <= _LARGEST_MOMENT).all():

@@ -204,7 +204,7 @@ class Experiment(Settings):
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def chosen(self, *names: str) -> dict[str, Any]:
-        """Return the settings with these ``names`` as JSON values, for the key of a cached result.
+        """Return the settings with these ``names`` as JSON values, for the cache key of a result.
 
         Optional seeds that are not set, and newer settings at their defaults, are left out, so that the keys of older
         versions stay valid.

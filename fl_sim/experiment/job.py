@@ -364,7 +364,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
             f"{facts['shape']}: give the node such records"
         )
-    if int(own.train.labels.max()) >= facts["classes"]:  # the class may be a record's secret, and this message is sent
+    if int(own.train.labels.max()) >= facts["classes"]:  # the error goes to the server, so it must not quote a label
         raise UserError(
             f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node records "
             "with the experiment's classes"

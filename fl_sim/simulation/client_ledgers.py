@@ -37,9 +37,10 @@ _EARLIER: Final = "earlier"
 
 @dataclass(frozen=True)
 class JointCost:
-    """The joint privacy cost to one record of all releases about the records of a data set.
+    """The privacy cost for one record, of all releases about the records of a data set together.
 
-    ``shares``: the largest number of releases about one record. One client's part of a pool counts as one release.
+    ``shares``: the largest number of releases about one record. A client's synthetic records for one pool count as one
+    release.
     """
 
     epsilon: float

@@ -95,7 +95,7 @@ def runtime_for(
 
 
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
-    """Return the settings of local training in a round. ``learning_rate``: the round's rate after the schedule."""
+    """Return the settings of local training in a round. ``learning_rate``: the learning rate of this round."""
     local = job.experiment.local
     # Copied by name: a field of LocalSettings that the experiment's settings lack raises an error.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
@@ -113,7 +113,7 @@ def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
 
 
 def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
-    """Return the workload of every client in a round.
+    """Return every client's numbers of records, local steps and bytes in a round, from which devices compute times.
 
     ``num_synthetic``: the number of synthetic records that all clients train on. ``traffic``: the bytes to and from one
     client.
@@ -162,7 +162,7 @@ def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples
 def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
     """Convert normalised records to the range of generators, [-1, 1], by the data set's public constants.
 
-    Records of public features have an L2 norm of at most 1, so they lie in that range without a change of scale.
+    Vectors of the setting ``features`` have an L2 norm of at most 1, so they are in this range without a conversion.
     """
     mean, std = _constants(job.dataset, inputs.ndim)
     records = inputs * std + mean
@@ -348,8 +348,8 @@ def stack_of(engine: Engine, job: Job) -> int:
 
     1 means that every client is trained by itself. The result is always 1 in two cases. First, if the aggregator hides
     clients: in a stack the rounding of one client's update depends on the other clients, so one client would change
-    every update. Second, if rounds are not synchronous: the stacks would depend on where a run stopped. Raises
-    UserError if the settings ask for a stack and the model does not allow one.
+    every update. Second, if rounds are not synchronous: the stacks would depend on the round after which a run resumes.
+    Raises UserError if the settings ask for a stack and the model does not allow one.
     """
     experiment = job.experiment
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):

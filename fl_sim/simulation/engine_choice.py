@@ -48,7 +48,7 @@ LEAST_PRODUCTS = 1e7
 """The smallest batch of work, as the product of model parameters and records: about a millisecond on one core."""
 
 MOST_NUMBERS = 2**24
-"""The largest number of parameters of all clients in a batch of work.
+"""The largest number of model parameters in a batch of work, over all clients of the batch.
 
 This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to the updates.
 """
@@ -143,7 +143,7 @@ def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     handler = partial(train_together, runtime_of, stacked=stack > 1)
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
-    least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # the smaller the model, the more steps
+    least = math.ceil(LEAST_PRODUCTS / (parameters * records))
     return ClientBatching(handler, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
 
 

@@ -115,7 +115,7 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
     """Return all kinds of work of a run with rounds: local training, training at the server, evaluation and stages.
 
-    ``trainings``: the average number of local trainings of a client that takes part in every round.
+    ``trainings``: the number of times that an expected cohort trains, which is the number of synchronous rounds.
     """
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
@@ -132,7 +132,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the work of the clients' local training in ``trainings`` rounds, with an expected cohort in each."""
+    """Return the work of local training. ``trainings``: the number of times that an expected cohort trains."""
     job = procedure.job
     experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
     steps, sizes = steps_by_client(job, pooled), sizes_trained_on(job, pooled)
@@ -176,7 +176,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return the key of a kind of work. Experiments whose pieces of this work take equally long have equal keys."""
+    """Return the key of a kind of work (``Work.kind``): equal if a piece of this work takes equally long."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

@@ -122,15 +122,15 @@ class Measuring:
     def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
         """Return the evaluator of ``job``, with its records in memory."""
         validation = validation_records(job) if job.num_validated else None
-        # In a private run the class counts of a client are private.
+        # In a private run the clients' class counts are private.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         return cls(job, evaluation_records(job), validation, clients_by, own_metrics)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
         """Return the measures of the model with the parameters ``params``.
 
-        ``is_last``: True for the last model of the run. ``when``: the end of the error message: the time and a cure.
-        Raises Diverged if a loss is not finite.
+        ``is_last``: True for the last model of the run. Raises Diverged if a loss is not finite. ``when``: the end of
+        that error message, such as "after round 3: try a smaller learning rate".
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
         is_tested = self.job.experiment.evaluate.tests(is_last=is_last)

@@ -103,10 +103,11 @@ def on_trust(out: Path, now: Identity) -> str:
 
 
 def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) -> Experiment | None:
-    """Return the stored experiment of the run in ``out``; None if there is no run. Its number of rounds may differ.
+    """Return the stored experiment of the run in ``out``; None if there is no run.
 
-    The location of the user's own files may differ, too, if ``now``, the present identity, shows the same records.
-    Raises UserError if ``out`` holds a run with other settings, or files that belong to no run.
+    Its number of rounds may differ from that of ``experiment``. The path of the user's own files may differ, too, if
+    the digest of the records in ``now`` (the present identity) is the stored one. Raises UserError if ``out`` holds a
+    run with other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
     if path.exists():
@@ -122,7 +123,8 @@ def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) 
 def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     """Create the run directory, or resume the run in it; return the log and the number of the next round.
 
-    Raises UserError if the files do not fit each other or the experiment. A run never resumes from incomplete files.
+    Raises UserError if the files do not belong together or to the experiment. A run never resumes from incomplete
+    files.
     """
     experiment = procedure.job.experiment
     now = identity_of(experiment, procedure.job.root)

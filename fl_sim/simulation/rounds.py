@@ -249,7 +249,7 @@ class Rounds(Procedure):
                 )
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return the template of a client state."""
+        """Return the template of a client state (names, shapes, types), for the first server state ``server``."""
         kept, sent = client_state_template(self.algorithm, server), payload_template(self.algorithm, server)
         for half in self._on_clients:
             kept = half.kept(kept, sent, server)

@@ -234,7 +234,7 @@ class Procedure(ABC):
         return ServerState({})
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return the template of a client state."""
+        """Return the template of a client state (names, shapes, types), for the first server state ``server``."""
         del server
         return {}
 
@@ -286,7 +286,7 @@ def tasks_of(job: Job) -> dict[str, ClientTask]:
 
 
 MOST_HELD = 10**9
-"""The largest number of records that a node may report. It applies where nodes may have records of their own."""
+"""The largest number of records that a node of Flower's own runtime may report, as it may have records of its own."""
 
 
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:

@@ -75,7 +75,8 @@ _LONG_ENOUGH: Final = 0.05
 """Work that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
-"""For four passes over all unfinished kinds: the seconds of one kind, in equal shares of the remaining time."""
+"""In each of four passes over all unfinished kinds of work: the seconds of one kind, as a multiple of its equal share
+of the remaining time."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def _began(pid: int) -> float:
 
 @contextmanager
 def _locked(folder: Path, timeout: float) -> Iterator[None]:
-    """Lock ``folder`` in this block. Raises Timeout if another process has locked it for ``timeout`` seconds."""
+    """Lock ``folder`` in this block. Raises Timeout if another process holds the lock for ``timeout`` seconds."""
     path = folder / LOCK
     mine: list[os.stat_result] = []
 
@@ -260,7 +260,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         mine[:] = [os.fstat(descriptor)]
         if not _is(path, mine[0]):
             raise _RemovedError
-        with suppress(OSError):  # a full disk: the lock holds, it merely does not name its holder
+        with suppress(OSError):  # on a full disk the lock works, but the file does not contain the holder's name
             said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(said).encode(), 0)

@@ -169,7 +169,7 @@ def append_round(out: Path, record: RoundRecord, chain: str) -> str:
 
 
 def read_rounds(out: Path) -> list[RoundRecord]:
-    """Return the rounds in the log, without a last line that a crash left incomplete.
+    """Return the rounds in ``rounds.jsonl``, without a last line that a crash left incomplete.
 
     Raises UserError that names the first line that is not a round.
     """
@@ -187,15 +187,15 @@ def read_rounds(out: Path) -> list[RoundRecord]:
 
 
 def log_chain(out: Path) -> str:
-    """Return the value of the hash chain after the last complete line of the log."""
+    """Return the value of the hash chain after the last complete line of ``rounds.jsonl``."""
     return _linked(chain_start(out), _whole_lines(out))
 
 
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
-    """Return rounds 1 to ``last_round``, and remove a later round, which has no checkpoint, from the log.
+    """Return rounds 1 to ``last_round``, and remove a later round, which has no checkpoint, from ``rounds.jsonl``.
 
-    A crash can leave one such round. Raises UserError unless the log holds exactly these rounds, unchanged since
-    ``chain`` was computed.
+    A crash can leave one later round. Raises UserError if other rounds are missing or added, or if a round has changed
+    since the hash chain ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
@@ -216,10 +216,10 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
 def log_with_settings(
     out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]
 ) -> tuple[bytes, str]:
-    """Return (content, hash chain) of the log of the first ``num_rounds`` rounds under other ``settings``.
+    """Return (content, hash chain) of a ``rounds.jsonl`` with the first ``num_rounds`` rounds under other ``settings``.
 
-    Nothing is written. ``unmeasured``: the prefixes in MEASURED of fields that a run with these settings would not
-    measure after its last round.
+    Nothing is written. ``unmeasured``: prefixes, as in MEASURED, of the fields that are removed from the last of these
+    rounds, because a run with more rounds would not measure them there.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
@@ -230,7 +230,7 @@ def log_with_settings(
 
 
 def write_log(out: Path, content: bytes) -> None:
-    """Replace the content of the log by ``content``."""
+    """Replace the content of ``rounds.jsonl`` by ``content``."""
     if _content(out) != content:
         write_whole(out / ROUNDS, content)
 
@@ -307,7 +307,7 @@ _PROGRESS = TypeAdapter(Progress)
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Write a server state and the progress to a file atomically; return the SHA-256 of the file's content."""
-    # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
+    # safetensors sorts by name. Number prefixes keep our order, on which rounding and the privacy noise depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     later = ("versions", "counts_holders", "layers")  # fields that older versions do not have
     unused = {name for name in later if not getattr(progress, name)}
@@ -367,7 +367,7 @@ def metadata_in(content: bytes) -> dict[str, str]:
 
 
 def digest_of(facts: str, named: Params) -> str:
-    """Return the SHA-256 of metadata and of tensors, in their order: names, types, shapes and bytes."""
+    """Return the SHA-256 of the text ``facts`` and of the tensors, in their order: names, types, shapes and bytes."""
     digest = hashlib.sha256(facts.encode())
     for name, value in named.items():
         digest.update(f"\n{name} {_kind(value)}\n".encode())
@@ -401,7 +401,7 @@ def _linked(chain: str, lines: Iterable[bytes]) -> str:
 
 
 def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for every tensor of the state; a name consists of part of the state, group and own name."""
+    """Yield (name, tensor) for every tensor of the server state; the name is "part/group/name of the tensor"."""
     parts: dict[str, Mapping[str, Params]] = {
         "params": {"": server.params}, "broadcast": server.broadcast, "memory": server.memory,
         "layers": {"": server.layers},

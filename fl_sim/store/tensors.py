@@ -74,7 +74,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
-    """Save the state of ``client`` after ``server_round``; the state that the round started from is kept, too.
+    """Save the state of ``client`` after ``server_round``, and keep the state with which the client began the round.
 
     All clients of a run have states of the same names, shapes and type. The file has two slots for each client, so a
     repeated round reads the same older state and writes the same numbers: a retry or a resume changes nothing, even if
@@ -323,7 +323,7 @@ def _read_layout(content: bytes) -> _Slots:
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
-    """Return the sum of the bits of all numbers: it detects pages that never reached the disk, for one read."""
+    """Return the sum of all numbers, read as 32-bit integers: a cheap test for pages that never reached the disk."""
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 
 
