@@ -186,7 +186,7 @@ def check_names(content: RecordDict, names: set[str]) -> None:
 
 
 def whole_number(value: object, largest: int, what: str) -> int:
-    """Return ``value`` if it is an integer from 0 to ``largest``; raise Malformed, with its name ``what``, otherwise."""
+    """Return ``value`` if it is an integer from 0 to ``largest``; else raise Malformed, with its name ``what``."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
         raise Malformed(
             f"sent {what} that is not a whole number from 0" + (f" to {largest}" if largest < sys.maxsize else " on")

@@ -130,9 +130,9 @@ class Local(Settings):
     ``label_smoothing``: the part of every label that is spread evenly over all classes in training. ``optimizer``:
     "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum`` (whose default is
     then 0). ``augment``: the random change of images in training. "crop" pads an image by 4 black pixels on every side
-    and cuts out a window of the image's size at a random place, "flip" mirrors an image with probability 1/2, "crop-
-    flip" does both; "reflect-crop" and "reflect-crop-flip" pad with the image's own pixels, mirrored at the edge, as
-    NIID-Bench's program does with CIFAR-10.
+    and cuts out a window of the image's size at a random place, "flip" mirrors an image with probability 1/2,
+    "crop-flip" does both; "reflect-crop" and "reflect-crop-flip" pad with the image's own pixels, mirrored at the edge,
+    as NIID-Bench's program does with CIFAR-10.
 
     ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm, "average" averages running
     statistics in the same way as parameters, for every method, and with "personal" BatchNorm layers stay on every
