@@ -96,7 +96,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         *[([f"algorithm={kind}", "local.optimizer=adamw"], f"{kind} cannot run with local.optimizer=adamw: its? ")
           for kind in ("scaffold", "fednova", "feddyn", "fedspeed", "fedcm", "mofedsam")],
         (["local.label_smoothing=1"], "local.label_smoothing = '1': input should be less than 1"),
-        (["local.label_smoothing=0.1", "algorithm=fedlc"], "fedlc cannot run with local.label_smoothing=0.1: it takes"),
+        (["local.label_smoothing=0.1", "algorithm=fedlc"], "fedlc cannot run with local.label_smoothing=0.1: its"),
         (["local.clip_norm=-1"], "local.clip_norm = '-1': input should be greater than or equal to 0"),
         (["algorithm=fedprox:nan"], "algorithm.mu = 'nan': input should be a finite number"),
         (["partition=dirichlet:nan"], "beta=nan is outside"),
