@@ -1,1 +1,1 @@
-"""The client side: the code that runs where a client's records are."""
+"""The client side: the code that runs on the machine with a client's records."""

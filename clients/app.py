@@ -1,8 +1,9 @@
 """The Flower ClientApp: it reads a message, runs the message's task on the client's records, and sends an answer.
 
-A node whose owner has a data set (``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``) trains on all
-training records of that data set, which no other node reads, instead of a shard of the server's data set. The node
-stores its client state on its own disk. The server learns neither of the two paths.
+By default, a client's records are a shard of the server's data set. The owner of a node (a machine with one client) may
+give it its own data set: ``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``. The client then trains
+on all training records of that data set and stores its client state in the folder ``state``. The server learns neither
+of the two paths.
 """
 
 import logging
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from clients.policy import Policy
 
 _RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
-"""The allowed form of a run's name in a task. The name then never forms a path out of the owner's folder."""
+"""The allowed form of the run's name in a message. Other names could form a path out of the owner's folder."""
 
 _PLACE: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 
@@ -38,8 +39,8 @@ _PLACE: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
     """Return the ClientApp that all engines use: in this process, in Ray actors and on Flower's own runtime.
 
-    ``signer``: verifies tickets, the proofs of payment from the driver that started this worker. That driver charges
-    the clients' ledgers. None: tickets are refused.
+    ``signer``: verifies tickets. A ticket proves that the driver, the process that started this worker, has charged a
+    release to the client's ledger. None: messages with tickets are refused.
     """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
@@ -58,20 +59,20 @@ def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = 
 
 
 def task_of(client: Client) -> ClientTask:
-    """Return the task that a client's message names, and set the number of PyTorch threads.
+    """Return the task that the message to ``client`` names, and set PyTorch's number of threads for it.
 
     Raises RunError if the experiment has no such task, or if the client's policy forbids the task.
     """
     name, tasks = client.config.task, {wire.TRAIN: Train(), **client.runtime.tasks}
     if name not in tasks:
         raise RunError(
-            f"the server asks for {in_a_line(shortened(name))!r}, and this experiment asks clients for "
-            f"{', '.join(tasks)} alone: see that the server runs the same version of fl-sim"
+            f"the server asks for the task {in_a_line(shortened(name))!r}, and this experiment has only the tasks "
+            f"{', '.join(tasks)}: make sure that the server runs the same version of fl-sim"
         )
     task = tasks[name]
     if client.policy and type(task) is Train:
         task.check(client)
-    elif client.policy:  # a policy trusts no foreign code about the contents of an answer
+    elif client.policy:  # a user's own task may send records, whatever its ``reads_records`` states
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
     client.runtime.use_threads()
     return task
@@ -82,9 +83,9 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Batc
 
     ``stacked``: train the clients as one PyTorch computation instead. If the joint training fails, the function trains
     each client separately, so that only the failing client gets an error. Several threads may call the function.
-    Compiled code runs in all threads at once; the Python code of this function runs in one thread at a time, under a
-    lock. Without that lock, threads would exchange Python's global lock at every PyTorch operation, and the waits would
-    take a seventh of a round of 100 small clients.
+    Compiled code runs in all threads at once. A lock lets only one thread at a time run the function's Python code:
+    otherwise threads would wait for Python's global lock at every PyTorch operation, for a seventh of the time of a
+    round of 100 small clients.
     """
     reader, in_python = _Reader(runtime_of), Lock()
 
@@ -96,7 +97,7 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Batc
         with in_python:
             turns = zip(jobs, results, messages, strict=True)
             replies = [Message(job.finished(result), reply_to=message) for job, result, message in turns]
-            jobs[-1].check_bits()  # of the broadcast, which all of them share
+            jobs[-1].check_bits()  # of the broadcast, which all clients share
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:
@@ -146,8 +147,8 @@ class Owner:
         """
         if not _RUN.fullmatch(config.run):
             raise RunError(
-                "the server calls its run something else than letters, digits, _ and -, which would lead out of this "
-                "node's folder: see that the server runs the same version of fl-sim"
+                "the server's name of its run has characters other than letters, digits, _ and -, and could be a path "
+                "out of this node's folder: make sure that the server runs the same version of fl-sim"
             )
         return replace(config, data_root="", state_dir=str(self.state / config.run))
 
@@ -176,12 +177,12 @@ def discreet(message: Message, context: Context, call_next: Callable[[Message, C
     try:
         return call_next(message, context)
     except Exception as error:
-        logging.getLogger("fl_sim").exception("this node could not do what it was asked")
+        logging.getLogger("fl_sim").exception("this node could not execute the server's task")
         return failure(message, CLIENT_RAISED, _without_places(error, context))
 
 
 class _Reader:
-    """Reads messages to clients. All messages of a round share one broadcast, which the reader unpacks once."""
+    """A reader of messages to clients. It unpacks the broadcast, which all messages of a round share, only once."""
 
     def __init__(self, runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> None:
         self._runtime_of = runtime_of
@@ -190,10 +191,10 @@ class _Reader:
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
-        """Return the parts for pickling: Flower's simulation sends the app to its actors.
+        """Return the parts for pickling, by which Flower's simulation sends the app to its actors.
 
-        The lock and the last broadcast are left out. The signer is left out because no driver of fl-sim started these
-        actors.
+        The lock and the last broadcast are left out. The signer is left out, too: Flower, not a driver of fl-sim,
+        started these actors, so they accept no tickets.
         """
         return _Reader, (self._runtime_of,)
 
@@ -205,9 +206,10 @@ class _Reader:
         policy: "Policy | None" = None,
         check: Callable[[], None] = lambda: None,
     ) -> Client:
-        """Return the client of a message. Raises RunError if the message has a ticket that this worker cannot accept.
+        """Return the client that a message is for, with everything that its task needs.
 
-        A ticket is the proof that a release is already charged to the client's ledger.
+        Raises RunError if the message has a ticket that this worker cannot accept. A ticket proves that a release is
+        already charged to the client's ledger.
         """
         config, ticket = wire.read_task_config(message.content), None
         own: tuple[str | int, ...] = ()
@@ -215,13 +217,13 @@ class _Reader:
             config = owner.config(config)
             own = (owner.data, number, config.facts)
         if remote.has_ticket(message.content):
-            # Only a worker that the run's own driver started takes one, and it has neither a policy nor an owner.
+            # Only a worker that the run's driver started accepts tickets; it has neither a policy nor an owner.
             if self._signer is None or policy is not None or owner is not None:
                 raise RunError(remote.NO_TICKET)
             ticket = self._signer.read(config.task, number, message.content)
         with self._one_at_a_time:
             runtime = self._runtime_of(config.experiment, config.data_root, *own)
-            runtime.trainer  # noqa: B018 (made once)
+            runtime.trainer  # noqa: B018 (built here, under the lock)
         return Client(number, runtime, config, message.content, policy, ticket, check, self._broadcast)
 
     def _broadcast(self, content: RecordDict) -> Broadcast:
@@ -248,7 +250,7 @@ def _without_places(error: Exception, context: Context) -> str:
     only the type, because their messages may quote records.
     """
     if not isinstance(error, RunError | UserError):
-        return f"{type(error).__name__}, whose words may quote records; they are in the log of the node"
+        return f"{type(error).__name__}; the full message, which may quote records, is in the log of the node"
     said = str(error)
     for value in sorted(map(str, context.node_config.values()), key=len, reverse=True):
         said = said.replace(value, "...") if len(value) > len("mnist") else said

@@ -1,8 +1,8 @@
-"""The client half of a layer: its changes to the tasks and updates of a client.
+"""The client half of a layer: its changes to a client's tasks and updates.
 
-Server and client each build the same layer objects from the experiment. The client passes a task through all layers,
-trains, and passes the update through all layers again. The server asks the layers for payload templates, and unpacks
-updates with them.
+Server and client each build the same layers from the experiment. The client passes a task through all layers, from the
+outermost to the innermost, trains, and passes the update through all layers back. The server asks the layers for
+payload templates, and unpacks updates with them.
 """
 
 from __future__ import annotations
@@ -18,47 +18,54 @@ from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, Serve
 
 
 class ClientLayer:
-    """A layer between a client's messages and the algorithm. By default each method changes nothing."""
+    """A layer between a client's messages and the algorithm. By default no method changes anything."""
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task that the algorithm and the trainer receive, given the task from the outer layers."""
+        """Return the task for the algorithm and the trainer. ``task``: the task from the next outer layer."""
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the local plan for the trainer. ``came`` (here and below): the task before this layer changed it."""
+        """Return the local plan for the trainer. ``came``: the task before this layer changed it in ``received``."""
         del came
         return plan
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the task and the trained parameters that the algorithm's ``finish`` receives."""
+        """Return the arguments of the algorithm's ``finish``: the task, and the result of training.
+
+        ``came``: the task before this layer changed it in ``received``.
+        """
         del came
         return task, trained
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update with the payloads that the client sends and the client state that the client stores.
+        """Return the update of ``finish``, with this layer's changes to its payloads and to the client state.
 
-        ``task``: the argument of ``finish``; ``trained``: the trainer's complete result.
+        ``came``: the task before this layer changed it in ``received``. ``task``: the argument of ``finish``.
+        ``trained``: the trainer's complete result.
         """
         del came, task, trained
         return update
 
     def model(self, params: Params, state: Payloads) -> Params:
-        """Return the client's model: ``params`` from the message and the parameters that stay on the client."""
+        """Return the client's model: ``params`` from the message, and parameters that stay on the client.
+
+        The client ``state`` contains these parameters, for example of personal BatchNorm layers.
+        """
         del state
         return params
 
     def broadcast(self, server: ServerState) -> Payloads:
-        """Return the payloads of this layer that clients receive, beside the model and the algorithm's payloads."""
+        """Return the payloads that this layer adds to the broadcast of the model and the algorithm's payloads."""
         del server
         return {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the payload template of this layer's part of updates, beside the algorithm's payloads."""
+        """Return the template of the payloads that this layer adds to updates."""
         del server
         return {}
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the size of each payload of ``template`` that this layer packs, by name.
+        """Return the compressed size of each payload of ``template`` that this layer compresses, by name.
 
         ``model``: the model that clients receive.
         """
@@ -66,20 +73,20 @@ class ClientLayer:
         return {}
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return an update with unpacked payloads. Raises Malformed if no correct client could have sent the update."""
+        """Return the update with its payloads decompressed. Raises Malformed for an update that no client computes."""
         del template, server_round
         return reply
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the template of the client state: ``state``, the algorithm's template, and the state of this layer."""
+        """Return the template of the client state: ``state``, from the algorithm and inner layers, and this layer's."""
         del template, server
         return state
 
 
 def _checked(name: str, wanted: Any) -> Any:
-    """Return a method that calls the method ``name`` of ``half`` and checks the type ``wanted`` of its result.
+    """Return a method that calls the user's method ``name`` and checks that its result has the type ``wanted``.
 
-    Errors name the method, with file and line.
+    Error messages name the user's method, with file and line.
     """
 
     def method(self: OwnClientLayer, *given: Any) -> Any:
@@ -92,7 +99,7 @@ def _checked(name: str, wanted: Any) -> Any:
             with error_context(said):
                 raise
         if not isinstance(made, wanted):
-            raise RunError(f"{said} gave {type(made).__name__}; wanted is {wanted.__name__}")
+            raise RunError(f"{said} returned {type(made).__name__}: return {wanted.__name__}")
         return made
 
     return method
@@ -100,7 +107,7 @@ def _checked(name: str, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class OwnClientLayer(ClientLayer):
-    """A wrapper of a client half that a user wrote. The wrapper checks the types of the results."""
+    """A wrapper of the client half of a user's own layer. It checks the types of all results."""
 
     half: ClientLayer
 

@@ -1,4 +1,4 @@
-"""Client tasks: one class for each kind of request to a client, such as training. All use the same message type."""
+"""Client tasks: one class for each kind of request to a client, such as training. One type of message carries all."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fl_sim.training.stacked import StackedTrainer
 
 
-_ALONE = Lock()  # held while code of the user's own trains, which may not be thread-safe
+_ALONE = Lock()  # held while a user's own trainer runs, because it may not be thread-safe
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CustomStart(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The tensors of a message: ``params``, such as the global model, and ``groups``, named sets of further tensors."""
+    """The tensors of a message: ``params``, such as the global model, and ``groups``, further tensors by group."""
 
     params: Params
     groups: Payloads
@@ -75,12 +75,12 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Client:
-    """The client on which a task runs.
+    """A client, the message that it received, and everything that the message's task needs.
 
-    ``content``: the Flower records of the message. ``policy``: the policy of the node's owner, or None. ``ticket``:
-    proof that a release is already charged to the client's ledger, for a worker that cannot access the client's files.
-    ``check``: a function that long tasks call repeatedly; an exception from ``check`` aborts the task. ``read``: a
-    function that unpacks the tensors of a message; the clients of a round may share the unpacked tensors.
+    ``content``: the Flower records of the message. ``policy``: the privacy limits that the client's owner has set, or
+    None. ``ticket``: a proof that a release is already charged to the client's ledger, for a worker that cannot access
+    the client's files. ``check``: a function that long tasks call repeatedly; it aborts the task by an exception.
+    ``read``: a function that unpacks the tensors of a message; the clients of a round may share the unpacked tensors.
     """
 
     number: int
@@ -109,30 +109,30 @@ class Client:
 
     @cached_property
     def state(self) -> Payloads:
-        """Return the client state that the client stored in its most recent earlier round."""
+        """Return the client state after the client's last round, from the disk or, without a folder, the message."""
         if self.config.state_dir:
             return load_state(self.config.state_dir, self.number, self.config.server_round)
         return wire.state_in(self.content)
 
     def model(self) -> Params:
-        """Return the client's own model: the parameters of the message and the parameters that stay on the client."""
+        """Return the client's model: the parameters of the message, and personal parameters from the client state."""
         params = self.params
         for layer in reversed(self.runtime.layers):
             params = layer.model(params, self.state)
         return params
 
     def folder(self, name: str = "") -> Path:
-        """Return the folder of this run in which the client stores files until its answer has been sent."""
+        """Return a folder for this client's files in this run, such as an unfinished release, below ``name``."""
         return Path(self.config.state_dir) / name / f"client-{self.number}"
 
 
 class ClientTask(Protocol):
-    """The client half of a request to clients. Training is always available; a stage or an algorithm may add tasks.
+    """A kind of request that a client can answer. Every experiment has training; stages and algorithms may add tasks.
 
-    ``reads_records``: True if the task computes its answer from a client's records and adds no noise itself, so that a
-    policy must allow the task. ``reads_state``: True if the task uses ``Client.state``; the state is then sent to
-    workers without access to the disk. ``runs_in_threads``: True if several clients may run the task at the same time
-    in threads of one process.
+    ``reads_records``: True if the answer depends on the client's records and the task adds no noise; a client's policy
+    must allow such a task. ``reads_state``: True if the task uses ``Client.state``; the state is then sent to workers
+    without access to the disk. ``runs_in_threads``: True if several clients may run the task at the same time in
+    threads of one process.
     """
 
     reads_records: ClassVar[bool]
@@ -157,7 +157,7 @@ class Grouped(Protocol):
 class Begun:
     """A release that is already charged to the client's ledger and not computed yet.
 
-    ``ticket``: the proof of the charge for the worker. ``paid``: data that ``finish`` needs beside the worker's answer.
+    ``ticket``: the proof of the charge, which is sent to the worker. ``paid``: the argument of the task's ``finish``.
     """
 
     ticket: remote.Ticket
@@ -166,17 +166,20 @@ class Begun:
 
 @runtime_checkable
 class PaidAtHome(Protocol):
-    """A task that charges its release on the machine with the client's ledger, before another machine computes it."""
+    """A task that makes a private release, which the driver charges to the client's ledger before a worker makes it.
+
+    A worker on another machine cannot access the ledger. It receives a ticket, which proves the charge.
+    """
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge the release, and return its ticket as ``Begun``.
+        """Charge the release to the client's ledger, and return the ticket for the worker in a ``Begun``.
 
-        Return the answer if the answer already exists, and None if the task needs no charge.
+        Return the answer instead if it exists already, and None if the task needs no charge.
         """
         ...
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the answer of the worker that used the ticket, and return the answer for the server."""
+        """Store the worker's answer, so that the release is made only once, and return the answer for the server."""
         ...
 
 
@@ -189,7 +192,7 @@ class ClientRuntime:
     ``class_counts(client, synthetic)``: the number of the client's training records in each class.
     ``trains_on_own(synthetic)``: True if ``records`` contains the client's own records. ``tasks``: the tasks other than
     training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
-    PyTorch threads; the number changes the rounding of sums. ``precision``: the number format of PyTorch's training.
+    PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
     tensors in a file that a task names. ``layers``: the client halves of the layers, innermost first.
     """
@@ -211,9 +214,9 @@ class ClientRuntime:
     read_tensors: Callable[[str], Params] = read_by_content
 
     def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
-        """Return a context that seeds the process's global random generators while code of a user's algorithm runs.
+        """Return a context that seeds the global random generators of the process for a user's own algorithm.
 
-        For a built-in algorithm the context does nothing: built-in algorithms do not use the global generators.
+        For fl-sim's algorithms the context does nothing, because they do not use the global generators.
         """
         if not is_own_kind(self.algorithm):
             return nullcontext()
@@ -226,12 +229,12 @@ class ClientRuntime:
 
     @cached_property
     def trainer(self) -> Trainer:
-        """Return the trainer of this experiment's model: the native trainer, or PyTorch."""
+        """Return the trainer of this experiment's model: the compiled trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0], self.precision)
 
     @cached_property
     def own_trainers(self) -> tuple[LocalTrainer, ...]:
-        """Return the trainers that the algorithm itself defines. They take precedence over the general trainer."""
+        """Return the trainers that the algorithm defines, which take precedence over ``trainer``."""
         if not isinstance(self.algorithm, Training):
             return ()
         return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))
@@ -239,9 +242,8 @@ class ClientRuntime:
     def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
         """Return a function that trains the clients of ``jobs`` and returns one result per job, in the same order.
 
-        The first of the algorithm's own trainers that supports a job trains that client. The general trainer trains
-        the remaining clients together. ``stacked``: train all clients as one computation, if the algorithm defines no
-        trainers.
+        A job is executed by the first of ``own_trainers`` that supports it; all other jobs together by ``trainer``.
+        ``stacked``: train all clients as one computation, if the algorithm defines no trainers.
         """
         if not self.own_trainers:
             return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
@@ -259,11 +261,11 @@ class ClientRuntime:
         return train
 
     def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
-        """Train one client with a trainer that the algorithm defines. A lock allows one client at a time."""
+        """Train one client with one of the algorithm's own trainers. A lock allows one client at a time."""
         task, name = job.task, f"train of {type(trainer).__name__}"
         with _ALONE, self.drawing("train", task.client, task.server_round), error_context(name):
             trained = trainer.train(job)
-        check_layout(f"what {name} returns", trained.params, layout_of(task.params))
+        check_layout(f"the parameters that {name} returns", trained.params, layout_of(task.params))
         return trained
 
     @cached_property

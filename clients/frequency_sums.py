@@ -1,7 +1,7 @@
-"""Sums for a private start: in each of three steps a client sends sums over its records' lowest frequencies.
+"""Sums for a private start: in each of three steps a client sends sums over the lowest frequencies of its images.
 
 Every answer of a client is one vector. The server clips the norm of each vector before it adds the clients' vectors and
-the noise: so the privacy unit is a client, whatever the client's records. The question of a step depends on the noisy
+the noise. So the privacy unit is a client, whatever the client's records. The question of a step depends on the noisy
 sum of the answers to the previous step.
 """
 
@@ -27,35 +27,35 @@ STEPS: Final[tuple[Step, ...]] = (1, 2, 3)
 SQUARES: Final = 0.5
 COUNT: Final = 0.5
 COMMON: Final = 0.3
-"""Weights inside an answer: ``SQUARES`` multiplies the sum of squares, beside the sums of frequencies, in step 1;
-``COUNT`` the class counts, beside the class sums, in step 2; ``COMMON`` the sum of products over all classes, beside
-the products of each class, in step 3.
+"""Weights of parts of an answer. ``SQUARES``: the sum of squares in step 1. ``COUNT``: the class counts in step 2.
+``COMMON``: the sum of products over all classes in step 3. The other part of each answer has the weight 1.
 """
 
 LONGEST: Final = 1.5
-"""The clipping norm of a record, in units in which the norm of a typical record is about 1."""
+"""The clipping norm of a record in a frame (see ``Frame``), in which the norm of a typical record is about 1."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A scaling of frequencies: subtract ``centre``, divide by ``width``. Both have shape (d,)."""
+    """A scaling of the d frequencies of a record: subtract ``centre``, divide by ``width``, both (d,)."""
 
     centre: Array
     width: Array
 
     def rows(self, points: Array) -> Array:
-        """Return ``points`` (n, d), frequencies of records, scaled by this frame."""
+        """Return ``points`` (n, d), the frequencies of n records, scaled by this frame."""
         found: Array = (points - self.centre) / self.width
         return found
 
 
 @dataclass(frozen=True)
 class FrequencyQuestion:
-    """The question of one step. Step 1: mean and mean square of all records. 2: counts and means. 3: products.
+    """The question of one step to clients. Step 1 asks for the mean and the mean square of all records.
 
-    Steps 2 and 3 ask for values per class. ``records``: the public mean number of records of a client; the client
-    divides its sums by ``records``. ``means``: the class means (C, d), scaled by ``frame``, which step 3 subtracts from
-    the records before it forms products.
+    Step 2 asks for the number and the mean of the records of each class, step 3 for the outer products. ``records``:
+    the public mean number of records of a client, by which the client divides its sums. ``frame``: the scaling of
+    records. ``means``: the class means (C, d) in this frame, which step 3 subtracts from the records before it forms
+    products.
     """
 
     step: Step
@@ -65,10 +65,10 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return the public frame of step 1 for images of ``shape`` and their frequencies at ``order``.
+    """Return the public frame of step 1 for images of ``shape`` and their frequencies at the positions ``order``.
 
-    The origin of the frame is the black image. The unit is the norm of the difference between black and an image whose
-    pixels are all a quarter of the way from black to white.
+    The origin of the frame is the black image. The unit is the norm of the difference between the black image and an
+    image whose pixels are all a quarter of the way from black to white.
     """
     black = frequencies_of(torch.full((1, *shape), -1.0), order)[0]
     return Frame(black, np.full(len(order), 0.5 * math.sqrt(math.prod(shape))))
@@ -87,7 +87,7 @@ def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, t
 
 
 def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np.int64], num_classes: int) -> Params:
-    """Return the client's answer to a question as float32 tensors, by name. Without records all values are zero.
+    """Return a client's answer to a question as named float32 tensors. Without records all values are zero.
 
     ``inputs``: the client's records (n, *shape), in [-1, 1]; records that are not finite are ignored.
     """
@@ -128,7 +128,7 @@ def question_tensors(question: FrequencyQuestion) -> Params:
 
 
 def read_question(tensors: Params) -> FrequencyQuestion:
-    """Return the question that ``question_tensors`` encoded as ``tensors``."""
+    """Return the question of a message, from its ``tensors``: the inverse of ``question_tensors``."""
     arrays = {name: value.numpy().astype(np.float64) for name, value in tensors.items()}
     [step] = (one for one in STEPS if one == arrays["step"][0])
     means = arrays["means"] if len(arrays["means"]) else None

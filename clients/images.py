@@ -1,6 +1,6 @@
-"""Low frequencies of images in the cosine basis, normal distributions of clamped images, and random warps.
+"""Images for private releases: low frequencies in the cosine basis, clamping to [-1, 1], and random warps.
 
-All of these are public: the basis, the average spectrum of images and the warps do not depend on any record.
+The basis, the average spectrum of images and the warps are public: they do not depend on any record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clients.moments import Array
 from fl_sim.importing import torch
 
 _CORNER: Final = 2.0  # half periods per image below which the public spectrum is flat
-_COLOUR: Final = 3  # half periods per image that a step among the frequencies of channels counts for
+_COLOUR: Final = 3  # half periods per image: the weight of one frequency step along the channels
 
 _TURN: Final = math.radians(10)
 _STRETCH: Final = 0.1  # of a side's length
@@ -25,11 +25,12 @@ _AT_A_TIME: Final = 1000  # images
 
 
 def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.intp], Array]:
-    """Return the positions and the public variances of the ``number`` lowest frequencies of records of ``shape``.
+    """Return (positions, public variances) of the ``number`` lowest frequencies of records of ``shape``.
 
-    If a record has fewer frequencies, return all of them. Positions index the flattened record. The variances are those
-    of typical images: they fall with the square of the frequency, and they add up to 1. Differences between the
-    channels of an image (its colours) count as low frequencies, because few classes differ in brightness alone.
+    If a record has fewer frequencies, return all of them. Positions are indices into the flattened cosine transform.
+    The variances are those of typical images: they fall with the square of the frequency, and they add up to 1.
+    Differences between the channels of an image (its colours) count as low frequencies, because few classes differ in
+    brightness alone.
     """
     indices = list(np.meshgrid(*(np.arange(size) for size in shape), indexing="ij"))
     sizes = shape
@@ -72,36 +73,36 @@ def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ..
 
 
 def clamped(basis: Array, coefficients: Array) -> Array:
-    """Return the coefficients (n, d) of the clamped images: transform to images, clamp to [-1, 1], transform back.
+    """Return the cosine coefficients (n, d) of images after clamping, from those before, ``coefficients`` (n, d).
 
-    ``basis``: the images of the d unit coefficients, (d, pixels). The result equals ``frequencies_of`` of
-    ``images_of``. For few frequencies, these matrix products are much faster than transforms of whole images.
+    The function transforms to images, clamps pixels to [-1, 1], and transforms back, as ``frequencies_of`` of
+    ``images_of`` does. For few frequencies, its matrix products are much faster than transforms of whole images.
+    ``basis``: the images of the d unit coefficients, (d, pixels).
     """
     found: Array = np.clip(coefficients @ basis, -1, 1) @ basis.T
     return found
 
 
 def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Return mean (d,) and root (d, d) of a normal distribution N(mean, root root^T) for images that will be clamped.
+    """Return (mean', root') such that draws from N(mean', root' root'^T) have the given moments after clamping.
 
-    After clamping, draws from this distribution have the moments given by the arguments ``mean`` and ``root``.
-    Clamping changes the moments of images that are drawn from a normal distribution: backgrounds become too light, and
-    strokes too pale. This function finds the distribution by iteration on fixed draws. Every iteration adds half of the
-    mean's error to the mean. It corrects half of the covariance's error by the optimal transport map between two normal
-    distributions (Olkin and Pukelsheim 1982).
+    ``mean`` (d,), ``root`` (d, d): the wanted moments are those of N(mean, root root^T). ``clamp``: a function from
+    draws (n, d) to the clamped draws. Clamping pixels to [-1, 1] changes the moments of draws: backgrounds become too
+    light, and strokes too pale. The function finds the distribution by iteration on fixed draws. Every iteration adds
+    half of the mean's error to the mean. It corrects half of the covariance's error by the optimal transport map
+    between two normal distributions (Olkin and Pukelsheim 1982).
 
-    ``clamp``: a function from draws (n, d) to the clamped draws. If no normal distribution has the given moments, the
-    result is an approximation. ``mean`` and ``root`` are returned unchanged if d is more than 400, which would take
-    minutes, or if the variance is zero.
+    If no normal distribution has the wanted moments after clamping, the result is an approximation. ``mean`` and
+    ``root`` are returned unchanged if d is more than 400, which would take minutes, or if the variance is zero.
     """
     wanted, size = root @ root.T, len(mean)
     variance = float(np.trace(wanted)) / size
     if variance <= 0 or size > 400:
         return mean, root
-    least = 1e-4 * variance * np.eye(size)  # some directions may have no variance at all
+    least = 1e-4 * variance * np.eye(size)  # added, because the variance in some directions may be zero
     target = _power(wanted + least, 0.5)
     draws = np.random.default_rng(0).standard_normal((max(1000, 4 * size), size))
-    # Draws whose own mean is 0 and whose own covariance is the identity: chance must not look like a moment.
+    # The sample mean of the draws is made 0 and their sample covariance the identity, so that chance adds no moments.
     centered = draws - draws.mean(axis=0)
     lower = np.linalg.cholesky(np.cov(centered.T).reshape(size, size))
     tries = np.linalg.solve(lower, centered.T).T
@@ -127,7 +128,7 @@ def warped(images: NDArray[np.float32], strength: float, generator: np.random.Ge
     coins = strength * generator.uniform(-1, 1, (5, len(images)))
     turn, wide, tall = _TURN * coins[0], 1 + _STRETCH * coins[1], 1 + _STRETCH * coins[2]
     cosine, sine, shape = np.cos(turn), np.sin(turn), height / width
-    # From where, in an image that reaches from -1 to 1 both ways, a pixel comes: right and down.
+    # Affine maps from a pixel of the result to its source, in coordinates from -1 to 1 (right, down).
     matrices = np.array([[cosine * wide, -sine * tall * shape], [sine * wide / shape, cosine * tall]])
     moves = -np.einsum("rcn,cn->rn", matrices, 2 * _MOVE * coins[3:])
     whole = np.concatenate([matrices, moves[:, None]], axis=1).transpose(2, 0, 1).astype(np.float32)

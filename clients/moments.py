@@ -1,4 +1,4 @@
-"""Moments of features per class, with sums of outer products as vectors, to which noise can be added."""
+"""Class moments of features: number, sum and sum of outer products for each class, as vectors for adding noise."""
 
 import math
 from typing import TypeAlias
@@ -12,7 +12,7 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 def triangle_of(matrix: Array) -> Array:
-    """Return the upper triangle of a symmetric matrix, with off-diagonal numbers times sqrt 2: the norm is preserved.
+    """Return the upper triangle of a symmetric matrix as a vector; off-diagonal numbers times sqrt 2 preserve the norm.
 
     >>> triangle_of(np.array([[3.0, 4.0], [4.0, 0.0]])).round(3).tolist()
     [3.0, 5.657, 0.0]
@@ -23,9 +23,9 @@ def triangle_of(matrix: Array) -> Array:
 
 
 def products(rows: Array) -> Array:
-    """Return the outer product of each row with itself, in the form of ``triangle_of``.
+    """Return the outer product of each row with itself as a vector, in the form of ``triangle_of``.
 
-    ``rows`` has shape (n, d), the result (n, d (d + 1) / 2). The norm of a result row is the squared norm of its row.
+    ``rows``: (n, d). The result has shape (n, d (d + 1) / 2); the norm of each result is the squared norm of its row.
     """
     upper, right = np.triu_indices(rows.shape[1])
     packed: Array = rows[:, upper] * rows[:, right] * np.where(upper == right, 1.0, math.sqrt(2))
@@ -33,7 +33,7 @@ def products(rows: Array) -> Array:
 
 
 def symmetric(triangle: Array, size: int) -> Array:
-    """Return the symmetric matrix, shape (size, size), of a triangle vector: the inverse of ``triangle_of``."""
+    """Return the symmetric matrix (size, size) from its ``triangle``: the inverse of ``triangle_of``."""
     upper, right = np.triu_indices(size)
     matrix = np.zeros((size, size))
     matrix[upper, right] = triangle / np.where(upper == right, 1.0, math.sqrt(2))
@@ -42,9 +42,9 @@ def symmetric(triangle: Array, size: int) -> Array:
 
 
 def shrunk(noisy: Array, std: float, dimension: int) -> Array:
-    """Return ``noisy`` times a factor in [0, 1], by the estimator of James and Stein (1961).
+    """Return ``noisy`` shrunk towards 0, by the estimator of James and Stein (1961).
 
-    The factor is near 0 if ``noisy`` can be explained by noise of standard deviation ``std`` on ``dimension`` numbers.
+    The factor in [0, 1] is near 0 if noise of standard deviation ``std`` on ``dimension`` numbers explains ``noisy``.
     """
     kept: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
     return kept
@@ -69,7 +69,7 @@ def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int, wei
     for label in np.unique(labels):
         rows, weight = features[labels == label], weights[labels == label]
         weighted = rows * weight[:, None]
-        # By torch, whose number of threads, on which last bits depend, is the run's.
+        # By torch, not NumPy: the bits depend on the number of threads, which the run sets for torch alone.
         product = (torch.from_numpy(rows).T @ torch.from_numpy(weighted)).numpy()
         moments[label] = np.concatenate([[weight.sum()], weighted.sum(axis=0), triangle_of(product)])
     return moments

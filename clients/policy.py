@@ -1,4 +1,4 @@
-"""The policy and the ledger of a client. Without a policy a client accepts any epsilon that the server sends.
+"""The policy of a client: the owner's limits on its privacy costs. Without a policy a client accepts any epsilon.
 
 The policy is a TOML file on the client's machine, which no task of a server can change:
 
@@ -7,10 +7,10 @@ The policy is a TOML file on the client's machine, which no task of a server can
     allow_raw_updates = false    # may it train on its own records, and send what it learnt without noise?
     allow_votes = false          # may it vote as a teacher? Votes leave it without noise
 
-The folder ``<file>.private`` beside the policy holds the ledger of all releases under the policy and the client's
-temporary files of a release. One ledger serves all tasks, whatever experiment, seed, split or data set a task names: a
-new task does not start with a new budget. Only secret noise is allowed. No error message of a refusal contains
-information about the records.
+The folder ``<file>.private`` beside the policy contains the ledger of all releases under the policy, and temporary
+files of a release. All tasks share this ledger, whatever experiment, seed, partition or data set they name: a new task
+does not start with a new budget. Only secret noise is allowed. No error message of a refusal contains information about
+the records.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from fl_sim.store.files import folder_lock
 from fl_sim.store.tensors import write_private
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
-"""The privacy terms of every client's ledger. The ledger accepts any budget and delta; other code checks the limits."""
+"""The unit, adjacency and delta of every client's ledger. It accepts any budget and delta; ``Policy`` checks limits."""
 
 KEY: Final = "key"
 """The name of the file with the noise key. The file is deleted when the release is stored."""
@@ -62,7 +62,7 @@ class _PolicyFile(Settings):
 
 @dataclass(frozen=True)
 class Policy:
-    """The limits that a client's owner sets. ``path``: the policy's file, which ``read_policy`` reads."""
+    """The limits that a client's owner has set in a policy file (see this module). ``path``: the file."""
 
     path: Path
     epsilon: float
@@ -72,7 +72,7 @@ class Policy:
 
     @property
     def home(self) -> Path:
-        """Return the folder of the ledger and of temporary files of releases. Only its owner can read the folder."""
+        """Return the folder of the ledger and of temporary files of releases, which only its owner can read."""
         return self.path.with_name(f"{self.path.name}.private")
 
     @property
@@ -92,26 +92,26 @@ class Policy:
             )
 
     def check_code(self, kind: str, setting: str) -> None:
-        """Raise RunError for a mechanism of another project, whose cost the client cannot verify.
+        """Raise RunError for a mechanism from outside fl-sim, because the client cannot verify its privacy cost.
 
-        ``setting``: the name of the setting that ``kind`` comes from, for the message.
+        ``kind``: the name or import path of the mechanism. ``setting``: the setting with this value, for the message.
         """
         if ":" in kind:
             raise RunError(
-                f"this client's policy takes no foreign code's word for what a release costs, and the server asks for "
-                f"{setting} = {in_one_line(repr(kind))}: take one that comes with fl-sim"
+                f"this client's policy cannot verify the privacy cost of code from outside fl-sim, and the server asks "
+                f"for {setting} = {in_one_line(repr(kind))}: take a value that comes with fl-sim"
             )
 
     def check_pool(self, path: str) -> None:
-        """Raise RunError if the file name of a pool does not have the form that fl-sim gives to pools.
+        """Raise RunError if the file at ``path`` is not named like a pool of synthetic records.
 
-        The server names the file, and the node reads it: without this check the server could name any file, such as one
-        with the owner's records.
+        The server names the file, and the node reads it. Without this check the server could name any file, such as the
+        owner's records.
         """
         if not _POOL.fullmatch(Path(path).name):
             raise RunError(
                 "this client's policy allows training on a pool of synthetic records alone, and the server names a "
-                "file that is not called as fl-sim calls them, synthetic-<digest>.safetensors: name such a one"
+                "file without the name of such a pool: use a file that fl-sim made, synthetic-<digest>.safetensors"
             )
 
     def check_training(self, *, own_records: bool) -> None:
@@ -121,26 +121,26 @@ class Policy:
         """
         if own_records and not self.allow_raw_updates:
             raise RunError(
-                "this client's policy allows no updates and no averages made from its own records, which would leave "
-                'it without noise: train on synthetic records alone (preprocess.train_on = "synthetic"), or ask its '
+                "this client's policy allows no updates and no averages from its own records, because they are sent "
+                'without noise: train on synthetic records alone (preprocess.train_on = "synthetic"), or ask its '
                 "owner for allow_raw_updates = true"
             )
 
     def check_vote(self) -> None:
-        """Raise RunError for votes, unless the policy allows them: votes leave the client without noise."""
+        """Raise RunError unless the policy allows votes (of PATE), which a client sends without noise."""
         if not self.allow_votes:
             raise RunError(
-                "this client's policy allows no votes, which would leave it without noise: ask its owner for "
+                "this client's policy allows no votes, because they are sent without noise: ask its owner for "
                 "allow_votes = true"
             )
 
     def pay(self, releases: Mapping[str, dp_event.DpEvent], noise: str) -> Receipt:
-        """Charge ``releases`` (name -> event) to the ledger before any is made, and return the ledger's receipt.
+        """Charge ``releases`` (name -> privacy event) to the ledger, before they are made, and return its receipt.
 
         Raises RunError, and charges nothing, if the total would exceed the policy's epsilon. The server may choose each
-        release after it has seen the earlier ones (adaptive composition), so costs are added at one Renyi order, which
-        the first charges fixed (a Renyi filter). ``noise`` identifies the noise key: a release that was charged under
-        the same name and key before is the same release, and is not charged again.
+        release after it has seen the earlier ones (adaptive composition). So costs are added at one Renyi order, which
+        the first charges determine (a Renyi filter). ``noise``: an identifier of the noise key. A release with the name
+        and the noise key of an earlier charge is the same release, and is not charged again.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
         with folder_lock(self.home):
@@ -160,9 +160,9 @@ class Policy:
         return ledger.receipt
 
     def _spent(self, charges: Sequence[Charge]) -> float:
-        """Return the epsilon of ``charges`` at the fixed Renyi order.
+        """Return the epsilon of ``charges`` at the Renyi order that the first charges determine.
 
-        The leading charges, up to the first with another noise key, determine the order.
+        The first charges are those before the first change of the noise key.
         """
         if not charges:
             return 0.0
@@ -171,7 +171,7 @@ class Policy:
         return epsilon_at(order, Counter(charge.event for charge in charges), self.delta)
 
     def open_ledger(self) -> Ledger:
-        """Return the ledger. Raises RunError if the file was deleted or shortened after a charge."""
+        """Return the ledger. Raises RunError if its file was deleted or shortened after a charge."""
         earlier = Receipt.from_json(_json(self._receipt)) if self._receipt.exists() else None
         return open_ledger(self.ledger, earlier, f"what was released under {self.path}")
 
@@ -186,7 +186,7 @@ def read_policy(path: Path) -> Policy:
     try:
         table = parse_table(text, str(path))
     except UserError as error:
-        raise UserError(f"{path} is no policy, since it is not TOML: write one such as epsilon = 10.0") from error
+        raise UserError(f"{path} is no policy, because it is not TOML: write a line such as epsilon = 10.0") from error
     try:
         return Policy(path.absolute(), **_PolicyFile.model_validate(table).model_dump())
     except ValidationError as error:
@@ -194,10 +194,10 @@ def read_policy(path: Path) -> Policy:
 
 
 def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") -> Ledger:
-    """Return a client's ledger. A missing ledger is created, readable by its owner only, unless there is a receipt.
+    """Return a client's ledger in the file ``path``.
 
-    ``receipt``, ``holder``: the arguments of the same names of ``Ledger``. Raises UserError if the ledger cannot be
-    created.
+    A missing file is created, readable by its owner only, unless a ``receipt`` shows that it existed. ``receipt``,
+    ``holder``: the arguments of ``Ledger``. Raises UserError if the file cannot be created.
     """
     if receipt is None and not path.exists():
         try:
@@ -206,7 +206,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
             path.touch(mode=0o600)
         except OSError as error:
             raise UserError(
-                f"{path} cannot be made ({error.strerror}), and nothing is released without a ledger: set "
+                f"{path} cannot be created ({error.strerror}), and nothing is released without a ledger: set "
                 "FL_SIM_LEDGERS to a folder that you may write"
             ) from error
     return Ledger(RECORD_TERMS, path, receipt=receipt, holder=holder)
@@ -214,7 +214,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
 
 @dataclass(frozen=True)
 class PaidNoise:
-    """The noise of a release that is charged but not computed yet, and the receipt of the ledger."""
+    """The noise of a release that is charged but not made yet, and the ledger's receipt for the charge."""
 
     noise: Noise
     receipt: Receipt
@@ -223,11 +223,11 @@ class PaidNoise:
 def pay(
     releases: Mapping[str, dp_event.DpEvent], folder: Path, ledger: Path, policy: Policy | None, *, seeded: str = ""
 ) -> PaidNoise:
-    """Charge ``releases`` (name -> event) before any is made, and return the noise for them and the receipt.
+    """Charge ``releases`` (name -> privacy event) before they are made; return their noise and the receipt.
 
     The policy's ledger is charged, or ``ledger`` if there is no policy. The noise is secret. Its key is stored in
-    ``folder``, so that a client that was killed before its release was stored gets the same noise again. ``seeded``: a
-    text that names seed, release and client and determines the noise, for simulations only.
+    ``folder``: if the client is killed before it has stored the release, it makes the same release again. ``seeded``:
+    for simulations only, a text (seed, release and client) that determines the noise; empty for secret noise.
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def pay(
         if not path.exists():
             write_private(path, os.urandom(_KEY_BYTES))
         if path.stat().st_size != _KEY_BYTES:
-            raise RunError(f"{path} is damaged: delete it, and the release is made with another key, which pays again")
+            raise RunError(f"{path} is damaged: delete it; the release is then made with a new key, and charged again")
         noise = Noise(path.read_bytes(), simulation_only=False)
     if policy:
         return PaidNoise(noise, policy.pay(releases, noise.identity))
@@ -253,7 +253,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(_LONGEST + 1)
         if len(content) > _LONGEST:
-            raise UserError(f"{path} is too long: it should hold a few lines")
+            raise UserError(f"{path} is too long: give a file of at most {_LONGEST} bytes")
         return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): give the path of a text file") from error

@@ -1,5 +1,6 @@
-"""Class moments of a client's features as one private release: one Gaussian mechanism over all classes.
+"""Class moments of a client's features as one private release, by one Gaussian mechanism over all classes.
 
+The features are the inputs of a model's last layer; the moments of a class are number, sum and sum of outer products.
 Privacy unit: one record, which is in one class. Adjacency: one record is replaced by nothing, while the numbers of
 clients and of their records stay public (zero-out adjacency). This change leaves the features of all other records
 equal: the caller computes the features of each record separately, at the same place in its batch.
@@ -28,14 +29,14 @@ from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_no
 from fl_sim.store.tensors import write_private
 
 LONGEST: Final = math.sqrt(3)
-"""The norm of a record's contribution to the moments, if the norm of the record's feature is the clipping norm."""
+"""The largest norm of a record's contribution (1, u, uu') to the moments, where |u| <= 1."""
 
 _RELEASE: Final = "moments.safetensors"
 
 
 @dataclass(frozen=True)
 class Protection:
-    """The privacy parameters of moments: ``epsilon`` and ``delta`` per record, the ``clipping_norm`` of features.
+    """The privacy parameters of moments: ``epsilon`` and ``delta`` per record, and the ``clipping_norm`` of features.
 
     ``noise``: "secret", or "seeded" for simulations only.
     """
@@ -47,7 +48,7 @@ class Protection:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the noise multiplier z (standard deviation / sensitivity), the least for epsilon and delta."""
+        """Return the least noise multiplier (standard deviation / sensitivity) for epsilon and delta."""
         return _least_noise(self.epsilon, self.delta)
 
     @property
@@ -63,11 +64,11 @@ class Protection:
 
 @dataclass(frozen=True)
 class MomentsRelease:
-    """The identity and the files of one client's release. Two releases of one ``name`` differ only in the noise key.
+    """The name and the files of one client's release. Two releases of one ``name`` differ only in the noise key.
 
-    ``folder`` stores the release, and the noise key until the release is stored. ``ledger``: the ledger that is
-    charged, unless the client has a ``policy``; then the policy's ledger is charged. ``seed``: the seed of seeded
-    noise.
+    ``folder``: the folder of the noise key and, when it is made, of the release. ``ledger``: the ledger that is
+    charged, unless the client's owner has set a ``policy``; then the policy's ledger is charged. ``seed``: the seed of
+    seeded noise.
     """
 
     name: str
@@ -78,23 +79,23 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise gives epsilon and delta, or if the noise is too coarse for ``size`` moments."""
+    """Raise UserError if no noise reaches epsilon and delta, or if its grid is too coarse for ``size`` moments."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
 def charge_name(name: str) -> str:
-    """Return the name under which the ledger lists the release ``name``."""
+    """Return the name of the release ``name`` in the ledger."""
     return f"class moments {name}"
 
 
 def released_moments(
     features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: MomentsRelease
 ) -> Array:
-    """Charge the release to the ledger, then compute the moments with ``private_moments``, store and return them.
+    """Charge the release to the ledger; then compute the moments with ``private_moments``, store and return them.
 
     A second call with the same folder returns the stored moments, at no cost. A client without records (the number of
-    records is public) gets zeros and no charge. Raises RunError if the client's policy forbids the release, UserError
-    or RunError if the ledger cannot be charged.
+    records is public) returns zeros and is not charged. Raises RunError if the client's policy forbids the release,
+    UserError or RunError if the ledger cannot be charged.
     """
     shape = (num_classes, num_moments(features.shape[1]))
     begun = begin_release(len(labels), shape, protection, release)
@@ -106,10 +107,10 @@ def released_moments(
 def begin_release(
     num_records: int, shape: tuple[int, int], protection: Protection, release: MomentsRelease
 ) -> Array | PaidNoise:
-    """Charge a release of moments of shape ``shape``, and return its noise and receipt.
+    """Charge the release of moments to the ledger, and return its noise and receipt. Reads no record.
 
-    If the release exists already or the client has no records, return the moments instead, without a charge. Reads no
-    record. Raises the errors of ``released_moments``.
+    If the release exists already or the client has no records, return the moments instead, without a charge. ``shape``:
+    the shape of the moments. Raises the errors of ``released_moments``.
     """
     if release.policy:
         release.policy.check_noise(protection.noise, "calibrate.noise")
@@ -164,7 +165,7 @@ def _least_noise(epsilon: float, delta: float) -> float:
 
 
 def _read(path: Path, shape: tuple[int, int], release: MomentsRelease) -> Array:
-    """Return the stored release. Raises RunError if the file is damaged, or if the ledger lacks the release."""
+    """Return the stored moments. Raises RunError if the file is damaged, or if the ledger lacks their charge."""
     try:
         with safe_open(path, "pt") as file:
             receipt = Receipt.from_json(json.loads(file.metadata()["receipt"]))
@@ -172,9 +173,7 @@ def _read(path: Path, shape: tuple[int, int], release: MomentsRelease) -> Array:
         if moments.shape != shape or moments.dtype != np.float64 or not np.isfinite(moments).all():
             raise ValueError(moments.shape)  # noqa: TRY301
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError, RunError) as error:
-        raise RunError(
-            f"{path} is damaged: delete it, and the release is made again, which is another one and pays again"
-        ) from error
+        raise RunError(f"{path} is damaged: delete it; a new release is then made, and charged again") from error
     ledger = release.policy.ledger if release.policy else release.ledger
     open_ledger(ledger, receipt, f"the release in {release.folder}")
     return moments

@@ -1,7 +1,7 @@
-"""PATE's teachers: each client trains on its own shard and votes on every record of the public pool.
+"""PATE's teachers: each client trains a model, the teacher, on its own shard, and votes on every public record.
 
 Papernot et al. 2017, "Semi-supervised knowledge transfer for deep learning from private training data", section 2.1.
-A teacher never leaves its client; a client sends one class per public record, for the aggregator alone.
+A teacher never leaves its client. A client sends its votes, one class per public record, to the aggregator alone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class NetworkTeacher(Settings):
 
 
 class RandomForest(Settings):
-    """A random forest (Breiman 2001; scikit-learn's code) for tables of numbers: a teacher of PATE, or its student.
+    """A random forest (Breiman 2001; scikit-learn's code) for tables of numbers, as PATE's teacher or student.
 
-    ``trees``: the number of trees. Each is grown on a bootstrap sample, without a limit on depth. ``min_leaf``: the
-    least number of records in a leaf. ``balanced``: every class has the same total weight, however few records it has.
-    Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never does. The weights
-    have an effect only if leaves hold several records.
+    ``trees``: the number of trees. Each tree is grown on a bootstrap sample, without a limit on depth. ``min_leaf``:
+    the least number of records in a leaf. ``balanced``: every class has the same total weight, however few records it
+    has. Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never does. The
+    weights have an effect only if leaves contain several records.
     """
 
     kind: Literal["random-forest"] = "random-forest"
@@ -52,7 +52,7 @@ class RandomForest(Settings):
     def fit(
         self, inputs: NDArray[np.float32], labels: NDArray[np.int64], generator: np.random.Generator
     ) -> RandomForestClassifier:
-        """Return a forest that is fitted to ``inputs`` (n, features) and ``labels`` (n,); n must be at least 1."""
+        """Return a forest fitted to ``inputs`` (n, features) and ``labels`` (n,); n must be at least 1."""
         from sklearn.ensemble import RandomForestClassifier  # noqa: PLC0415 (a second to import)
 
         seed = int(generator.integers(2**31))
@@ -78,11 +78,10 @@ def network_votes(
     seed: int,
     model_seed: int,
 ) -> NDArray[np.int64]:
-    """Train a network on ``records``, return its votes on the records of ``pool``, shape (pool,), and discard it.
+    """Train a network on ``records``, and return its votes, the predicted class of each record of ``pool`` (pool,).
 
-    A vote is the predicted class of a record. ``build(number)`` returns a network with the initial weights that
-    ``number`` determines. Several threads may call this function. Raises RunError if the network's outputs are not
-    finite.
+    ``pool``: the public records. ``build(number)``: a function that returns a network whose initial weights depend on
+    ``number`` alone. Several threads may call this function. Raises RunError if the network's outputs are not finite.
     """
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
 
@@ -97,7 +96,7 @@ def network_votes(
 def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
     """Return the class of the largest logit in each row. Raises RunError if a logit is not finite.
 
-    The error message contains no logit: a teacher's outputs are as private as its records.
+    The error message does not quote logits: a teacher's outputs are as private as its records.
     """
     if not bool(torch.isfinite(logits).all()):
         raise RunError(
@@ -110,9 +109,9 @@ def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
 def forest_votes(
     settings: RandomForest, records: Records, pool: torch.Tensor, *, client: int, seed: int
 ) -> NDArray[np.int64]:
-    """Fit a random forest to ``records``, return its votes on the records of ``pool``, and discard the forest.
+    """Fit a random forest to ``records``, and return its votes, the predicted class of each record of ``pool`` (pool,).
 
-    The votes, one predicted class per record, have shape (pool,).
+    ``pool``: the public records.
     """
     inputs, labels = records.tensors()
     forest = settings.fit(as_table(inputs.numpy(force=True)), labels.numpy(force=True), rng(seed, "teacher", client))
@@ -121,5 +120,5 @@ def forest_votes(
 
 
 def as_table(inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return records as rows of numbers, shape (n, features)."""
+    """Return records of any shape as rows of numbers, shape (n, features)."""
     return inputs.reshape(len(inputs), -1)

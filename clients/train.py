@@ -1,4 +1,4 @@
-"""Local training, the task of every round: a client trains on its records and sends the update of the algorithm."""
+"""Local training, the task of every round: a client trains on its records and sends the algorithm's update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Train:
     runs_in_threads: ClassVar[bool] = True
 
     def check(self, client: Client) -> None:
-        """Raise RunError if the owner's policy forbids training on the records that the task uses."""
+        """Raise RunError if the policy of the client's owner forbids training on the records that the task uses."""
         assert client.policy is not None
         own = client.runtime.trains_on_own(client.config.synthetic)
         client.policy.check_training(own_records=own)
@@ -51,8 +51,8 @@ class TrainingJob:
     """The local training of one client in one round.
 
     ``job``: the input of the trainer. ``came``: for each layer, innermost first, the task before that layer changed it.
-    ``guards``: detect writes to tensors that the algorithm's code must only read. The first guard covers the broadcast;
-    a second guard covers the pool and the client state, if there are any.
+    ``guards``: detectors of writes to tensors that the algorithm's code must only read. The first guard covers the
+    broadcast; a second guard covers the pool and the client state, if there are any.
     """
 
     client: Client
@@ -95,14 +95,14 @@ class TrainingJob:
         for name, group in client.state.items():
             own[f"client state {name!r}"] = group
         if own:
-            # Ours are held to the law by fl_sim.testing.check; a sum over a large pool takes time for each client.
+            # fl_sim.testing.check tests fl-sim's algorithms; here a sum over a large pool would cost time per client.
             guards.append(WriteGuard.of(own, by_bits=is_own_kind(algorithm)))
         if isinstance(algorithm, CustomStart):
             methods.append(algorithm.start)
             layout = layout_of(task.params)
             with runtime.drawing("start", number, server_round):
                 task = algorithm.start(task, OnClient(records, runtime.trainer))
-            check_layout("the weights that start returns", task.params, layout)
+            check_layout("the parameters that start returns", task.params, layout)
         with runtime.drawing("plan", number, server_round):
             plan = algorithm.plan(task)
         check_returned(plan, LocalPlan, algorithm.plan)
@@ -115,10 +115,10 @@ class TrainingJob:
         return job
 
     def finished(self, trained: Trained) -> RecordDict:
-        """Store the client's new state, and return the update message for the server.
+        """Store the client's new state, and return the message with its update.
 
-        Without a state folder, the message carries the client state. Raises RunError if training wrote to the
-        broadcast, the pool or the client state.
+        If there is no folder for the client state, the message carries the state. Raises RunError if training wrote to
+        the broadcast, the pool or the client state.
         """
         runtime, config, number = self.client.runtime, self.client.config, self.client.number
         algorithm, server_round = runtime.algorithm, config.server_round
@@ -142,11 +142,11 @@ class TrainingJob:
         return content
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if a guarded tensor was written to. ``methods``: the functions that have just run."""
+        """Raise RunError if PyTorch counted a write to a guarded tensor. ``methods``: the functions that ran since."""
         for guard in self.guards:
             guard.check(*methods)
 
     def check_bits(self) -> None:
-        """Raise RunError if the bits of a guarded tensor changed. This finds writes that PyTorch does not count."""
+        """Raise RunError if the bits of a guarded tensor changed, also by writes that PyTorch does not count."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)

@@ -1,1 +1,1 @@
-"""DA-FL on a client: private label selection, generators of synthetic records, and the share that a client releases."""
+"""DA-FL on a client: private label selection, private generators, and the client's share of synthetic records."""

@@ -1,4 +1,4 @@
-"""The protocol of private generators, with their requests and their bills (costs). DA-FL accepts any such generator."""
+"""The protocol of private generators of synthetic records, with their requests and bills (privacy costs), for DA-FL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrivateRecords:
-    """One client's own records, scaled only by public constants.
+    """One client's own records as the input of a generator, scaled only by public constants. SENSITIVE.
 
     ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
     the columns of a table, if they are known; (inputs + 1) / 2 is in the units of the columns. ``features``: the
-    version of the public features that the records consist of, or empty for original records.
+    version of the public features (such as scattering) in ``inputs``; empty for original records.
     """
 
     inputs: torch.Tensor
@@ -35,11 +35,11 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class GeneratorBill:
-    """The cost of a release: the privacy event ``event``, ``steps`` times. It is computed before any record is read.
+    """The privacy cost of a release: the privacy event ``event``, ``steps`` times. Computed from public numbers alone.
 
     ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm of one record; 0 for no protection
-    (epsilon inf). ``refused``: the reason why nothing can be released within the budget, or empty. After a refused bill
-    nothing is released and nothing is charged.
+    (epsilon inf). ``refused``: the reason if no useful release is possible within the budget; nothing is then charged
+    or released. Otherwise it is empty.
     """
 
     event: dp_event.DpEvent
@@ -68,13 +68,13 @@ Made: TypeAlias = "torch.Tensor | Exception"
 
 
 class Generator(Protocol):
-    """A kind of private generator: immutable settings, a cost (``bill``) and a release (``generate``).
+    """A private generator of synthetic records: immutable settings, a privacy cost and a release.
 
     Privacy unit: one record, add or remove.
     """
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the cost of ``generate`` for a client with ``num_records`` records, within (epsilon, delta).
+        """Return the privacy cost of ``generate`` for a client with ``num_records`` records, within (epsilon, delta).
 
         The number of records is public. epsilon inf means no noise and no clipping.
         """
@@ -100,13 +100,10 @@ class Generator(Protocol):
 
 @runtime_checkable
 class StackedGenerator(Protocol):
-    """A generator that makes the releases of many clients together. Other generators serve one client at a time."""
+    """A generator that computes the releases of many clients together, which takes less time."""
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-        """Return the result of ``generate`` for each of many clients, bit-identical, in less time if possible.
-
-        Several threads may call this method.
-        """
+        """Return the result of ``generate`` for each client, bit-identical. Several threads may call this method."""
         ...
 
 
@@ -121,19 +118,19 @@ class ShapedGenerator(Protocol):
 
 @runtime_checkable
 class CompiledGenerator(Protocol):
-    """A generator that may train with compiled code, if compiled code exists for this processor."""
+    """A generator that trains with compiled code if this machine has it."""
 
     def trainer(self) -> str:
-        """Return a text for the result: the name of the trainer on this machine and, for PyTorch, the reason."""
+        """Return the name of the trainer on this machine for ``result.json``: "native trainer", or PyTorch and why."""
         ...
 
 
 @runtime_checkable
 class ShortenedGenerator(Protocol):
-    """A generator whose time for a release can be extrapolated from a shorter training."""
+    """A generator whose time for a release can be forecast from a shorter training."""
 
     def shortened(self, steps: int) -> tuple[Generator, float]:
-        """Return a generator with at most ``steps`` steps, and its approximate share of the full release's time."""
+        """Return a generator with at most ``steps`` steps, and its approximate time / time of the full release."""
         ...
 
 
@@ -146,6 +143,6 @@ def generate_all(generator: Generator, requests: Sequence[GeneratorRequest], che
         check()
         try:
             made.append(generator.generate(one.records, one.counts, one.bill, one.noise, one.generator))
-        except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+        except Exception as error:  # noqa: BLE001 (an error from one client's records is this client's failure)
             made.append(error)
     return made

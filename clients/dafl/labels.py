@@ -1,10 +1,13 @@
-"""Private label selection (PLS): the number of synthetic records of each class on a client (Tang, Wang, Liu 2023).
+"""Private label selection (PLS): the private number of synthetic records of each class (Tang, Wang, Liu 2023).
 
-A class with n_k records gets about gamma n_k synthetic records. Exponential mechanism (McSherry, Talwar 2007): the
-number r in {0..R}, R public, has probability proportional to exp(epsilon u(r) / (2 gamma)), with the score
-u(r) = -|r - gamma n_k|. One record changes u by gamma, not by 1; the target gamma n_k is not rounded, because rounding
-would make the score change by 1. Geometric mechanism (Ghosh, Roughgarden, Sundararajan 2009): two-sided geometric noise
-is added to n_k, the sum is multiplied by gamma, rounded and clamped. It needs half the noise.
+A class with n_k records on the client gets about gamma n_k synthetic records. Two mechanisms are available.
+
+Exponential mechanism (McSherry, Talwar 2007): the number r in {0..R}, R public, has probability proportional to
+exp(epsilon u(r) / (2 gamma)), with the score u(r) = -|r - gamma n_k|. One record changes u by gamma, not by 1; the
+target gamma n_k is not rounded, because rounding would make the score change by 1.
+
+Geometric mechanism (Ghosh, Roughgarden, Sundararajan 2009): two-sided geometric noise is added to n_k, the sum is
+multiplied by gamma, rounded and clamped. It needs half the noise.
 """
 
 import math
@@ -28,7 +31,7 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """Three valid bounds on the epsilon of a client's label selection, at delta 0. One class costs epsilon_1.
+    """Three bounds on the epsilon of the label selection for all classes, at delta 0. One class costs epsilon_1.
 
     ``parallel``: a record is in one class, so adding or removing the record affects one selection: epsilon_1.
     ``sequential``: the paper's bound L epsilon_1, as if a record affected all L classes. ``replace_one``: a record that
@@ -59,11 +62,11 @@ class _Selection(Settings):
     largest: int | None = Field(None, ge=0)
 
     def largest_count(self, gamma: float, public_records: int) -> int:
-        """Return R, the largest selectable count of one class.
+        """Return R, the largest number of synthetic records that can be selected for one class.
 
-        ``public_records``: an upper bound on a class's number of records, known without reading the client's records.
-        An R that depends on the data would reveal the data: between two values of R, an outcome would be possible in
-        only one of two neighbouring worlds.
+        ``public_records``: a public upper bound on the number of records of one class. An R that depends on the
+        client's records would reveal them: a count above one R and below another would be possible for only one of two
+        neighbouring data sets.
         """
         return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
 
@@ -72,22 +75,23 @@ class _Selection(Settings):
         return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
 
     def total_epsilon(self, num_classes: int) -> float:
-        """Return the total epsilon by the rule ``composition``, for basic composition with other releases."""
+        """Return the epsilon of the selections for all classes, by ``composition``, to be added to other epsilons."""
         totals = self.totals(num_classes)
         return totals.parallel if self.composition == "parallel" else totals.sequential
 
     def event(self, num_classes: int) -> "dp_event.DpEvent":
-        """Return the privacy event of all classes together, for the ledger, under add or remove one record."""
+        """Return the privacy event of the selections for all classes, for the ledger (add or remove one record)."""
         from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
 
         one = self._event_of_one_class()
         return one if self.composition == "parallel" else dp_event.SelfComposedDpEvent(one, num_classes)
 
     def threshold(self, gamma: float, largest: int) -> int:
-        """Return the least count that a class without records reaches with probability ``false_positive`` at most.
+        """Return the threshold below which selected counts are set to 0.
 
-        The threshold is computed from public numbers only, so setting smaller counts to 0 has no privacy cost. If the
-        noise is too large for the range, the threshold is largest + 1, and all counts become 0.
+        It is the least count that a class without records reaches with probability ``false_positive`` at most. It is
+        computed from public numbers only, so it has no privacy cost. If the noise is too large for the range, the
+        threshold is largest + 1, and all counts become 0.
         """
         if self.false_positive == 1:
             return 0
@@ -98,7 +102,7 @@ class _Selection(Settings):
         """Return the number of synthetic records of each class, (num_classes,): a private release, public once charged.
 
         ``class_counts``: (num_classes,) the client's own number of records of each class, SENSITIVE. ``largest``: R,
-        public. ``noise`` must be this client's own noise: one key always yields the same selection.
+        public. ``noise``: the noise of this client and release; the same key always gives the same selection.
         """
         held = np.asarray(class_counts, dtype=np.int64)
         assert held.ndim == 1
@@ -107,14 +111,17 @@ class _Selection(Settings):
             return np.zeros_like(held)
         _check(gamma, largest)
         first, second = noise.uniform(4 * len(held), purpose="label selection", server_round=0).reshape(2, 2, -1)
-        # Two words a coin: near 0 they resolve probabilities down to 2^-107, which no coin of 53 bits can.
+        # Two words for each uniform number: probabilities down to 2^-107 are then possible, not only down to 2^-53.
         coins = first + second * 2.0**-53 + 2.0**-107
         drawn = self._draw(coins, held, gamma, largest)
         least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
         return np.where(drawn < least, 0, drawn)
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each count 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        """Return the probability of each selected count 0..R, (R + 1,), for a class of ``num_records`` records.
+
+        This is the distribution before the threshold.
+        """
         raise NotImplementedError
 
     def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
@@ -126,12 +133,12 @@ class _Selection(Settings):
 
 
 class ExponentialMechanism(_Selection):
-    """The paper's mechanism. Its privacy loss lies in a range of width epsilon, so it costs epsilon^2 / 8 in zCDP."""
+    """The paper's exponential mechanism. Its privacy loss lies in a range of width epsilon: epsilon^2 / 8 in zCDP."""
 
     kind: Literal["exponential"] = "exponential"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each count 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        """Return the probability of each selected count 0..R, (R + 1,), before the threshold."""
         _check(gamma, largest)
         whole, rest = _target(gamma, num_records)
         distance = np.abs(np.arange(largest + 1) - float(whole) - rest)
@@ -153,7 +160,7 @@ class ExponentialMechanism(_Selection):
 
 
 class Geometric(_Selection):
-    """Two-sided geometric noise z on n_k, with probability proportional to exp(-epsilon |z|).
+    """The geometric mechanism: noise z on the number of records, with probability proportional to exp(-epsilon |z|).
 
     Afterwards the noisy count is multiplied by gamma, rounded and clamped.
     """
@@ -161,7 +168,7 @@ class Geometric(_Selection):
     kind: Literal["geometric"] = "geometric"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each count 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        """Return the probability of each selected count 0..R, (R + 1,), before the threshold."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
         # The least noisy counts that are rounded to 1..R, exactly: the least m with gamma m >= r - 1/2.
@@ -189,13 +196,17 @@ LabelPicker: TypeAlias = ExponentialMechanism | Geometric
 
 def _check(gamma: float, largest: int) -> None:
     if not 0 < gamma < math.inf:
-        raise UserError(f"gamma {gamma} is not a positive number: choose synthetic records per record, such as 0.05")
+        raise UserError(
+            f"gamma {gamma} is not a positive number: give the number of synthetic records per record, such as 0.05"
+        )
     if largest < 0:
-        raise UserError(f"a range up to {largest} is empty: give the most synthetic records of one class, 0 or more")
+        raise UserError(
+            f"a range up to {largest} is empty: give the largest number of synthetic records of one class, 0 or more"
+        )
 
 
 def _target(gamma: float, num_records: int) -> tuple[int, float]:
-    """Return gamma n_k as (whole number, rest in [0, 1]). A single float would round a large product too coarsely."""
+    """Return gamma n_k as (whole number, fraction in [0, 1]). One float would round a large product too coarsely."""
     whole, rest = divmod(Fraction(gamma) * num_records, 1)
     return whole, float(rest)
 
@@ -203,17 +214,17 @@ def _target(gamma: float, num_records: int) -> tuple[int, float]:
 def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: float, highest: float) -> Floats:
     """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one r per class.
 
-    The distribution is a truncated geometric distribution on either side of the target whole + rest. ``coins``: uniform
-    random numbers; ``coins[0]`` decides the side, ``coins[1]`` the distance.
+    On each side of the target whole + rest this is a truncated geometric distribution. ``coins``: uniform random
+    numbers; ``coins[0]`` decides the side, ``coins[1]`` the distance.
     """
-    from scipy.special import expit  # noqa: PLC0415 (slow, and most runs pick no labels)
+    from scipy.special import expit  # noqa: PLC0415 (slow, and most runs need no label selection)
 
     start = np.minimum(whole, highest)
     sides = start - lowest + 1, np.maximum(highest - whole, 0)
-    with np.errstate(divide="ignore"):  # no room above the target: its log mass is -inf
+    with np.errstate(divide="ignore"):  # a side without values has the log probability -inf
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
-    # The coin decides for the less likely side, whose probability it resolves better.
+    # The coin is compared with the smaller probability: numbers near 0 have the finer resolution.
     up = (coins[0] < expit(-np.abs(log_odds))) != (log_odds > 0)
     steps = _truncated_geometric(coins[1], rate, np.where(up, sides[1], sides[0]))
     drawn: Floats = np.where(up, whole + 1 + steps, start - steps)
@@ -221,9 +232,9 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
-    """Return draws j in {0..length-1} with probability proportional to exp(-rate j), one for each uniform coin."""
+    """Return numbers j in {0..length-1} with probability proportional to exp(-rate j), one for each uniform coin."""
     lost = np.exp(-rate * lengths)
-    reached = coins + (1 - coins) * lost  # exp(-rate x) at the real number x of which j is the whole part
+    reached = coins + (1 - coins) * lost  # exp(-rate x), where j is x rounded down
     with np.errstate(divide="ignore"):
         log_reached = np.where(reached < 0.5, np.log(reached), np.log1p((1 - coins) * np.expm1(-rate * lengths)))
     steps: Floats = np.clip(np.ceil(-log_reached / rate) - 1, 0, lengths - 1)
@@ -231,9 +242,9 @@ def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
 
 
 def _mass(near: Floats, length: Floats, epsilon: float) -> Floats:
-    """Return the probability that two-sided geometric noise is one of ``length`` successive values.
+    """Return the probability that two-sided geometric noise is one of ``length`` successive values on one side of 0.
 
-    ``near``: the distance from 0 of the value among them that is nearest to 0.
+    ``near``: the smallest absolute value among them.
     """
     mass: Floats = np.exp(-epsilon * near) * -np.expm1(-epsilon * length) / (1 + math.exp(-epsilon))
     return mass

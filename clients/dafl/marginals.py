@@ -1,10 +1,10 @@
 """Synthetic table records from a graphical model of noisy marginals (after McKenna, Miklau, Sheldon 2021, "MST").
 
-The values of every column are divided into a few cells, by public knowledge only. A client makes one release in three
-parts: the counts of every column's cells in each class; pairs of dependent columns, selected by the exponential
-mechanism; and the counts of these pairs' cells in each class. The label is a further column of every count, so the
-counts are marginals of two and of three columns. All other computation is post-processing: the program fits a model
-whose graph is a forest, and draws records from the model.
+The values of every column are divided into a few cells (bins), by public knowledge only. A client makes one private
+release in three parts: the counts of every column's cells in each class; pairs of dependent columns, selected by the
+exponential mechanism; and the counts of these pairs' cells in each class. The label counts as one more column, so the
+counts are marginals of two and of three columns. All other computation is post-processing: a graphical model, whose
+graph is a forest, is fitted to the counts, and records are drawn from it.
 
 Sensitivity, if one record is added or removed: the record is in exactly one cell of each of k tables, so the counts of
 all k tables together change by exactly sqrt(k) in Euclidean norm. The score of a pair of columns is the sum of absolute
@@ -38,7 +38,7 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-_UP: Final = 1 + 2.0**-50  # rounding must not make the noise less than what was billed
+_UP: Final = 1 + 2.0**-50  # so that rounding never makes the noise smaller than in the bill
 _STEPS: Final = 1000  # of mirror descent
 _GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lowers the loss, and after one that does not
 
@@ -67,8 +67,8 @@ class Marginals(Settings):
 
         A Gaussian release with the noise multiplier z costs this rho; an exponential mechanism of epsilon costs
         epsilon^2 / 8 (Cesar, Rogers 2021). The costs add up, even if each release is chosen after the earlier ones are
-        seen (Bun, Steinke 2016, lemma 2.3). The bill is refused if the noise on the count of a single cell exceeds the
-        number of all records.
+        seen (Bun, Steinke 2016, lemma 2.3). The release is refused if the noise on the count of a single cell exceeds
+        the number of all records.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -84,7 +84,7 @@ class Marginals(Settings):
         if math.isinf(epsilon):
             return GeneratorBill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
         z = noise_multiplier(lambda event: dp_event.ZCDpEvent(_rho(event.noise_multiplier)), 1, epsilon, delta)
-        refused = f"{num_records} records are too few for epsilon {epsilon:g}: each count would be noise below {z:.0f}"
+        refused = f"{num_records} records are too few for epsilon {epsilon:g}: counts need at least {z:.0f} records"
         return GeneratorBill(dp_event.ZCDpEvent(_rho(z)), 1, z, 1.0, refused if num_records < z else "")
 
     def generate(
@@ -97,14 +97,14 @@ class Marginals(Settings):
     ) -> torch.Tensor:
         """Return synthetic records, (sum of counts, features) in [-1, 1], sorted by class.
 
-        Every number in a record is a value of its column, and every category is valid for its column.
+        Every number in a record is one of the column's values, and every category is one of the column's categories.
         """
         self.check_shape(tuple(records.inputs.shape[1:]))
         columns = records.columns or unnamed(records.inputs.shape[1], self.cells)
         present = np.flatnonzero(counts)
         if not len(present):
             return records.inputs[:0]
-        # A record of a class that was not released takes part, and is counted nowhere.
+        # A record of a class without synthetic records is counted in no cell.
         own = np.isin(records.labels.numpy(), present)
         cells = cells_of((records.inputs.numpy()[own] + 1) / 2, columns)
         labels = np.searchsorted(present, records.labels.numpy()[own])
@@ -125,13 +125,14 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
     """Return the counts in ``tables`` with noise, and the standard deviation of the noise.
 
     A record is in exactly one cell of each table. Counts are whole numbers, so they lie on the grid to which noise is
-    rounded, if the grid's spacing is at most 1. Raises UserError if the spacing is larger.
+    rounded, if the grid's spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name of
+    the noise stream.
     """
     std = noise_multiplier * math.sqrt(len(tables)) * _UP
     if not std:
         return list(tables), 0.0
     if grid_spacing(std) > 1:
-        raise UserError(f"noise of {std:g} records on every count leaves nothing: give a larger epsilon")
+        raise UserError(f"the noise on every count has a standard deviation of {std:g} records: give a larger epsilon")
     exact = np.concatenate([table.ravel() for table in tables])
     drawn = noise.gaussian(exact.size, std, purpose=f"marginals: {purpose}", server_round=1)
     parts = np.split(add_noise(exact, std, drawn), np.cumsum([table.size for table in tables])[:-1])
@@ -139,23 +140,24 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
 
 
 def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
-    """Return the edges of a forest, each parent before its children, selected one by one by the exponential mechanism.
+    """Return pairs of dependent columns, the edges of a forest, selected one by one by the exponential mechanism.
 
+    Each edge is (parent, child), and a parent comes before its children. ``ones``: the released counts of columns.
     ``epsilon``: the cost of each selection; inf selects the best pair every time. The score of a pair is its dependence
     (see ``score``) less the expected contribution of noise of standard deviation ``std`` on the pair's counts (McKenna
-    et al. 2022, "AIM"). The option "no more pairs" has the score 0.
+    et al. 2022, "AIM"). The option to select no more pairs has the score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
     expected = math.sqrt(2 / math.pi) * std * table.num_classes
     found = [score(table, ones, pair) - expected * (table.sizes[pair[0]] * table.sizes[pair[1]]) for pair in pairs]
     scores = np.array([*found, 0.0])
-    tree = np.arange(columns)  # which tree a column is in
+    tree = np.arange(columns)  # the number of the tree that contains each column
     chosen: list[Edge] = []
-    for turn in range(columns - 1):
+    for draw in range(columns - 1):
         joins = [tree[left] != tree[right] for left, right in pairs]
         open_ones = np.flatnonzero([*joins, True])
-        place = open_ones[exponential_mechanism(scores[open_ones], epsilon, noise, turn)]
+        place = open_ones[exponential_mechanism(scores[open_ones], epsilon, noise, draw)]
         if place == len(pairs):
             break
         left, right = pairs[place]
@@ -165,9 +167,9 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
 
 
 def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
-    """Return the dependence of two columns: the sum over classes and cells of |count - expected count|.
+    """Return the dependence of two columns: the sum over classes and pairs of cells of |count - expected count|.
 
-    The expected count is the one of independent columns, computed from ``ones``, the released counts of columns. Adding
+    The expected counts are those of independent columns, computed from ``ones``, the released counts of columns. Adding
     or removing one record changes the score by at most 1.
     """
     left, right = (np.maximum(ones[column], 0.0) for column in pair)
@@ -176,24 +178,25 @@ def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
     return float(np.abs(table.counts(*pair) - independent).sum())
 
 
-def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, turn: int) -> int:
+def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, draw: int) -> int:
     """Return an index of ``scores``, drawn with probability proportional to exp(epsilon score / 2).
 
-    The draw costs ``epsilon`` if one record changes a score by at most 1. The result is the index of the least of
-    exponential random numbers with these rates, similar to the Gumbel trick. The uniform numbers have a fine resolution
-    near 0, which decides the probability of unlikely indices. ``turn`` numbers the draws from one noise key.
+    The draw costs ``epsilon`` if one record changes a score by at most 1. It compares exponential random numbers with
+    these rates and returns the index of the smallest, similar to the Gumbel trick. The uniform numbers have a fine
+    resolution near 0, which decides the probability of unlikely indices. ``draw``: the number of this draw; each draw
+    has its own noise.
     """
     if math.isinf(epsilon):
         return int(scores.argmax())
-    first, second = noise.uniform(2 * len(scores), purpose="marginals: which pair", server_round=turn).reshape(2, -1)
+    first, second = noise.uniform(2 * len(scores), purpose="marginals: which pair", server_round=draw).reshape(2, -1)
     coins = first + second * 2.0**-53 + 2.0**-107
     return int((np.log(-np.log1p(-np.minimum(coins, 1 - 2.0**-53))) - epsilon * scores / 2).argmin())
 
 
 def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
-    """Return columns for features without a description.
+    """Return one column for each of ``num_features`` features in [0, 1] that the data set does not describe.
 
-    The values of each column are the middles of ``cells`` equal intervals from 0 to 1.
+    The values of a column are the midpoints of ``cells`` equal intervals from 0 to 1.
     """
     middles = tuple((2 * cell + 1) / (2 * cells) for cell in range(cells))
     return tuple(Column(f"feature {place}", values=middles) for place in range(num_features))
@@ -233,9 +236,9 @@ def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[n
 
 @dataclass(frozen=True)
 class CellTable:
-    """The cells and labels of records. ``rows``: cells, (records, columns). ``labels``: classes, (records,).
+    """Records of a table as cells: ``rows``, the cell of each record in each column, (records, columns). SENSITIVE.
 
-    ``sizes``: the number of cells of each column.
+    ``labels``: the class of each record, (records,). ``sizes``: the number of cells of each column.
     """
 
     rows: NDArray[np.int64]
@@ -259,20 +262,20 @@ class CellTable:
 
 @dataclass(frozen=True)
 class ForestMarginals:
-    """Counts of records per class, for columns and for the edges of a forest of columns.
+    """The numbers of records per class in the cells of columns, and in the cells of pairs of columns.
 
-    ``ones``: a table (classes, cells) for each column. ``twos``: a table (classes, cells, cells) for each edge
-    (parent, child). In the order of the edges, a parent comes before its children.
+    ``ones``: a table (classes, cells) for each column. ``twos``: a table (classes, cells, cells) for each pair
+    (parent, child); the pairs are the edges of a forest, and a parent comes before its children.
     """
 
     ones: Sequence[Array]
     twos: Mapping[Edge, Array]
 
     def sample(self, counts: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return the cells of ``counts[c]`` drawn records of each class c, (records, columns), sorted by class.
+        """Return the cells of ``counts[c]`` drawn records for each class c, (records, columns), sorted by class.
 
         Sampling is systematic: of n draws, a cell with probability p gets n p, rounded up or down. So sampling adds
-        almost no error to the noise of the release.
+        almost no error to that of the noise.
         """
         made = np.zeros((int(counts.sum()), len(self.ones)), dtype=np.int64)
         parents = {child: parent for parent, child in self.twos}
@@ -296,12 +299,12 @@ def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> Fo
     """
     if not std_of_ones:
         return noisy
-    # Sums of squares, each by its noise: in units of the less noisy ones, whose weight is 1.
+    # The weights of squared differences: inverse noise variances, scaled so that the largest weight is 1.
     if not noisy.twos:
         std_of_twos = std_of_ones
     least = min(std_of_ones, std_of_twos)
     of_ones, of_twos = (least / std_of_ones) ** 2, (least / std_of_twos) ** 2
-    # The number of records of each class, at least 1: the mean of all tables' sums, by their precision.
+    # The number of records of each class, at least 1: the mean of all tables' sums, weighted by precision.
     sums = [(table.sum(axis=1), of_ones / table[0].size) for table in noisy.ones]
     sums += [(table.sum(axis=(1, 2)), of_twos / table[0].size) for table in noisy.twos.values()]
     mean = np.sum([weight * value for value, weight in sums], axis=0) / sum(weight for _, weight in sums)
@@ -338,7 +341,7 @@ def _from_the_roots(edges: Sequence[Edge]) -> list[Edge]:
             continue
         seen.add(root)
         waiting = [root]
-        for parent in waiting:  # grows as it goes
+        for parent in waiting:  # the loop appends to this list
             children = [one for one in neighbours[parent] if one not in seen]
             ordered += [(parent, child) for child in children]
             seen.update(children)
@@ -365,7 +368,7 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
         inward[parent] += (peak + np.log(mass))[:, :, 0]
         given[parent, child] = joint / mass
     shares = [np.exp(table - table.max(axis=1, keepdims=True)) for table in inward]
-    # True of the roots; all others are replaced below.
+    # Correct for the roots of the forest; all other columns are replaced below.
     ones: list[Array] = [share / share.sum(axis=1, keepdims=True) * totals[:, None] for share in shares]
     twos: dict[Edge, Array] = {}
     for parent, child in potentials.twos:

@@ -1,8 +1,8 @@
 """Generators that draw records from noisy class moments: ``Gaussian`` for vectors, ``MeanEmbedding`` for images.
 
-Each generator makes two Gaussian releases of sums over the records of each class. The first release takes a part of the
-budget for the centre of each class; the second takes the rest for the second moments about that centre. All other
-computation is post-processing.
+Each generator makes two Gaussian releases of sums over the records of each class. A part of the privacy budget is for
+the first release, the centre of each class. The remaining budget is for the second release, the second moments about
+that centre. All other computation is post-processing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fl_sim.settings import Settings
 LONGEST: Final = math.sqrt(2)
 """The norm of (u, uu') for |u| = 1. The triangle form of uu' preserves norms: the squared norm is |u|^2 + |u|^4 = 2."""
 
-_UP: Final = 1 + 2.0**-50  # rounding must not make the noise less than what was billed
-_COUNT: Final = 0.25  # the weight of a count of one in the first release of images, in lengths of the longest record
-_SPREAD: Final = 0.5  # the weight of the squared length of the longest record
+_UP: Final = 1 + 2.0**-50  # so that rounding never makes the noise smaller than in the bill
+_COUNT: Final = 0.25  # the weight of a count of one in the first release of images, in largest norms of a record
+_SPREAD: Final = 0.5  # the weight of the largest squared norm of a record
 _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 
 
 class Gaussian(Settings):
-    """Draw vectors from normal distributions with the noisy moments of each class, in seconds and without training.
+    """Draw vectors from a normal distribution with the noisy moments of each class, in seconds and without training.
 
     Meant for records such as those of ``features=scattering``, whose classes are nearly normally distributed. The
     second release is the sum of (u, uu'), where u is the difference between a record and its class's centre in units of
@@ -60,9 +60,9 @@ class Gaussian(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the cost of both releases together within (epsilon, delta).
+        """Return the privacy cost of both releases together, with the least noise that (epsilon, delta) allows.
 
-        The bill is refused if, in a mean over all records, the noise on each number is as large as ``radius``.
+        The release is refused if the noise on each number of a mean over all records is as large as ``radius``.
         """
         del num_classes
         return _priced(num_records, epsilon, delta, lambda z: z / math.sqrt(self.centre_share) / self.radius, "mean")
@@ -78,7 +78,7 @@ class Gaussian(Settings):
         """Return synthetic vectors, shape (sum of counts, numbers per record), in [-1, 1].
 
         ``generator`` draws the vectors from the distribution with the released moments. The number of records of a
-        class is not released. It is estimated: the class's share in ``counts`` times the public number of all records.
+        class is not released. Its estimate is the class's share in ``counts`` times the public number of all records.
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]
@@ -99,20 +99,20 @@ class Gaussian(Settings):
 
 
 class MeanEmbedding(Settings):
-    """Draw images from noisy class moments: a second, where a GAN takes minutes, and no training that could collapse.
+    """Draw images from noisy class moments, in a second and without training; a GAN takes minutes and may collapse.
 
     After Harder et al. 2021 (DP-MERF). A record is represented by its d lowest frequencies in the public cosine basis.
-    The first release is count, mean and spread of every class; the second release is the second moments about the mean.
-    Means are shrunk towards zero, and second moments towards the public average spectrum of images, as far as noise
-    can explain them. Images are drawn from a normal distribution that has the released moments after pixels are clamped
-    to [-1, 1].
+    The first release is number, mean and spread (mean squared distance from the mean) of every class; the second is the
+    second moments about the mean. Means are shrunk towards zero, and second moments towards the public average spectrum
+    of images, as far as noise can explain them. Images are drawn from a normal distribution that has the released
+    moments after pixels are clamped to [-1, 1].
 
     ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the
-    budget (of 1 / noise multiplier squared) that goes to count, mean and spread. ``whitening``: the scaling of
-    frequencies before clipping; 0 leaves them unchanged, 1 scales all to the same public variance. ``radius``: the
-    clipping norm of the second release, in root mean square distances from the mean. ``warp``: the strength of random
-    rotation, scaling and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side.
-    Classifiers of digits learn more from warped images, and classifiers of clothes less.
+    budget (of 1 / noise multiplier squared) for number, mean and spread. ``whitening``: the scaling of frequencies
+    before clipping; 0 leaves them unchanged, 1 scales all to the same public variance. ``radius``: the clipping norm of
+    the second release, in root mean square distances from the mean. ``warp``: the strength of random rotation, scaling
+    and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side. Warped images improve
+    classifiers of digits, and impair classifiers of clothes.
     """
 
     kind: Literal["mean-embedding"] = "mean-embedding"
@@ -131,9 +131,9 @@ class MeanEmbedding(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the cost of both releases together within (epsilon, delta).
+        """Return the privacy cost of both releases together, with the least noise that (epsilon, delta) allows.
 
-        The bill is refused if the noise on the mean of all records has a norm as large as the largest possible mean.
+        The release is refused if the noise on the mean of all records has a norm as large as the largest possible mean.
         """
         del num_classes
         length = math.sqrt(self.frequencies)
@@ -149,7 +149,7 @@ class MeanEmbedding(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Return synthetic images of low frequencies, clamped to [-1, 1].
+        """Return synthetic images that consist of low frequencies, clamped to [-1, 1].
 
         ``generator`` draws the images from the distribution with the released moments.
         """
@@ -194,17 +194,17 @@ class GaussianRelease:
     num_records: int
 
     def sum_of(self, rows: Array, num_classes: int, label: int) -> Array:
-        """Return the noisy sum of ``rows`` (n, d), each clipped to norm 1. ``label``: the class of the rows."""
+        """Return the noisy sum of ``rows`` (n, d), each clipped to norm 1. ``label``: the class of all rows."""
         std = self.noise_multiplier
         sums = clipped(rows, self._limit(1.0, num_classes * rows.shape[1])).sum(axis=0)
         return self._noisy(sums, std, f"gaussian: centre of class {label}")
 
     def moments_of(self, rows: Array, num_classes: int, label: int) -> tuple[Array, float]:
-        """Return the noisy sum of the vectors (u, triangle of uu'), and the standard deviation of the noise.
+        """Return the noisy sum of the vectors (u, triangle of uu') of a class, and the noise's standard deviation.
 
         u is a row of ``rows``, clipped to norm 1. The whole vector (u, uu') is then clipped to slightly less than
-        ``LONGEST``, so that rounding to the grid of the noise cannot exceed the sensitivity. The allowance of
-        ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers.
+        ``LONGEST``, so that rounding to the noise grid cannot exceed the sensitivity. The allowance of
+        ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. ``label``: the class.
         """
         std = self.noise_multiplier * LONGEST
         size = num_moments(rows.shape[1]) - 1
@@ -230,6 +230,7 @@ class ClassSums:
     """One Gaussian release of sums per class.
 
     ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm; 0: neither noise nor clipping.
+    ``purpose``: the name of the release's noise stream.
     """
 
     noise_multiplier: float
@@ -257,8 +258,8 @@ class ClassSums:
     def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
         """Return ``features`` with each row clipped to ``clipping_norm``, less an allowance for rounding.
 
-        With the allowance, a row changes a sum of ``size`` numbers by at most ``clipping_norm`` even after the sum is
-        rounded to the grid of the noise.
+        With the allowance, a row changes sums of ``size`` numbers by at most ``clipping_norm``, even after the sums are
+        rounded to the noise grid.
         """
         std = self.noise_multiplier * clipping_norm
         limit = clipping_norm_on_grid(clipping_norm, std, size, summands=len(features)) if std else math.inf
@@ -277,8 +278,8 @@ def clipped(rows: Array, clipping_norm: float) -> Array:
 def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Array:
     """Return ``number`` draws from N(0, ``root`` root'), shape (number, d), with the sample mean 0.
 
-    If ``number`` is more than twice the columns of ``root``, the sample covariance is exactly root root', too: sampling
-    then adds no error to the released moments. A single draw is not centred.
+    If ``number`` is more than twice the number of columns of ``root``, the sample covariance is exactly root root',
+    too: sampling then adds no error to the released moments. A single draw is not centred.
     """
     normal = torch.from_numpy(generator.standard_normal((number, root.shape[1])))
     if number > 1:
@@ -291,11 +292,11 @@ def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Ar
 
 
 def without_noise(values: Array, std: float) -> Array:
-    """Return an estimate of a matrix's eigenvalues before noise, from its eigenvalues with noise, ``values`` (d,).
+    """Return an estimate of a matrix's eigenvalues without noise, from its eigenvalues with noise, ``values`` (d,).
 
     ``std``: the standard deviation of the eigenvalues of the noise matrix.
     """
-    width = 2 * std / math.sqrt(len(values))  # about as many of the noise's eigenvalues lie in it as should be averaged
+    width = 2 * std / math.sqrt(len(values))  # so wide that it smooths over a suitable number of noise eigenvalues
     apart = values[:, None] - values
     cleaned: Array = values - 2 * std**2 * (apart / (apart**2 + width**2)).mean(axis=1)
     return cleaned
@@ -304,12 +305,12 @@ def without_noise(values: Array, std: float) -> Array:
 def _priced(
     num_records: int, epsilon: float, delta: float, fewest: Callable[[float], float], mean: str
 ) -> GeneratorBill:
-    """Return the cost of two Gaussian releases as one Gaussian release.
+    """Return the privacy cost of two Gaussian releases, as one Gaussian release of noise multiplier z.
 
     Releases with the noise multipliers z_1 and z_2 cost the same as one release with z^-2 = z_1^-2 + z_2^-2 (Dong,
-    Roth, Su 2022, corollary 3.3; it holds if the second release is chosen after the first is seen). ``fewest``: a
-    function from z to the number of records below which the noise would hide the mean. ``mean``: the name of that mean
-    in messages.
+    Roth, Su 2022, corollary 3.3, even if the second release is chosen after the first is seen). ``fewest``: a function
+    from z to the least number of records; with fewer records the noise would hide the mean. ``mean``: the name of that
+    mean in messages.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 
@@ -319,18 +320,18 @@ def _priced(
         return GeneratorBill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
     z = noise_multiplier(lambda event: event, 1, epsilon, delta)
     least = math.ceil(fewest(z))
-    refused = f"{num_records} records are too few for epsilon {epsilon:g}: their {mean} would be noise below {least}"
+    refused = f"{num_records} records are too few for epsilon {epsilon:g}: a {mean} needs at least {least} records"
     return GeneratorBill(dp_event.GaussianDpEvent(z), 1, z, 1.0, refused if num_records < least else "")
 
 
 def _root_without_noise(covariance: Array, std: float) -> Array:
-    """Return a matrix A such that AA' is an estimate of ``covariance`` without its noise.
+    """Return a matrix A such that AA' is an estimate of the noisy matrix ``covariance`` (d, d) without its noise.
 
-    ``std``: the standard deviation of the noise on the numbers of the covariance's triangle. The matrix of the noise is
-    then a Gaussian orthogonal matrix, whose eigenvalues follow a semicircle law of variance s^2 = std^2 d / 2. The
-    estimate has the same eigenvectors, and an eigenvalue x becomes x - 2 s^2 Re g(x), where g is the Stieltjes
-    transform of all eigenvalues. For large d no estimate with the same eigenvectors is better (Bun, Allez, Bouchaud,
-    Potters 2016, "Rotational invariant estimator for general noisy matrices", section V).
+    ``std``: the standard deviation of the noise on the numbers of the covariance's triangle (``triangle_of``). The
+    matrix of the noise is then a Gaussian orthogonal matrix, whose eigenvalues follow a semicircle law of variance
+    s^2 = std^2 d / 2. The estimate keeps the eigenvectors, and replaces an eigenvalue x by x - 2 s^2 Re g(x), where g
+    is the Stieltjes transform of all eigenvalues. For large d no estimate with the same eigenvectors is better (Bun,
+    Allez, Bouchaud, Potters 2016, "Rotational invariant estimator for general noisy matrices", section V).
     """
     values, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(covariance)))
     if std:
@@ -342,7 +343,7 @@ def _root_without_noise(covariance: Array, std: float) -> Array:
 def _first_moments(
     points: Array, labels: NDArray[np.int64], num_classes: int, diameter: float, release: ClassSums
 ) -> tuple[Array, Array, Array]:
-    """Make the first release, and return the noisy moments of each class.
+    """Make the first release of ``MeanEmbedding``, and return noisy statistics of each class.
 
     The three results are the number of records (num_classes,), at least 1; the mean (num_classes, d); and the mean
     squared distance from the mean (num_classes,). ``diameter``: the largest possible norm of a record.

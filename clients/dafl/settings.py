@@ -58,7 +58,7 @@ class DaFl(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence["DaFl"], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return the caption that describes the clients' release before the first round, and its budget."""
+        """Return a table's caption about the clients' releases before the first round, and their privacy budget."""
         gammas = values([one.client_gammas or one.gamma for one in chosen])
         made_by = values([kind_of(one.generator) for one in chosen])
         epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
@@ -81,9 +81,9 @@ class DaFl(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError if the generator cannot make records like those of ``dataset``.
+        """Raise UserError if the generator does not support the records of ``dataset``, by their shape or range.
 
-        Also raise UserError if records are outside the range of the generator, or if epsilon is too small for labels.
+        Also raise UserError if epsilon is too small for the label selection. ``features``: the experiment's setting.
         """
         self.generator_epsilon(dataset.num_classes)
         if isinstance(self.generator, ShapedGenerator):
@@ -92,14 +92,14 @@ class DaFl(Settings):
             check_unit_range(dataset, "da-fl")
         elif isinstance(self.generator, Marginals):
             raise UserError(
-                f"preprocess.generator marginals is for tables, and features={features} has {dataset.input_shape[0]} "
-                "numbers a record that are none: take preprocess.generator=gaussian"
+                f"preprocess.generator marginals is for tables, and features={features} gives records of "
+                f"{dataset.input_shape[0]} features that are no table columns: take preprocess.generator=gaussian"
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if no client can release anything within ``epsilon``.
+        """Raise UserError if no client can release synthetic records within ``epsilon``.
 
-        ``records``: the number of records of each client. The check starts with the largest client.
+        ``records``: the number of records of each client.
         """
         del experiment
         refused = ""
@@ -110,8 +110,8 @@ class DaFl(Settings):
             refused = refused or bill.refused
         if refused:
             raise UserError(
-                f"preprocess.epsilon={self.epsilon:g} lets no client release a synthetic record (of the largest: "
-                f"{refused}): take a larger epsilon, fewer clients, or preprocess=none"
+                f"preprocess.epsilon={self.epsilon:g} lets no client release a synthetic record (for the largest "
+                f"client, {refused}): take a larger epsilon, fewer clients, or preprocess=none"
             )
 
     @property
@@ -120,13 +120,13 @@ class DaFl(Settings):
         return self.train_on == "synthetic"
 
     def gamma_of(self, client: int) -> float:
-        """Return gamma of ``client``: the number of its synthetic records as a share of the number of its own."""
+        """Return gamma of ``client``: its number of synthetic records divided by its number of records, about."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:
         """Return the name of the release of ``client``. Two releases of one name differ only in the noise key.
 
-        ``features``: the version of the public features that the client's records consist of.
+        ``features``: the version of the public features in the client's records; empty for original records.
         """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
         settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}

@@ -1,10 +1,11 @@
-"""DA-FL on one client: select labels privately, train a private generator, release records (Tang, Wang, Liu 2023).
+"""DA-FL on one client: the release of the client's share, its part of the pool of synthetic records.
 
-Private label selection (PLS) determines the number of synthetic records of each class; the private generator (PSG)
-makes the records. Privacy unit: one record, add or remove; the number of records of a client, gamma and the range are
-public. Both releases are charged to the client's ledger before they are made. A private folder of the client stores the
-noise key (so that a run that was killed makes the same release again, at no further cost) and the finished share. The
-ledger is in another place: it remains when the folder is deleted, and contains all releases about the same records.
+After Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic records of each class; the
+private generator (PSG) makes the records. Privacy unit: one record, add or remove; the number of records of a client,
+gamma and the range of selected counts are public. Both releases are charged to the client's ledger before they are
+made. A private folder of the client stores the noise key, so that a run that was killed makes the same release again at
+no further cost, and then the finished share. The ledger is in another place: it remains when the folder is deleted, and
+contains all releases about the same records.
 """
 
 import json
@@ -45,9 +46,9 @@ class SyntheticShare:
     """One client's part of the pool of synthetic records. All its contents are private releases.
 
     ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class. ``counts``: the number of records of each
-    class, (num_classes,). ``refused``: the reason for an empty share, else empty. ``facts``: the privacy events of the
-    release as JSON values, from which its epsilon can be computed again; {} if nothing was released. ``receipt``: the
-    receipt of the ledger; None if nothing was released.
+    class, (num_classes,). ``refused``: the reason if the share has no records, else empty. ``facts``: the privacy
+    events of the release as JSON values, from which its epsilon can be computed again; {} if nothing was released.
+    ``receipt``: the ledger's receipt for the charge; None if nothing was released.
     """
 
     inputs: torch.Tensor
@@ -59,9 +60,10 @@ class SyntheticShare:
 
 @dataclass(frozen=True)
 class ReleasingClient:
-    """A client that releases a share: its number, records, folder for the share, ledger and, if it has one, policy.
+    """A client that releases a share of synthetic records.
 
-    For a client with a policy, the policy's ledger is used instead of ``ledger``.
+    ``folder``: the private folder for its noise key and its share. ``ledger``: the ledger that is charged, unless the
+    client's owner has set a ``policy``; then the policy's ledger is charged.
     """
 
     number: int
@@ -73,7 +75,7 @@ class ReleasingClient:
 
 @dataclass(frozen=True)
 class PaidRequest:
-    """A request to a client's generator and the receipt of its charge. Only that client may see this object."""
+    """A request to a client's generator, and the ledger's receipt for its charge. SENSITIVE: it contains records."""
 
     request: GeneratorRequest
     receipt: Receipt
@@ -87,7 +89,7 @@ def make_shares(
     public_records: int,
     check: Check = lambda: None,
 ) -> list[SyntheticShare | Exception]:
-    """Return every client's share, or the client's error. The generators of all clients are trained together.
+    """Return every client's share of synthetic records, or its error. All clients' generators are trained together.
 
     A share is made once: a second call with the same folder returns the first share. ``public_records``: a public upper
     bound on the number of records of any client in a class. An exception from ``check`` aborts all unfinished shares.
@@ -103,9 +105,9 @@ def make_shares(
 def begin_share(
     settings: DaFl, client: ReleasingClient, seed: int, public_records: int
 ) -> SyntheticShare | PaidRequest:
-    """Charge the share to the ledger, select its labels, and return the request to the generator.
+    """Charge a share to the ledger, select its class counts, and return the request for the generator.
 
-    If the share exists already, or if it must be empty because the bill is refused, return the share instead.
+    Return the share instead if it exists already, or if it is empty because the budget allows no useful release.
     """
     records, policy, num_classes = client.records, client.policy, client.records.num_classes
     if policy:
@@ -131,9 +133,9 @@ def begin_share(
 def generate_elsewhere(
     settings: DaFl, number: int, records: PrivateRecords, counts: NDArray[np.int64], noise: Noise, *, seed: int
 ) -> torch.Tensor:
-    """Return the synthetic records of a client, computed in a process without access to the client's folder and ledger.
+    """Return a client's synthetic records, computed in a process without access to the client's folder and ledger.
 
-    ``counts``, ``noise``: the values in the request of ``begin_share``. The messages of errors contain nothing private.
+    ``counts``, ``noise``: the values in the request from ``begin_share``. Error messages contain nothing private.
     """
     request = GeneratorRequest(records, counts, _bill(settings, records), noise, rng(seed, "generator", number))
     [made] = _generated(settings, [request])
@@ -145,7 +147,7 @@ def generate_elsewhere(
 def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, made: Made) -> SyntheticShare:
     """Store the synthetic records ``made`` as the client's share, delete the noise key, and return the share.
 
-    If ``made`` is an error, raise it without private text.
+    If ``made`` is an exception, raise it with a message that quotes no records.
     """
     if isinstance(made, Exception):
         raise _without_its_words(made)
@@ -154,7 +156,7 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
     share = SyntheticShare(
         inputs=made,
         counts=request.counts,
-        refused="" if request.counts.sum() else f"no label was picked: gamma {gamma:g} of {held} records is too few",
+        refused="" if request.counts.sum() else f"no class was selected: gamma {gamma:g} of {held} records is too few",
         facts={
             "labels": events.to_json(label_event(settings, num_classes)),
             "labels_epsilon": settings.labels.total_epsilon(num_classes),
@@ -171,27 +173,27 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
 
 
 def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
-    """Return the privacy event of the label selection of a share. The event does not depend on any record."""
+    """Return the privacy event of a share's label selection. It does not depend on any record."""
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
 def _caught(function: Callable[[], Returned]) -> Returned | Exception:
     try:
         return function()
-    except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+    except Exception as error:  # noqa: BLE001 (an error from one client's records is this client's failure)
         return _without_its_words(error)
 
 
 def _without_its_words(error: Exception) -> Exception:
-    """Return an error that is safe to send to the server: its text does not quote records.
+    """Return an error that is safe to send to the server, because its message does not quote records.
 
-    RunError, UserError and the operating system's messages about files are safe; the text of other errors is removed.
+    RunError, UserError and the operating system's errors about files are safe. Other messages are removed.
     """
     if isinstance(error, RunError | UserError):
         return error
     if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
-        return RunError(explain(error))  # the system's own words, about a file
-    kept = RunError(f"making the share failed with {type(error).__name__}, whose words may quote records")
+        return RunError(explain(error))  # a message of the operating system about a file
+    kept = RunError(f"making the share failed with {type(error).__name__}, whose message may quote records")
     kept.__cause__ = error
     return kept
 
@@ -223,7 +225,7 @@ def _picked_labels(
 
 
 def _read(client: ReleasingClient) -> SyntheticShare:
-    """Return the stored share. Raises RunError if the file is damaged, or if its receipt is not in the ledger."""
+    """Return the stored share. Raises RunError if its file is damaged, or if the ledger lacks its charge."""
     path, records = client.folder / _SHARE, client.records
     share, cause = None, None
     try:
@@ -244,7 +246,7 @@ def _read(client: ReleasingClient) -> SyntheticShare:
         share, cause = None, error
     if share is None or share.receipt is None:
         raise RunError(
-            f"{path} is damaged: delete it, and the share is made again, which is another release and pays again"
+            f"{path} is damaged: delete it; the share is then made again, which is a new release and is charged again"
         ) from cause
     ledger = client.policy.ledger if client.policy else client.ledger
     open_ledger(ledger, share.receipt, f"the share in {client.folder}")

@@ -1,1 +1,1 @@
-"""Stages and procedures, one file or folder for each feature."""
+"""Stages (code before the first or after the last round) and procedures that replace the rounds, one file each."""

@@ -1,4 +1,7 @@
-"""FedAsync and FedBuff as a procedure: clients train asynchronously, and the server merges updates as they arrive."""
+"""The procedure of FedAsync and FedBuff, which replaces the rounds: clients train asynchronously.
+
+The server merges updates in the order of their arrival. Arrival times are simulated, by a virtual clock.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -32,18 +35,18 @@ from strategies.servers import Arrival, FedAsync, FedBuff
 from strategies.timed import clock_of
 
 TOGETHER = 64
-"""The approximate number of clients that train in one exchange of messages, if as many turns have started.
+"""The approximate number of clients that train in one exchange of messages, so that all workers of an engine are busy.
 
-The engine distributes them over its workers. Some of them are trained before their updates are due.
+Clients are added whose updates arrive later by the virtual clock, if they have received their model already.
 """
 
 SENT = "sent-in-round-"
-"""The prefix of the names of files that hold models on which clients still work."""
+"""The prefix of the names of files with models that clients still train: their updates have not arrived."""
 
 
 @dataclass(frozen=True)
 class AsynchronousRounds(Rounds):
-    """The procedure of FedAsync and FedBuff: a round is one step of the server."""
+    """The procedure of FedAsync and FedBuff. A round is one step of the server, which merges one or more updates."""
 
     @property
     def server(self) -> FedAsync | FedBuff:
@@ -53,9 +56,10 @@ class AsynchronousRounds(Rounds):
         return server
 
     def beginning(self) -> ServerState:
-        """Return the first server state.
+        """Return the server state before the first round.
 
-        Raises UserError for invalid devices, and for an algorithm that sends clients more than a model.
+        Raises UserError for invalid settings of devices, and for an algorithm that sends more than the model to
+        clients.
         """
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
@@ -67,14 +71,14 @@ class AsynchronousRounds(Rounds):
         return begun
 
     def work(self) -> Sequence[Work]:
-        """Return the work of local training, evaluation and stages, for the updates of all server steps."""
+        """Return the work of the whole run, for a forecast of its time: local training, evaluation and stages."""
         experiment = self.job.experiment
         return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, by purpose.
+        """Return a forecast of the bytes to and from all clients, by purpose.
 
-        This includes an estimate of the models sent to clients whose turns do not end before the run ends.
+        It includes an estimate for models that clients receive, but do not finish to train before the run ends.
         """
         experiment, size = self.job.experiment, self.server.step_size
         in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)
@@ -97,11 +101,11 @@ class AsynchronousRounds(Rounds):
 
 @dataclass
 class _Server:
-    """The asynchronous server of a run.
+    """The asynchronous server of a run. A turn is a client's download, local training and upload.
 
     ``folder``: the folder of the models that clients still train. ``sent``: the same models in memory, {round in which
-    a client started: server state}. ``trained``: {turn: update} of turns that were computed early and have not ended by
-    the virtual clock. ``outdated``: files that the next step removes.
+    a turn started: server state}. ``trained``: {turn: update} for turns that are computed already, but end later by the
+    virtual clock. ``outdated``: files that the next step removes.
     """
 
     procedure: AsynchronousRounds
@@ -115,7 +119,7 @@ class _Server:
     outdated: list[Path] = field(default_factory=list)
 
     def resume(self, last_round: int) -> None:
-        """Recompute the events up to the step ``last_round``, and read the models that clients still train."""
+        """Continue after the server step ``last_round``: repeat the schedule, and read the models in training."""
         for _ in range(last_round):
             self.schedule.next_step()
         for server_round in sorted({turn.server_round for turn in self.schedule.in_flight}):
@@ -123,8 +127,8 @@ class _Server:
             path = self._path(server_round)
             if digest is None or not path.exists():
                 raise UserError(
-                    f"{path} is missing, the model that clients still worked on after round {last_round}: put an "
-                    "unchanged copy of it back, or start again in a fresh directory"
+                    f"{path} is missing, the model that clients still trained after round {last_round}: restore an "
+                    "unchanged copy of this file, or start again in a new directory"
                 )
             _, self.sent[server_round] = read_state(path, self.strategy.server, digest)
         for path in self.folder.glob(f"{SENT}*.safetensors"):
@@ -132,14 +136,14 @@ class _Server:
                 path.unlink()
 
     def step(self, server_round: int) -> Round:
-        """Train the clients whose updates are due, and make the server's next step; return its outcome."""
+        """Execute a step of the server: train the clients whose updates arrive, merge them, and return the measures."""
         start, before = time.perf_counter(), self.strategy.server
         self.sent[server_round] = before
         made = self.schedule.next_step()
         self._train(made)
         arrivals = [
             Arrival(self.trained.pop(turn), self.sent[turn.server_round].params, made.staleness(turn))
-            for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))  # sums go as in rounds
+            for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))  # sums as in rounds
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
         clients = self.strategy.num_holders([arrival.reply for arrival in arrivals]) or experiment.num_clients
@@ -157,7 +161,7 @@ class _Server:
         )  # fmt: skip
 
     def _train(self, made: ServerStep) -> None:
-        """Train the clients whose updates are due in step ``made``, together with some clients of later steps."""
+        """Train the clients whose updates arrive in the step ``made``, together with some clients of later steps."""
         due = [turn for turn in made.arrived if turn not in self.trained]
         if not due:
             return
@@ -190,8 +194,8 @@ class _Server:
     def _keep_sent(self) -> None:
         """Write the models that clients still train to files, and drop all other models from memory.
 
-        The next checkpoint is written afterwards and refers to these files. Files that only the last checkpoint needs
-        are removed one step later.
+        The next checkpoint, which is written afterwards, refers to these files. A file that only the previous
+        checkpoint needs is removed one step later: a run that is killed before the next checkpoint still needs it.
         """
         for path in self.outdated:
             path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """The stage of CCVR (Luo et al. 2021), after the last round.
 
-Clients send moments of their features by class, and the server trains the head of the model again on features that it
-draws from these moments. The settings are in ``strategies.ccvr``, the private release is ``clients.private_moments``.
+Clients send class moments: number, sum and sum of outer products of their features (the inputs of the last layer) in
+each class. The server draws features from normal distributions with these moments, and trains the model's head (its
+last layer) again on them. The settings are in ``strategies.ccvr``, the private release is ``clients.private_moments``.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from fl_sim.simulation.client_ledgers import JointCost
 
 SUMMARISE: Final = "summarise"
-"""The name of the client task that returns the moments of a client's features, by class."""
+"""The name of the client task that returns the class moments of a client's features."""
 
 _COVERS: Final = (
     "the moments of features that each client sends once, after training, and what is computed from nothing but them "
@@ -56,30 +57,31 @@ _PUBLIC: Final = "How many records a client holds is treated as public."
 
 
 def settings_of(job: Job) -> CCVR:
-    """Return the settings of CCVR; the experiment of ``job`` must use CCVR."""
+    """Return the settings of CCVR. The experiment of ``job`` must use CCVR."""
     assert isinstance(job.experiment.calibrate, CCVR)
     return job.experiment.calibrate
 
 
 @dataclass(frozen=True)
 class Summarise:
-    """The client task that returns moments of the client's features under the received model, with or without noise."""
+    """The client task that returns the class moments of features of the received model, with or without noise."""
 
     job: Job
-    reads_records: ClassVar[bool] = False  # it asks the policy itself: private moments are paid for
+    reads_records: ClassVar[bool] = False  # run checks the policy, because moments with noise are charged instead
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the moments, float64 of shape (classes, moments of a class).
+        """Return the message with the class moments, float64 of shape (classes, moments of a class).
 
-        The moments are exact, or one private release with noise.
+        The moments are exact, or one private release with noise, which is charged before.
         """
         protection, num_classes = settings_of(self.job).protection, self.job.dataset.num_classes
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
         inputs, labels = client.records.tensors()
-        # A model of the user's own may let records look at each other: one alone then, where each is to be hidden.
+        # In a user's own model, a record's features may depend on other records of the batch. Private moments need
+        # batches of one record then: a record may change only its own features.
         at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
         features = features_of(client.runtime.model, client.params, inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()
@@ -95,7 +97,10 @@ class Summarise:
         return wire.moments_content(released_moments(features, classes, num_classes, protection, release))
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge private moments to the client's ledger at the driver before a worker makes them (``PaidAtHome``)."""
+        """Charge private moments to the client's ledger at the driver, before a worker computes them (``PaidAtHome``).
+
+        Return the stored moments if they exist already; None for moments without noise, which cost nothing.
+        """
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
 
@@ -108,7 +113,7 @@ class Summarise:
         return Begun(remote.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the private moments in a worker's answer, and return the answer."""
+        """Store the private moments that a worker has computed, and return the worker's answer."""
         from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
 
         release, paid = begun.paid
@@ -117,20 +122,21 @@ class Summarise:
 
 
 def moments_release(job: Job, client: Client) -> "MomentsRelease":
-    """Return the description of the release of a client's moments: its name, its folder and its ledger."""
+    """Return name, folder and ledger of the private release of a client's moments."""
     from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
     name, policy = release_name(job.experiment, client.number, client.params), client.policy
-    # Private files go to the client's folder, not to one that the server names.
+    # Private files of a client with a policy go to its own folder, not to a folder that the server names.
     place = (policy.home if policy else client.folder("moments")) / f"moments-{name}"
     return MomentsRelease(name, place, ledger_path(job, client.number), policy, job.experiment.seed)
 
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
-    """Return the name of the release of a client's moments: a digest of everything that the moments depend on.
+    """Return the name of the release of a client's moments: a digest of the settings, the client and the model.
 
-    ``params``: the model under which the moments are computed.
+    A resumed run finds its release, in the client's folder and in the ledger, under this name. ``params``: the model
+    that computes the features.
     """
     names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
     asked, calibrate = experiment.chosen(*names), experiment.calibrate
@@ -143,7 +149,7 @@ def release_name(experiment: Experiment, client: int, params: Params) -> str:
 
 
 class Calibration(Stage):
-    """The stage at the server: it asks for moments and trains the head of the last model again."""
+    """The stage of CCVR at the server: it asks clients for moments, and trains the head of the last model again."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -154,10 +160,10 @@ class Calibration(Stage):
         return {SUMMARISE: Summarise(self.job)}
 
     def after(self, run: Run) -> None:
-        """Train the head of the last model again.
+        """Train the head of the last model again, on features drawn from the clients' moments.
 
         Raises RunError if a client fails; Diverged if the loss is not finite. The checkpoint contains the model of the
-        last round, so a run that is stopped here repeats this method when it is resumed.
+        last round, so a run that is interrupted here repeats this method when it resumes.
         """
         job, log, settings = self.job, run.log, settings_of(self.job)
         params, seed, num_classes = log.server.params, job.experiment.seed, job.dataset.num_classes
@@ -202,7 +208,7 @@ class Calibration(Stage):
         return True
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of the model, which goes to all clients, and of the moments, which come back."""
+        """Return a forecast of the bytes of the model to all clients, and of the moments from all clients."""
         return {"moments": self._traffic_of_moments(params)}
 
     def _traffic_of_moments(self, model: Params) -> Traffic:
@@ -211,7 +217,7 @@ class Calibration(Stage):
         return Traffic(down, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the privacy cost of private moments; yield nothing if the moments have no noise."""
+        """Yield the privacy cost of the release of moments; nothing if the moments have no noise."""
         if (protection := settings_of(self.job).protection) is None:
             return
         from fl_sim.privacy.bill import payment_of  # noqa: PLC0415
@@ -220,13 +226,13 @@ class Calibration(Stage):
         yield payment_of(terms, {protection.event: 1}, "", is_simulated=protection.noise == "seeded")
 
     def warnings(self) -> list[str]:
-        """Return a warning that lists the contents of the clients' messages after training."""
+        """Return a warning about the contents of the clients' messages after training."""
         with_noise = "with" if settings_of(self.job).is_private else "without"
         said = "after training clients send, for every class, how many records they hold, the sum of their features and"
         return [f"{said} that of the features' products, {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the result fields: accuracy before and after the calibration, and the skipped classes."""
+        """Return fields for ``result.json``: accuracy before and after this stage, and the classes without moments."""
         return {"calibrate": {"kind": settings_of(self.job).kind, **self._found}}
 
 
@@ -236,9 +242,10 @@ def _shape(job: Job) -> tuple[int, int]:
 
 @contextmanager
 def _stated(run: Run) -> Iterator[None]:
-    """Add the privacy statement of the clients' releases to the log before any client is asked.
+    """Add the privacy statement of the clients' releases to the log, before this block asks any client.
 
-    So the statement exists even if the run stops in the middle. Afterwards the joint cost is added to the statement.
+    So the statement exists even if the run stops in this block. After the block, the joint cost of all releases about
+    the same records is added to the statement.
     """
     log, protection = run.log, settings_of(run.job).protection
     if protection is None:
@@ -254,8 +261,8 @@ def _stated(run: Run) -> Iterator[None]:
 def statement(job: Job, protection: "Protection", identity: str, together: "JointCost | None") -> dict[str, object]:
     """Return the privacy statement for ``result.json``: the cost of one client's release to each of its records.
 
-    ``identity``: the name of this run's releases in sums of costs. ``together``: the joint cost of all releases about
-    the same records; None if it is not known on this machine.
+    ``identity``: a name that is different for each run, so that releases of several runs are added up. ``together``:
+    the joint cost of all releases about the same records; None if it is not known on this machine.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415
@@ -280,10 +287,10 @@ def statement(job: Job, protection: "Protection", identity: str, together: "Join
 
 
 def paid_together(job: Job, protection: "Protection", params: Params) -> "JointCost | None":
-    """Return the joint cost of all releases in the clients' ledgers about the job's records.
+    """Return the joint privacy cost of all releases about the job's records, from the clients' ledgers.
 
-    None if the ledgers on this machine lack the charge of this release; a remote client has its own ledger. ``params``:
-    the model under which the moments were computed.
+    None if the ledgers on this machine lack the charge of this release, because clients on other machines have their
+    own ledgers. ``params``: the model that computed the features.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415

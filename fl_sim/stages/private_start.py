@@ -1,7 +1,8 @@
-"""The stage of a private start: the server trains the first model on images that it draws from noisy sums.
+"""The stage of a private start: the server trains the first model on images that it draws from noisy statistics.
 
-The sums are charged to the ledger, clients are asked for them, and the images are stored, so that they are charged only
-once. The settings, and the drawing of images from the answers, are in ``strategies.private_start``.
+The statistics are sums over the clients' records, in three steps, each a private release with noise. A release is
+charged to the ledger before clients are asked. The images are stored, so that a resumed run is not charged again. The
+settings, and the drawing of images, are in ``strategies.private_start``.
 """
 
 import json
@@ -47,20 +48,20 @@ if TYPE_CHECKING:
     from strategies.private import PrivateRounds
 
 MEASURE: Final = "measure"
-"""The name of the client task that answers a question with sums over the client's records."""
+"""The name of the client task that returns sums over the client's records, for a question in the message."""
 
 _MOST_SAID: Final = 64 * 1024  # bytes of start.json
 
 
 def settings_of(job: Job) -> PrivateStart:
-    """Return the settings of an experiment that has a private start."""
+    """Return the settings of the private start. The experiment of ``job`` must have one."""
     assert isinstance(job.experiment.preprocess, PrivateStart)
     return job.experiment.preprocess
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The client task that returns sums over the client's records. Global DP clips the sums and adds noise to them."""
+    """The client task that returns sums over the client's records. The server clips them and adds noise (Global DP)."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -68,27 +69,27 @@ class Measure:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the answer to the question in the client's message."""
+        """Return the message with the sums that the question in the client's message asks for."""
         inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
         question, num_classes = read_question(client.params), self.job.dataset.num_classes
         return wire.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
 
 
 class Start(Stage):
-    """The stage at the server: it asks for sums, draws images from them, and trains the first model on these."""
+    """The stage of a private start at the server: it asks for sums, draws images, and trains a model on the images."""
 
     def tasks(self) -> Mapping[str, Measure]:
-        """Return the client task ``measure``, which the server sends three times."""
+        """Return the client task ``measure``, which the server sends three times, with different questions."""
         return {MEASURE: Measure(self.job)}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the progress message of the work before the first round."""
+        """Return the progress message for the work before the first round; empty for a resumed run."""
         said = "clients send sums over their images, and the server learns from images drawn from these"
         return "" if log.rounds else said
 
     def before(self, run: Run) -> None:
         """Train the first model on images that the server draws from the clients' noisy answers."""
-        run.log.before["private_start"] = None  # who was asked is secret
+        run.log.before["private_start"] = None  # the bytes would reveal the sizes of secret cohorts
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
@@ -97,16 +98,16 @@ class Start(Stage):
         return True
 
     def num_server_steps(self) -> int:
-        """Return the number of minibatch steps on the images at the server."""
+        """Return the number of minibatch steps that the server trains on the images."""
         settings = settings_of(self.job)
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of computing sums and of drawing images, which is not timed."""
+        """Return the work of sums and images for a forecast of the run's time; its time is not measured."""
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of three questions to a cohort of expected size, and of its three answers."""
+        """Return a forecast of the bytes of three questions to a cohort of expected size, and of the answers."""
         del params
         settings, experiment = settings_of(self.job), self.job.experiment
         shape, num_classes = self.job.dataset.input_shape, self.job.dataset.num_classes
@@ -121,13 +122,13 @@ class Start(Stage):
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_clients))}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the result fields of the stage: the numbers of images and of private releases."""
+        """Return fields for ``result.json``: the number of images, and the number of private releases."""
         settings = settings_of(self.job)
         return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
 
 
 def prepare_start(run: Run) -> Path:
-    """Return the file with the images for the first model. It is made now, unless this run made it before a stop.
+    """Return the file with the images for the first model. A resumed run finds the file; otherwise it is made now.
 
     Raises UserError if the privacy budget is too small for the releases; RunError if clients fail, or if the stored
     images are damaged or are not charged to the ledger of the run.
@@ -138,7 +139,7 @@ def prepare_start(run: Run) -> Path:
             images, labels = _made(run)
         except BudgetExhausted as spent:
             raise UserError(
-                f"aggregator.epsilon={privacy.aggregator.epsilon:g} does not afford the private start ({spent}): take "
+                f"aggregator.epsilon={privacy.aggregator.epsilon:g} is too small for the private start ({spent}): take "
                 "a larger preprocess.noise_multiplier, or a larger epsilon"
             ) from spent
         tensors = {"inputs": as_kept(images, run.job).contiguous(), "labels": labels}
@@ -149,7 +150,7 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return the layer that charges the releases of this stage: the Global DP layer of the rounds."""
+    """Return the run's Global DP layer, which also charges the releases of this stage."""
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
@@ -160,11 +161,11 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
 
     ``number``: the number of the release, from 1. ``question``: the tensors of the message to each client.
     ``template``: names and shapes of an answer's tensors. A client that fails, or whose answer does not fit the
-    template, counts as zeros, as in a round. Raises BudgetExhausted, before any client is asked, if the release exceeds
-    the budget.
+    template, counts as zeros, as in a round. Raises BudgetExhausted, before any client is asked, if the release would
+    exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
-    server_round = number - len(privacy.beforehand)  # 0 and below: with noise and coins of its own
+    server_round = number - len(privacy.beforehand)  # 0 or less, so that its random numbers differ from all rounds'
     if not strategy.population.nodes:
         strategy.population = find_population(run.grid, strategy.num_clients, timeout)
     privacy.pay_beforehand(number)
@@ -189,13 +190,13 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
 
 
 def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ask clients three questions; return images (n, *shape) in [-1, 1] and labels (n,)."""
+    """Ask clients three questions. Return images (n, *shape) in [-1, 1], drawn from the answers, and labels (n,)."""
     job, strategy, settings = run.job, run.strategy, settings_of(run.job)
     shape, num_classes = job.dataset.input_shape, job.dataset.num_classes
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
 
     def answered(question: FrequencyQuestion) -> tuple[Params, float]:
-        """Return the mean answer of clients, and the standard deviation of the noise on each of its numbers."""
+        """Return the clients' mean answer, and the standard deviation of the noise on each number in it."""
         template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
         sums = released(run, question.step, question_tensors(question), template)
         release = privacy_of(run).beforehand[question.step - 1]
@@ -212,7 +213,10 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _checked(kept: Path, run: Run) -> Path:
-    """Return the image file that ``kept`` names. Raises RunError if it is damaged or the ledger lacks its charge."""
+    """Return the image file that the JSON file ``kept`` names.
+
+    Raises RunError if one of the files is damaged, or if the ledger lacks the charge of the images.
+    """
     from fl_sim.privacy.ledger import Ledger, Receipt  # noqa: PLC0415 (the accountants load slowly)
 
     job, privacy = run.job, privacy_of(run)
@@ -222,10 +226,14 @@ def _checked(kept: Path, run: Run) -> Path:
         found = read_pool(path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, RunError) as error:
         raise RunError(
-            f"{kept} or the images beside it are damaged: delete it, and they are released again, which pays again"
+            f"{kept} or the images beside it are damaged: delete {kept.name}; the images are then released again, and "
+            "charged again"
         ) from error
     classes = np.arange(job.dataset.num_classes)
     if found.inputs.shape[1:] != job.dataset.input_shape or not np.isin(found.labels, classes).all():
-        raise RunError(f"{path} holds no images of {job.experiment.data}: delete {kept}, which pays again")
+        raise RunError(
+            f"{path} holds no images of {job.experiment.data}: delete {kept}; images are then released again, and "
+            "charged again"
+        )
     Ledger(privacy.ledger.terms, kept.with_name(run_directory.LEDGER), receipt=receipt, holder=str(kept))
     return path

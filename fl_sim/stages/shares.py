@@ -1,6 +1,6 @@
-"""The stage for algorithms with shared summaries: before the first round every client shares a summary of its records.
+"""The stage in which every client shares a summary of its records with all clients, before the first round.
 
-An example are the averages of a few records in FedMix.
+An algorithm such as FedMix needs it: its summary are averages of a few records each.
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,14 @@ SHARE: Final = "share"
 
 
 def sharing(job: Job) -> Sharing:
-    """Return the algorithm of ``job``, which must be one whose clients share summaries."""
+    """Return the algorithm of ``job``. Its clients must share summaries."""
     assert isinstance(job.experiment.algorithm, Sharing)
     return job.experiment.algorithm
 
 
 @dataclass(frozen=True)
 class ShareTask:
-    """The client task that computes the algorithm's summary of the client's records, such as averages of a few."""
+    """The client task that computes the algorithm's summary of the client's records, such as averaged records."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -54,20 +54,20 @@ class ShareTask:
 
 
 class Shares(Stage):
-    """The stage at the server: it concatenates the summaries of all clients and sends the result to every client."""
+    """The stage at the server: it concatenates the summaries of all clients, for all clients to use in every round."""
 
     def tasks(self) -> Mapping[str, ShareTask]:
         """Return the client task ``share``."""
         return {SHARE: ShareTask(self.job)}
 
     def before(self, run: Run) -> None:
-        """Ask every client for its summary, and store all summaries in one file for the rounds."""
+        """Ask every client for its summary, and store all summaries in one file, which the clients read in rounds."""
         experiment, dataset = self.job.experiment, self.job.dataset
         template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)
         down = arrays.num_bytes(wire.pool_content(shared)) * experiment.num_clients
         run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
-        mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records tell of them
+        mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records may reveal the records
         pool = save_by_content(run.out.absolute(), "pool", shared, mode=mode)
         run.strategy.order = replace(run.order, pool=str(pool))
 
@@ -85,9 +85,8 @@ class Shares(Stage):
         shared = [part for part, _ in sent]
         if not any(len(part) for one in shared for part in one.values()):
             raise RunError(
-                f"no client has records enough to share any before the first round ({self.job.experiment.algorithm}), "
-                "so this would be another algorithm: have fewer clients, or ask for fewer records in algorithm's "
-                "settings"
+                f"no client has enough records for a summary before the first round ({self.job.experiment.algorithm}), "
+                "so there is nothing to share: use fewer clients, or set the algorithm to average fewer records"
             )
         pool = {name: torch.cat([part[name] for part in shared]) for name in template}
         return pool, sum(num_bytes for _, num_bytes in sent)
@@ -95,7 +94,8 @@ class Shares(Stage):
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of the bytes to and from all clients.
 
-        It is computed from the summary of one simulated client, with public test records and the mean number of them.
+        It assumes the same size for every summary: that of a client with the mean number of records, computed on
+        public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

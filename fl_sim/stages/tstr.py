@@ -1,6 +1,7 @@
-"""The procedure of TSTR, "train on synthetic, test on real".
+"""The procedure of TSTR, "train on synthetic, test on real", which replaces the rounds.
 
-Clients release synthetic records, the server trains classifiers on them, and tests the best one on real records.
+Clients release synthetic records. The server trains classifiers on the pool of these records, chooses the one with the
+best accuracy on held-out synthetic records, and tests it on real records.
 """
 
 import math
@@ -43,15 +44,15 @@ from strategies.fedavg import FedAvg
 from strategies.tstr import DISCRIMINANT, QUADRATIC, Tstr
 
 MOST_COMPARED = 10_000
-"""The largest number of synthetic records, and of real ones, for the Frechet distance between their distributions."""
+"""The largest number of synthetic records, and of test records, for the Frechet distance between the two sets."""
 
 
 @dataclass(frozen=True)
 class Classifier:
     """A classifier that is trained on synthetic records.
 
-    ``held_out``: its scores on held-out synthetic records. ``tested``: its scores on real test records, None without a
-    test.
+    ``held_out``: its scores on synthetic records that were not used for training. ``tested``: its scores on real test
+    records; None if the experiment makes no test.
     """
 
     name: str
@@ -60,23 +61,23 @@ class Classifier:
     tested: Scores | None
 
     def facts(self) -> dict[str, Any]:
-        """Return the classifier's fields in ``result.json``. All classifiers are listed, not only the chosen one."""
+        """Return the classifier's fields for ``result.json``, which lists all classifiers, not only the chosen one."""
         accuracy = self.tested.accuracy if self.tested else None
         return {"name": self.name, "held_out_accuracy": self.held_out.accuracy, "test_accuracy": accuracy}
 
 
 @dataclass(frozen=True)
 class TstrProcedure(Procedure):
-    """The procedure of TSTR: all training uses only the synthetic records of clients."""
+    """The procedure of TSTR: the server trains classifiers on the clients' synthetic records alone."""
 
     settings: Tstr
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Let clients release synthetic records, train every classifier, and record the scores of the chosen one."""
+        """Ask clients for synthetic records, train every classifier, and write the chosen one's scores to ``log``."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
-        # No client trains, so none is sent the pool.
+        # No bytes down: clients do not train, so they do not receive the pool.
         log.before = {what: traffic and Traffic(0, traffic.up) for what, traffic in log.before.items()}
         self.settings.check_size(log.pooled.count)
         found = []
@@ -101,7 +102,7 @@ class TstrProcedure(Procedure):
         observer.finished_round(record)
 
     def _trained(self, pool: Examples) -> Iterator[Classifier]:
-        """Yield each classifier of the settings, in order, as soon as it is trained."""
+        """Train the classifiers of the settings on ``pool``, in order; yield each one as soon as it is trained."""
         order = rng(self.job.experiment.seed, "holdout").permutation(len(pool))
         held_out, kept = np.split(order, [round(self.settings.holdout * len(pool))])
         own, rest = pool.take(kept), pool.take(held_out)
@@ -116,7 +117,7 @@ class TstrProcedure(Procedure):
         """Train the classifier ``name`` on the synthetic records ``own``; return its parameters and its trainer."""
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
-        if name in {DISCRIMINANT, QUADRATIC}:  # in closed form; first, as it refuses too large a model
+        if name in {DISCRIMINANT, QUADRATIC}:  # closed form; first, because it refuses models that are too large
             analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
             found = analyse(*to_tensors(own, dataset), dataset.num_classes)
         model = self._model(name).to(self.job.device)
@@ -142,7 +143,11 @@ class TstrProcedure(Procedure):
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
-        """Return the Frechet distance between synthetic records and real test records; None if it is not measured."""
+        """Return the Frechet distance between synthetic records and real test records, with its features and sizes.
+
+        The distance is between scattering features, or the features of the experiment. None if the experiment makes no
+        test, if there are fewer than two records, or if the records have no scattering features.
+        """
         from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
 
         experiment, dataset = self.job.experiment, self.job.dataset
@@ -154,25 +159,28 @@ class TstrProcedure(Procedure):
             kept = "scattering"
             try:
                 made, real = features_of(made), features_of(real)
-            except UserError:  # tables, and images too small or too large for them
+            except UserError:  # no scattering features: tables, and images that are too small or too large
                 return None
-        scale = math.sqrt(made.shape[1])  # numbers of a deviation of about 1 each, as training sees them
+        scale = math.sqrt(made.shape[1])  # each number then has a standard deviation of about 1, as in training
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of the clients' releases, of evaluation, and of the classifiers' training (not timed)."""
+        """Return the work for a forecast of the run's time: the clients' releases, evaluation, and training.
+
+        The time of the classifiers' training is not measured.
+        """
         measured = len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())
         return (*made, evaluation_work(self, measured), Work("the classifiers' training", pieces=1.0))
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of the released records, which clients send to the server."""
+        """Return a forecast of the bytes of the synthetic records that clients send to the server."""
         foretold = (stage.traffic({}) for stage in stages_of(self.job))
         return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}
 
     def runtime(self) -> ClientRuntime:
-        """Return the client runtime of a worker that makes synthetic records."""
+        """Return the client runtime for workers, whose clients make synthetic records and do not train."""
         return runtime_for(self.job, FedAvg(), tasks_of(self.job))
 
 

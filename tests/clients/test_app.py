@@ -373,5 +373,5 @@ def test_what_the_experiment_does_not_ask_for_is_refused_with_what_it_does(tmp_p
     play = Play(FedAvg(), tmp_path)
     message = Message(wire.config_content(play.order(0, "vote\n")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
-    assert "the server asks for 'vote" in wire.error_of(reply)
-    assert "asks clients for train, synthesize, share alone" in wire.error_of(reply)
+    assert "the server asks for the task 'vote" in wire.error_of(reply)
+    assert "has only the tasks train, synthesize, share" in wire.error_of(reply)

@@ -260,7 +260,7 @@ def test_a_run_that_is_called_like_a_path_leads_nowhere(tmp_path: Path) -> None:
     for run in ("../../elsewhere", str(tmp_path / "elsewhere"), "..", ""):
         answer = node.asked(wire.TRAIN, node.content(run=run, facts=facts, experiment=experiment))
         assert isinstance(answer, Message)
-        assert "calls its run something else than letters" in (wire.error_of(answer) or "")
+        assert "has characters other than letters" in (wire.error_of(answer) or "")
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -230,5 +230,5 @@ def test_groups_are_random_and_seeded():
 
 def test_where_nobody_has_records_enough_to_share_the_run_is_refused(tmp_path):
     settings = {"model": "logistic", "rounds": 1, "algorithm": {"kind": "fedmix", "records_per_average": 100_000}}
-    with pytest.raises(RunError, match=r"no client has records enough .* records_per_average=100000 .* fewer clients"):
+    with pytest.raises(RunError, match=r"no client has enough records .* records_per_average=100000 .* fewer clients"):
         run(experiment_from(settings), tmp_path / "run")

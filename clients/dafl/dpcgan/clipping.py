@@ -1,13 +1,14 @@
-"""Sums of jointly clipped gradients of (real, fake) pairs, from one forward and one backward pass over both halves.
+"""Sums of clipped gradients of the discriminator D, in which a real record and its fake are clipped as one vector.
 
-The gradient of a linear layer for one row is the outer product of the layer's input a and the error e at the layer's
-output. Hence the squared norm of a pair's gradient is a sum of products of scalar products, (e_i . e_j)(a_i . a_j) over
-the pair's two rows (Goodfellow 2015, "Efficient per-example gradient computations"). The clipped sum is one matrix
-product of weighted rows: the gradient of a single record is never computed. A convolution is treated like a linear
-layer with one row per output position.
+A pair consists of a real record and a fake, each a row of the inputs of D's layers. One forward and one backward pass
+over all rows are enough. The gradient of a linear layer for one row is the outer product of the layer's input a and the
+error e, the derivative of the loss by the layer's output. Hence the squared norm of a pair's gradient is the sum of
+(e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015, "Efficient per-example gradient computations").
+The clipped sum is one matrix product of weighted rows, so single gradients need not be computed. A convolution is
+treated like a linear layer with one row per output position.
 
-No pair changes a sum by more than the pair's bound, whatever the weights. A pair's inputs and errors are float32, and
-their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
+No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32,
+and their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
 float32 exactly. If the two rows of a pair cancel, the norm from scalar products may be rounded down, but by at most
 2 n u times the part that does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1); this amount is added to
 the norm.
@@ -28,19 +29,19 @@ from torch.nn import functional
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
 
 MARGIN: Final = 1e-5
-"""Pairs are clipped to (1 - MARGIN) C: room for float64 rounding of a sum, which is less than 1e-6 C in 1,000 pairs."""
+"""Pairs are clipped to (1 - MARGIN) C. The margin covers float64 rounding of a sum, below 1e-6 C for 1,000 pairs."""
 
 _SLACK: Final = 2.0**-32
-"""The largest rounding error of a squared norm, relative to the sum of both rows' squared norms, up to 2^20 terms."""
+"""A bound on the rounding error of a squared norm of up to 2^20 terms, relative to the rows' summed squared norms."""
 
 
 @dataclass(frozen=True)
 class ClientPairs:
-    """One client's pairs in a step. ``real``, ``fake``: the two halves of the pairs, (pairs, *input shape of D).
+    """One client's pairs of a real record and a fake in one training step of its discriminator D.
 
     ``discriminator``: D. D's score of a row must not depend on other rows; D consists of Linear, Conv2d, InstanceNorm2d
-    without running statistics, and layers without parameters. ``clipping_norm``: the bound on a pair's gradient; inf
-    gives the sum without clipping.
+    without running statistics, and layers without parameters. ``real``, ``fake``: (pairs, *input shape of D).
+    ``clipping_norm``: the bound on the norm of a pair's gradient; inf means no clipping.
     """
 
     discriminator: nn.Sequential
@@ -52,7 +53,7 @@ class ClientPairs:
 def clipped_sum(
     discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
 ) -> torch.Tensor:
-    """Return the sum of clipped gradients of one client, as a flat float64 vector: see ``clipped_sums``."""
+    """Return the sum of one client's clipped gradients as a flat float64 vector: see ``clipped_sums``."""
     return clipped_sums([ClientPairs(discriminator, real, fake, clipping_norm)])[0]
 
 
@@ -87,7 +88,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     finite = torch.isfinite(norms)
     bound = torch.cat(bounds)
     factors = torch.where(finite & (bound > 0), (bound / norms).clamp(max=1), 0.0)
-    if not bool(finite.all()):  # 0 * nan is nan: what is not finite must go, not be multiplied by 0
+    if not bool(finite.all()):  # 0 * nan is nan: a factor of 0 does not remove these gradients
         for layer in layers:
             layer.forget(~finite)
     by_layer = [layer.weighted_sums(factors) for layer in layers]
@@ -95,12 +96,15 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
 
 
 def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Linears | _Apart]":
-    """Return D's layers that have parameters, each with its input and the derivative of the loss by its output."""
+    """Return the layers of D with parameters, each with its input and the derivative of the loss by its output.
+
+    ``sizes``: the number of pairs of each client, after padding.
+    """
     rows: list[torch.Tensor] = []
     for one, size in zip(clients, sizes, strict=True):
         pairs = one.real.new_zeros(size, 2, *one.real.shape[1:])
         pairs[: len(one.real), 0], pairs[: len(one.real), 1] = one.real, one.fake
-        rows.append(pairs.flatten(0, 1))  # rows 2i, real, and 2i + 1, fake, make pair i
+        rows.append(pairs.flatten(0, 1))  # pair i: row 2i is real, row 2i + 1 is fake
     passed: list[Layers] = []
     scores = stacked([one.discriminator for one in clients], rows, passed.append).view(-1, 2)
     loss = functional.softplus(scores * torch.tensor([-1.0, 1.0])).sum()
@@ -118,10 +122,10 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
 
 
 class _Linears:
-    """The gradients of one linear layer, for every pair of all clients, as float64.
+    """The float64 gradients of one linear layer for every pair of all clients.
 
-    ``entered``: the input rows of each client. ``errors``: the derivatives of the loss by the outputs, with the rows of
-    all clients concatenated.
+    ``entered``: the layer's input rows of each client. ``errors``: the derivatives of the loss by the layer's outputs,
+    with the rows of all clients concatenated.
     """
 
     def __init__(self, entered: Sequence[torch.Tensor], errors: torch.Tensor, *, has_bias: bool) -> None:
@@ -147,7 +151,7 @@ class _Linears:
         ]
 
     def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return for each client and each parameter of the layer the sum over pairs of factor times gradient."""
+        """Return, for each client and each parameter of the layer, the sum over pairs of factor times gradient."""
         errors = (self.e.view(-1, 2, self.e.shape[1]) * factors[:, None, None]).flatten(0, 1)
         parts = zip(torch.split(errors, [len(part) for part in self.a]), self.a, strict=True)
         return [[error.T @ entered, *([error.sum(0)] if self.has_bias else [])] for error, entered in parts]
@@ -160,7 +164,7 @@ def _products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Apart:
-    """One layer of every client, computed separately, because joint operations would save no time.
+    """The gradients of a layer other than Linear. Each client is computed separately: joint operations save no time.
 
     The methods have the same meaning as those of ``_Linears``.
     """
@@ -182,9 +186,9 @@ class _Apart:
 
 
 class _Convolution:
-    """The gradients of a convolution: as those of a linear layer with one row for every output position.
+    """The gradients of a convolution, computed like those of a linear layer with one row for every output position.
 
-    The gradient of a pair is e_r a_r' + e_f a_f', for inputs a and errors e of the real (r) and the fake (f) half.
+    The gradient of a pair is e_r a_r' + e_f a_f', with inputs a and errors e of the real (r) and the fake (f) record.
     """
 
     def __init__(self, layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> None:
@@ -196,8 +200,8 @@ class _Convolution:
         self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # Each pair's gradient is formed once if scalar products of all rows would cost more. Its norm is that of the
-        # vector that is summed, however it was rounded.
+        # If scalar products of all rows would cost more, each pair's gradient is computed, in float32. The norm is then
+        # that of the rounded gradient, which is the one that is summed.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
@@ -216,7 +220,7 @@ class _Convolution:
         return weight if self.bias is None else weight + _sizes(self.bias)
 
     def forget(self, pairs: torch.Tensor) -> None:
-        self.e = self.e.clone()  # it may be a view of what other layers hold
+        self.e = self.e.clone()  # may be a view of a tensor of other layers
         for rows in (self.a, self.e):
             rows[pairs.repeat_interleave(2)] = 0.0
         for gradients in (self.each, self.bias):

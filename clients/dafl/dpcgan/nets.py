@@ -1,12 +1,12 @@
 """The networks of the DP conditional GAN: small perceptrons, or the paper's four convolutions each (Tang et al. 2023).
 
-No network uses batch statistics, so the score of a record does not depend on other records: clipping the gradient of
-each record requires this.
+No network uses batch statistics, so the score of a record does not depend on other records. Per-record clipping of
+gradients requires this.
 
 The networks of several clients compute together as a stack: the rows of all clients are concatenated, and layers
 without weights process all rows at once. Every client's rows are padded to a multiple of 32. Vectorised kernels compute
-the remaining rows by other operations, which round differently; with the padding, the bits of a client do not depend on
-the other clients in the stack.
+the rows beyond such a multiple by other operations, which round differently. With the padding, the bits of a client do
+not depend on the other clients in the stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ _SPREAD: Final = 1.0
 
 @dataclass(frozen=True)
 class Networks:
-    """A discriminator D, a generator G, and the functions around them.
+    """A discriminator D, a generator G, and the transforms of their inputs and outputs.
 
     Classes are one-hot, (n, classes); the width is 0 if there is only one class.
-    ``view``: records, (n, *shape) in [-1, 1] -> views, the form that D sees: a public function of each single record.
+    ``view``: records, (n, *shape) in [-1, 1] -> views, the input form for D: a public function of each single record.
     ``join``: (views or latent vectors, classes) -> one tensor, the input of a network.
     ``discriminator``: joined views -> scores, (n, 1), high for real records.
     ``generator``: joined latent vectors -> views.
@@ -52,7 +52,7 @@ class Networks:
 
 @dataclass(frozen=True)
 class Layers:
-    """One layer of every client's network, with inputs and outputs.
+    """One layer of every client's network, with its inputs and outputs.
 
     ``entered``: the input of each client's layer, (rows, ...). ``left``: the outputs of all clients, concatenated.
     """
@@ -63,20 +63,20 @@ class Layers:
 
 
 def filled_up(num_rows: int) -> int:
-    """Return ``num_rows`` rounded up to a multiple of 32, the padded number of rows in a stack."""
+    """Return ``num_rows`` rounded up to a multiple of 32: a client's number of rows in a stack after padding."""
     return -(-num_rows // _BLOCK) * _BLOCK
 
 
 def stacked(
     nets: Sequence[nn.Sequential], parts: Sequence[torch.Tensor], seen: Callable[[Layers], None] | None = None
 ) -> torch.Tensor:
-    """Return the outputs of ``nets``, each for its own rows, concatenated. The nets have the same kinds of layers.
+    """Return the outputs of several clients' networks for their own inputs, concatenated.
 
-    ``parts``: the input of every net, with a padded number of rows (see ``filled_up``). ``seen``: a function that is
-    called with each layer that has weights.
+    ``nets``: the networks, which have the same kinds of layers. ``parts``: the input of each network, with a padded
+    number of rows (see ``filled_up``). ``seen``: a function that is called with each layer that has weights.
     """
     sizes = [len(part) for part in parts]
-    rows: torch.Tensor | None = None  # until a layer with weights, whose inputs may be of unequal width
+    rows: torch.Tensor | None = None  # None before the first layer with weights: inputs may have unequal widths
     for layers in zip(*nets, strict=True):
         if not isinstance(layers[0], _WITH_WEIGHTS):
             if rows is None:
@@ -124,12 +124,12 @@ def _emptied(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return the values in the columns of the row's class, shape (n, classes x (d + 1)), as input of a first layer.
+    """Return the input of a first layer, (n, classes x (d + 1)), for ``values`` (n, d) and one-hot ``classes``.
 
     Each class has d + 1 columns: the columns of the row's class contain its d values and a one, all others zeros. So
     every class has its own first-layer weights, which records of other classes do not change. If the one-hot class were
-    simply appended to the values, the networks would hardly learn to use the class before the budget is spent. Without
-    classes the values are returned unchanged.
+    simply appended to the values, the networks would hardly learn to use it within the privacy budget. Without classes
+    the values are returned unchanged.
     """
     if not classes.shape[1]:
         return values
@@ -148,10 +148,10 @@ def with_planes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widths: tuple[int, int]) -> Networks:
     """Return perceptrons for images that are averaged down to at most ``resolution`` pixels a side.
 
-    ``widths``: the width of D's two hidden layers and that of G's. The networks have few parameters, because the norm
-    of the noise on D's gradient grows with the square root of their number. Images are coarse, because noise hides fine
-    detail first. Rendering interpolates logits and then applies the sigmoid, so edges stay sharp. Records that are not
-    images are used without averaging.
+    ``widths``: the width of D's two hidden layers, and the width of G's. The networks have few parameters, because the
+    norm of the noise on D's gradient grows with the square root of their number. Images are coarse, because noise hides
+    fine detail first. Rendering interpolates logits and then applies the sigmoid, so edges stay sharp. Records that are
+    not images are used without averaging.
     """
     image = len(shape) == 3
     coarse = (shape[0], *(min(side, resolution) for side in shape[1:])) if image else shape
@@ -185,7 +185,7 @@ def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = 
 
 
 class SmallGenerator(nn.Module):
-    """A perceptron, and a linear map from latent vector to logits whose output is added to the perceptron's.
+    """A perceptron and a linear map, both from latent vectors to logits; the output is the sigmoid of their sum.
 
     Without the linear map, all fakes are nearly equal at the start of training and remain so.
     """

@@ -1,16 +1,17 @@
 """PSG: a conditional GAN under record-level DP (Tang, Wang, Liu 2023; Xie et al. 2018; Bie, Kamath, Zhang 2023).
 
-Only the discriminator D sees records, and it learns by DP-SGD. Each step samples every record independently with
-probability q and pairs the record with a fake. The gradient of loss(D(real), 1) + loss(D(fake), 0) is clipped as one
-vector to norm C. The step sums the gradients, adds N(0, (z C)^2) and divides by the public qn. The generator G learns
-from D, which is released already. Noise and number of steps follow from the budget before the first record is read.
+Only the discriminator D reads records. It is trained by DP-SGD. Each step samples every record independently with
+probability q, and pairs each sampled record with a fake. The gradient of loss(D(real), 1) + loss(D(fake), 0) is clipped
+as one vector to norm C. The step sums the gradients of all pairs, adds N(0, (z C)^2) and divides by the public qn (n
+records). The generator G reads no records: it is trained with D, which is a private release. The noise multiplier z and
+the number of steps follow from the privacy budget, before the first record is read.
 
 Sampling, and the latent vectors and classes of the fakes of a D step, use secret random numbers. If a fake's latent
 vector were known and assigned by position in the batch, one more record would change the fakes of all later records.
 
 Many clients train together as one stack (``clients.dafl.dpcgan.nets``). Each client has its own records, sampling,
-noise, bill and random generator. The stack only saves the overhead of starting operations: a client alone is a stack of
-one, and gets the same bits.
+noise, bill (privacy cost) and random generator. The stack only saves the overhead of starting operations: a client that
+trains alone gets the same bits.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ class DpCgan(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
-        """Return the cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
+        """Return the privacy cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
-        The bill is refused if the noise in every single parameter exceeds the largest possible norm of the summed
-        gradients of an expected batch, z > qn: then the noise of a step hides the records.
+        The release is refused if the noise on a single parameter exceeds the largest norm that the gradients of an
+        expected batch can have, z > qn: the noise of a step would then hide the records.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -114,7 +115,7 @@ class DpCgan(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Train for the steps and the noise of ``bill``, and return synthetic records: see ``Generator.generate``."""
+        """Train with the steps and the noise of ``bill``, and return synthetic records: see ``Generator.generate``."""
         [made] = self.generate_stacked([GeneratorRequest(records, counts, bill, noise, generator)])
         if isinstance(made, Exception):
             raise made
@@ -145,33 +146,30 @@ class DpCgan(Settings):
         return made
 
     def trainer(self) -> str:
-        """Return the name of the trainer: the native trainer for the small networks, if it is available, else PyTorch.
-
-        For PyTorch the text contains the reason.
-        """
+        """Return the name of the trainer on this machine: "native trainer" (compiled code), or PyTorch and why."""
         from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (needs torch as it is imported)
 
-        kernel, why_not = load_kernel()
+        kernel, reason = load_kernel()
         if self.is_compilable and kernel is not None:
             return "native trainer"
-        left = "Opacus needs it" if self.gradients == "opacus" else "the paper's networks are left to it"
-        return f"PyTorch: {left if kernel is not None else f'there is no native trainer here, {why_not}'}"
+        needs = "Opacus needs it" if self.gradients == "opacus" else "the paper's networks need it"
+        return f"PyTorch: {needs if kernel is not None else f'there is no native trainer here, {reason}'}"
 
     @property
     def is_compilable(self) -> bool:
-        """Return True if compiled code supports these settings. The processor may still lack compiled code."""
+        """Return True if the compiled trainer supports these settings. It may still be missing on this machine."""
         return self.networks == "small" and self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
-        """Return the generator with at most ``steps`` D steps, and the share of the original steps that it takes."""
+        """Return this generator with at most ``steps`` D steps, and its number of steps / the original number."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
     def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
-        """Yield (number of steps, a function that executes a step) for each set of clients that train together.
+        """Yield (number of steps, function that executes one step) for each set of clients that train together.
 
-        Clients with equal numbers of steps train together. Clients train alone if their steps are long (the paper's
-        networks) or compiled; the weights of a client then stay in the processor's cache.
+        Clients with equal numbers of steps train together. A client trains alone if its steps are long (the paper's
+        networks) or compiled, because its weights then stay in the processor's cache.
         """
         from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 

@@ -1,7 +1,8 @@
 """The training of the DP conditional GAN: by PyTorch for many clients together, or by compiled code for one client.
 
-Both kinds of training take a client's random numbers, records and released counts from ``GanClient``. D is the
-discriminator, G the generator; views are records in the form that D sees.
+Both get a client's random numbers, records and released class counts from ``GanClient``. D is the discriminator, G the
+generator. Views are records in D's input form, such as coarse images. A class is released if the client makes synthetic
+records of it.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ if TYPE_CHECKING:
     from clients.dafl.dpcgan.with_opacus import OpacusGradients
 
 Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
-"""The inputs of fakes: latent vectors, and the class of each fake, as an index into the client's released classes."""
+"""The inputs of G for some fakes: their latent vectors, and their classes, as indices into the released classes."""
 
 BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64  # numbers
 _WARM_UP: Final = 0.2  # share of the training before the first sample is drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
-_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # so few that what Python needs for the draws stays in the processor's cache
+_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # few, so that the data of these draws stay in the processor's cache
 
 
 class GanClient:
-    """One client's networks, records and random numbers. All but ``views``, ``places`` and ``known`` is released.
+    """One client's networks, records and random numbers. SENSITIVE: ``views``, ``places``, ``known``, ``noise``.
 
-    ``views``: the records in the form that D sees. ``places``: the class of each record, as an index into the released
-    classes. ``known``: False for records whose class is not released.
+    ``views``: the client's records in D's input form. ``places``: the class of each record, as an index into the
+    released classes. ``known``: False for records whose class is not released. ``noise``: the secret noise. Everything
+    else is released.
     """
 
     def __init__(self, settings: DpCgan, request: GeneratorRequest) -> None:
@@ -75,7 +77,7 @@ class GanClient:
         norm, held = settings.clipping_norm, len(records.labels)
         self.batch = self.bill.sampling_rate * held
         self.bound = clipping_norm_on_grid(norm, self.std, self.dimension, summands=held) if self.std else math.inf
-        # A random order: each class has its share of early and of late samples.
+        # In random order, so that every class has early and late samples.
         self.classes = np.repeat(np.arange(len(present)), self.counts)
         order = torch.randperm(len(self.classes), generator=self.random)
         self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
@@ -97,9 +99,9 @@ class GanClient:
         return self.nets.join(values, classes)
 
     def chosen(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of the Poisson-sampled records of a step. SENSITIVE.
+        """Return the indices of the records of a D step, by Poisson sampling. SENSITIVE.
 
-        Sampled records of classes that are not released are left out.
+        Sampled records of classes that are not released are left out: their gradient counts as zero.
         """
         rate = self.bill.sampling_rate
         chosen = np.flatnonzero(
@@ -109,7 +111,7 @@ class GanClient:
         return known
 
     def for_fakes_of_records(self, count: int, step: int) -> Drawn:
-        """Return the inputs of ``count`` fakes of a D step, drawn only from secret noise and the released counts."""
+        """Return the inputs of ``count`` fakes for a D step, drawn only from secret noise and the released counts."""
         latent_dim = self.settings.latent_dim
         latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
         classes = np.zeros(count, np.int64)
@@ -119,11 +121,11 @@ class GanClient:
         return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
 
     def noise_of(self, step: int) -> NDArray[np.float64]:
-        """Return the noise on the sum of a step's clipped gradients, in units of the grid. Requires ``std`` > 0."""
+        """Return the noise for the sum of a step's clipped gradients, in units of the noise grid. Requires std > 0."""
         return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
 
     def for_fakes(self) -> Drawn:
-        """Return the inputs of the fakes of a G step. Inputs of many steps are drawn at once, which is faster."""
+        """Return the inputs of the fakes for a G step. Inputs for many steps are drawn at once, which is faster."""
         if not self.ahead:
             size = _GENERATOR_STEPS_AHEAD, self.settings.generator_batch_size
             latents = torch.randn(*size, self.settings.latent_dim, generator=self.random)
@@ -132,10 +134,10 @@ class GanClient:
         return self.ahead.pop()
 
     def draw_samples(self, done: float, generate: Callable[[Drawn], torch.Tensor]) -> None:
-        """Draw the synthetic samples that are due after the share ``done`` of the training.
+        """Draw the samples that are due when the share ``done`` of the training is finished, and store them.
 
-        The samples are drawn in equal parts at evenly spaced moments. ``generate``: a function that maps latent vectors
-        and classes to views by the averaged G.
+        The client's synthetic records are drawn in equal parts at evenly spaced moments of the training. ``generate``:
+        a function that returns views from the averaged G for latent vectors and classes.
         """
         while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
             classes = self.classes[self.due[len(self.made)].numpy()]
@@ -143,7 +145,7 @@ class GanClient:
             self.made.append(generate((latent, classes)))
 
     def samples(self) -> torch.Tensor:
-        """Return the synthetic records, sorted by class, with the released number of records of each class.
+        """Return the synthetic records of the client, sorted by class; each class has its released number of records.
 
         Raises RunError if a weight of the networks is not finite.
         """
@@ -169,7 +171,7 @@ class StackTraining:
         self.by_opacus = [_opacus(client) for client in clients] if settings.gradients == "opacus" else []
 
     def step(self, step: int) -> None:
-        """Execute the training step number ``step``, counted from 0: one step of D, and a step of G if it is due."""
+        """Execute training step ``step``, from 0: one step of D, and a step of G after every ``ratio`` steps of D."""
         self.discriminator_step(step)
         if (step + 1) % self.settings.ratio == 0:
             self.generator_step()
@@ -180,7 +182,7 @@ class StackTraining:
                 one.check()
 
     def discriminator_step(self, step: int) -> None:
-        """Release each client's noisy sum of clipped gradients, and update D by a step of Adam with that gradient."""
+        """Compute each client's noisy sum of clipped gradients, a private release, and update its D by Adam."""
         chosen = [client.chosen(step) for client in self.clients]
         real = [
             client.joined(client.views.index_select(0, torch.from_numpy(rows)), client.places[rows])
@@ -201,7 +203,7 @@ class StackTraining:
 
     @torch.no_grad()
     def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        """Return fakes for each client as D's input, one fake for each of the client's records in this step."""
+        """Return D's inputs for the fakes of each client, one fake for each of the client's records in this step."""
         sizes = [(client, len(rows)) for client, rows in zip(self.clients, real, strict=True) if len(rows)]
         drawn = [client.for_fakes_of_records(size, step) for client, size in sizes]
         made = iter(_joined_fakes([client for client, _ in sizes], drawn) if sizes else ())
@@ -220,8 +222,8 @@ class StackTraining:
 class CompiledTraining:
     """The training of one client's small networks by compiled code. A step consists of a few long compiled calls.
 
-    During such a call the threads of other clients run. There is little Python code between the calls, because the wait
-    for Python's global lock costs more time than the work.
+    During such a call, other threads train other clients. There is little Python code between the calls, because
+    waiting for Python's global lock takes more time than the code itself.
     """
 
     def __init__(self, settings: DpCgan, client: GanClient, kernel: Kernel) -> None:
@@ -234,14 +236,14 @@ class CompiledTraining:
         self.spacing = grid_spacing(client.std) if client.std else 1.0
 
     def step(self, step: int) -> None:
-        """Execute the training step number ``step``, counted from 0: one step of D, and a step of G if it is due."""
+        """Execute training step ``step``, from 0: one step of D, and a step of G after every ``ratio`` steps of D."""
         self.discriminator_step(step)
         if (step + 1) % self.settings.ratio == 0:
             self.generator_step()
         self.client.draw_samples((step + 1) / self.client.bill.steps, self.views_of_average)
 
     def discriminator_step(self, step: int) -> None:
-        """Release the noisy sum of clipped gradients, and update D by a step of Adam with that gradient."""
+        """Compute the noisy sum of clipped gradients, a private release, and update D by Adam."""
         client = self.client
         if step not in self.ahead:
             steps = range(step, min(step + _DISCRIMINATOR_STEPS_AHEAD, client.bill.steps))
@@ -251,7 +253,7 @@ class CompiledTraining:
         self.adversaries.discriminator_step(pairs, GradientNoise(noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
-        """Return the record indices of a D step, the inputs of the fakes, and the noise (None: no noise). SENSITIVE."""
+        """Return (record indices, inputs of the fakes, noise) of a D step. SENSITIVE. The noise is None if std is 0."""
         chosen = self.client.chosen(step)
         latents = _shown(self.client.for_fakes_of_records(len(chosen), step))
         return chosen, latents, self.client.noise_of(step) if self.client.std else None
@@ -276,7 +278,10 @@ def views_of_average(client: GanClient, drawn: Drawn) -> torch.Tensor:
 def adversaries_of(
     nets: Networks, average: nn.Module, num_classes: int, learning_rates: tuple[float, float], kernel: Kernel
 ) -> Adversaries:
-    """Return D and G for compiled training. The weights of D, G and ``average`` become views of one vector each."""
+    """Return D and G of ``nets`` for compiled training. ``average``: G with averaged weights.
+
+    The weights of each of the three networks become views of one vector.
+    """
     rows = [Weights([net]).parts[0] for net in (nets.discriminator, nets.generator, average)]
     adams = [CompiledAdam(row, BETAS, rate) for row, rate in zip(rows[:2], learning_rates, strict=True)]
     networks = Perceptron(kernel, nets.discriminator, num_classes), _compiled(nets.generator, num_classes, kernel)
@@ -284,11 +289,11 @@ def adversaries_of(
 
 
 class Weights:
-    """The parameters of all ``nets`` in one vector, ``vector``. The networks' parameters become views of the vector.
+    """The parameters of the networks ``nets`` in one ``vector``; the networks' parameters become views of it.
 
-    The part of every network begins at a multiple of 64 numbers; zeros fill the gaps. Vectorised kernels compute the
-    last few numbers of a vector by other operations, which round differently. With this alignment, the bits of a client
-    do not depend on the other clients in the stack.
+    Each network's part of the vector begins at a multiple of 64 numbers; zeros fill the gaps. Vectorised kernels
+    compute the last few numbers of a vector by other operations, which round differently. With this alignment, the bits
+    of a client do not depend on the other clients in the stack.
     """
 
     def __init__(self, nets: Sequence[nn.Module]) -> None:
@@ -307,7 +312,7 @@ class Weights:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015) on the weights of many clients. Importing torch.optim would take over a second."""
+    """Adam (Kingma and Ba 2015) on the weights of many clients. The import of torch.optim would take over a second."""
 
     def __init__(self, weights: Weights, learning_rate: float) -> None:
         self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
@@ -338,7 +343,7 @@ def _opacus(client: GanClient) -> OpacusGradients:
 
 
 def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the noisy gradient of a step as a flat vector: (clipped sum + noise) / expected batch size."""
+    """Return the noisy mean gradient of a step as a flat vector: (clipped sum + noise) / expected batch size."""
     total = clipped_sum.numpy()
     if client.std:
         total = add_noise(total, client.std, client.noise_of(step))
@@ -348,14 +353,14 @@ def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.
 
 
 def _joined_fakes(clients: Sequence[GanClient], drawn: Sequence[Drawn]) -> list[torch.Tensor]:
-    """Return D's input: the views that each client's G generates from latent vectors and classes, with the classes."""
+    """Return D's inputs for fakes: the views that each client's G generates from ``drawn``, with their classes."""
     latents = [client.joined(*parts) for client, parts in zip(clients, drawn, strict=True)]
     made = zip(clients, generated([client.nets.generator for client in clients], latents), drawn, strict=True)
     return [client.joined(views, places) for client, views, (_, places) in made]
 
 
 def _decay(settings: DpCgan, generator_steps: int) -> float:
-    """Return the decay of the moving average of G's weights.
+    """Return the decay of the moving average of G's weights after ``generator_steps`` steps.
 
     The decay is small early in training, so that the initial weights have little influence on the average.
     """

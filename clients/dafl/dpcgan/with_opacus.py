@@ -1,14 +1,14 @@
 """The private gradient of the discriminator D by Opacus (Yousefpour et al. 2021): hooks, optimiser and accountant.
 
 This module avoids known faults of Opacus. Real and fake records take two forward passes through D and one backward
-pass, so that a pair is clipped as one vector; after two backward passes the two halves would be clipped separately. An
-empty batch gives a sum of zeros, not an error. A pair whose gradient is not finite counts as the zero vector, not as
-NaN in every parameter. The generator's steps use a discriminator without hooks. All computation is float64, because the
-norm of a vector that is clipped in float32 may exceed the bound. The noise comes from the client's secret source and
-lies on the grid of that source; torch's generator is not used.
+pass, so that a pair of a record and a fake is clipped as one vector; after two backward passes the two halves would be
+clipped separately. An empty batch gives a sum of zeros, not an error. A pair whose gradient is not finite counts as the
+zero vector, not as NaN in every parameter. The generator's steps use a discriminator without hooks. All computation is
+float64, because the norm of a vector that is clipped in float32 may exceed the bound. The noise is fl-sim's secret
+noise, on its grid; torch's generator is not used.
 
-One property of Opacus is trusted: a pair's gradient hardly depends on the other pairs of the batch. It depends on them
-by the rounding of float64, a dependence that ``clients.dafl.dpcgan.clipping`` rules out.
+One weakness of Opacus remains: a pair's gradient depends on the other pairs of the batch, if only by the rounding of
+float64. ``clients.dafl.dpcgan.clipping`` does not have it.
 """
 
 from copy import deepcopy
@@ -31,8 +31,8 @@ from fl_sim.privacy.mechanisms import Noise, add_noise
 class OpacusTerms:
     """The privacy parameters of the training of a client's discriminator.
 
-    ``batch``: the expected number of pairs in a step. ``std``: the standard deviation of the noise on the sum of their
-    gradients. ``bound``: the clipping norm of a pair.
+    ``bill``: the privacy cost. ``batch``: the expected number of pairs in a step. ``std``: the standard deviation of
+    the noise on the sum of their gradients. ``bound``: the clipping norm of a pair. ``noise``: the source of the noise.
     """
 
     bill: GeneratorBill
@@ -43,9 +43,9 @@ class OpacusTerms:
 
 
 class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
-    """Opacus' optimiser with noise of fl-sim, for the first half of a step: clip, sum, add noise, divide.
+    """Opacus' optimiser with noise from fl-sim. It makes a private gradient: clip, sum, add noise, divide.
 
-    The second half of a step is fl-sim's ``Adam``, on the weights of all clients at once.
+    The update of the weights with this gradient is made by fl-sim's ``Adam``, for all clients at once.
     """
 
     def __init__(self, parameters: list[nn.Parameter], terms: OpacusTerms) -> None:
@@ -58,14 +58,14 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
         self.terms, self.number = terms, 0
 
     def clip_and_accumulate(self) -> None:
-        """Clip and sum the gradients of pairs. Pairs whose gradient is not finite are left out."""
+        """Clip and sum the gradients of pairs; leave out pairs whose gradient is not finite."""
         finite = torch.stack([gradient.flatten(1).square().sum(1) for gradient in self.grad_samples]).sum(0).isfinite()
         for parameter in self.params:
             parameter.grad_sample = parameter.grad_sample[finite]
         super().clip_and_accumulate()
 
     def add_noise(self) -> None:
-        """Round the sum to the grid of the noise, add noise, and store the result in ``grad`` of the parameters."""
+        """Round the sum to the noise grid, add noise, and store the result in ``grad`` of the parameters."""
         total = torch.cat([parameter.summed_grad.flatten() for parameter in self.params]).numpy()
         if std := self.terms.std:
             source, number = self.terms.noise, self.number
@@ -107,6 +107,6 @@ class OpacusGradients:
         return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def check(self) -> None:
-        """Raise AssertionError if the releases that Opacus' accountant counted differ from the releases of the bill."""
+        """Raise AssertionError if the releases in Opacus' accountant differ from those that were charged."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
         assert self.accountant.history == billed, "Opacus has counted other releases than were charged"

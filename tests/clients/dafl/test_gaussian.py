@@ -201,7 +201,7 @@ def test_shrinking_eigenvalues_brings_them_nearer_to_the_truth() -> None:
 
 def test_too_few_records_are_refused_before_anything_is_paid() -> None:
     bill = SETTINGS.bill(5, 2, 1, 1e-5)
-    assert "5 records are too few for epsilon 1: their mean would be noise below" in bill.refused
+    assert "5 records are too few for epsilon 1: a mean needs at least" in bill.refused
     assert SETTINGS.bill(0, 2, math.inf, 1e-5).refused == "no records"
 
 

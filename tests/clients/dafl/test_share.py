@@ -290,7 +290,7 @@ def test_a_damaged_share_or_key_is_named_in_one_sentence_and_never_used(tmp_path
         make_share(_settings(), client, seed=0, public_records=1437)
     share.unlink()
     (tmp_path / "0" / "key").write_bytes(content or b"")
-    with pytest.raises(RunError, match=r"key is damaged: delete it, .* pays again"):
+    with pytest.raises(RunError, match=r"key is damaged: delete it; .* charged again"):
         make_share(_settings(), client, seed=0, public_records=1437)
 
 
@@ -311,4 +311,4 @@ def test_the_words_of_an_unforeseen_error_stay_with_the_client(tmp_path: Path, m
             patched.setattr(place, name, failing)
             with pytest.raises(RunError) as caught:
                 make_share(_settings(generator=kind), _client(_records(), tmp_path / name), seed=0, public_records=1437)
-        assert str(caught.value) == "making the share failed with ValueError, whose words may quote records"
+        assert str(caught.value) == "making the share failed with ValueError, whose message may quote records"

@@ -97,7 +97,7 @@ def test_one_client_that_can_release_is_enough() -> None:
     given = experiment("preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.epsilon=2")
     for records in ([30, 100_000, 20], [100_000]):
         given.preprocess.check_budget(given, records, 10)
-    with pytest.raises(UserError, match="of the largest: 30 records are too few"):
+    with pytest.raises(UserError, match="for the largest client, 30 records are too few"):
         given.preprocess.check_budget(given, [30, 20], 10)
 
 

@@ -104,7 +104,7 @@ def test_generators_see_features_as_they_are_and_pools_keep_them() -> None:
     ("overrides", "words"),
     [
         (["features=none"], "gaussian makes vectors, and these records are images of shape"),
-        (["preprocess.generator=marginals"], "features=scattering has 324 numbers a record that are none"),
+        (["preprocess.generator=marginals"], "features=scattering gives records of 324 features"),
         (["preprocess.generator=mean-embedding"], "mean-embedding makes images"),
     ],
 )
