@@ -152,7 +152,7 @@ def _draw(dataset: Dataset, sheet: Path) -> None:
     if dataset.train.inputs.ndim != 4:
         raise UserError(f"--sheet draws images, and the records of {dataset.name} are numbers; leave it out")
     if sheet.suffix.lower() != ".png":
-        raise UserError(f"cannot draw to {sheet}: use a name that ends in .png")
+        raise UserError(f"cannot draw to {sheet}: give a file name that ends in .png")
     from fl_sim.report.figures.samples import draw_records  # noqa: PLC0415 (matplotlib: a second to import)
     from fl_sim.report.picture import png  # noqa: PLC0415
     from fl_sim.store.files import readable_os_errors, write_whole  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The lines below a table: its caption, the meaning of bold, privacy, warnings and failures."""
+"""The lines of text below a table: its caption, the meaning of bold print, privacy, warnings and failures."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from fl_sim.report.table import Table, most_seeds
 _SEEDS: Final = "Seeds:"
 _MOST_WARNINGS: Final = 8
 _MOST_NAMES: Final = 4
-"""Largest number of rows without a guarantee listed by name; a longer list becomes "all other methods"."""
+"""Largest number of rows without a privacy guarantee that are named. More rows become "all other methods"."""
 
 _CHANGES: Final[Mapping[str, str]] = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
@@ -22,7 +22,7 @@ _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def notes(table: Table) -> list[str]:
-    """Return the lines below a table: caption, meaning of bold print, privacy, warnings, and failed runs."""
+    """Return the lines of text below a table: caption, meaning of bold print, privacy, warnings and failed runs."""
     statements: dict[str, list[tuple[PrivacyStatement, ...]]] = {}
     for row in table.rows:
         finished = [one.statements for one in table.results if (one.row, one.status) == (row, "finished")]
@@ -44,10 +44,10 @@ def notes(table: Table) -> list[str]:
 
 
 def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, are_all: bool = True) -> list[str]:
-    """Return the lines on privacy: guarantees by table row, the limits of the guarantees, and rows without a guarantee.
+    """Return the lines about privacy: the guarantees of each row, their limits, and the rows without a guarantee.
 
-    ``rows``: {row: the privacy statements of each run of the row}; ``are_all``: True if the table has no other rows.
-    The epsilon of a row is the largest epsilon of any single run. The cost of all runs together is not stated here.
+    ``rows``: {row: for each run of the row, its privacy statements}. ``are_all``: True if the table has no other rows.
+    The epsilon of a row is the largest epsilon of any single run. These lines do not state the total cost of all runs.
     """
     promises: dict[str, dict[str, tuple[float, tuple[float, float]]]] = {}
     limits: dict[str, dict[str, dict[str, None]]] = {"Covered": {}, "Not covered": {}}
@@ -78,7 +78,7 @@ def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, a
 
 
 def _where(one: PrivacyStatement) -> str:
-    """Return the privacy unit, the adjacency and delta of a statement, as a phrase."""
+    """Return the privacy unit, the adjacency and the delta of a statement as text."""
     change = _CHANGES.get(one.adjacency, one.adjacency)
     return f"of a {one.unit} ({change}), delta {one.delta or 0:g}"
 
@@ -94,13 +94,15 @@ def _epsilons(of_row: Mapping[str, tuple[float, tuple[float, float]]]) -> Iterab
 
 
 def _sentences(text: str) -> list[str]:
-    """Return the sentences of a text; each sentence ends with its punctuation mark."""
     whole = f"{text.rstrip().rstrip('.')}." if text.strip() else ""
     return [one for one in _SENTENCE_END.split(whole) if one]
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return the sentences as one text. A sentence that does not hold for all rows follows the names of its rows."""
+    """Return sentences as one text. The names of rows stand before sentences that do not hold for all rows.
+
+    ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
+    """
     of_owners: dict[tuple[str, ...], list[str]] = {}
     for sentence, owners in said.items():
         of_owners.setdefault(tuple(owners), []).append(sentence)
@@ -111,7 +113,10 @@ def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str
 
 
 def _warnings(table: Table) -> list[str]:
-    """Return the warnings of finished runs with the runs' names, without those in the caption, most frequent first."""
+    """Return lines with the warnings of the finished runs, the most frequent warning first.
+
+    Each line names a run. Warnings that the caption contains are left out.
+    """
     runs: dict[str, list[str]] = {}
     for one in table.results:
         for warning in dict.fromkeys(one.warnings):
@@ -131,7 +136,7 @@ def _warnings(table: Table) -> list[str]:
 
 
 def _bold(table: Table) -> str:
-    """Return the sentence that explains bold print; empty if the table has fewer than two rows to compare."""
+    """Return the sentence that explains bold print; empty for a table with fewer than two rows to compare."""
     seeds = most_seeds(table)
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
         return ""

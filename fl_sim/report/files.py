@@ -1,6 +1,7 @@
-"""Schemas of the result files that a report reads. A report ignores all other fields and refuses invalid values.
+"""Schemas (pydantic models) of the result files that a report reads. Invalid values are refused.
 
-The files may come from an untrusted source. Therefore their size is limited, and their numbers must be finite.
+Fields that are not in the schema are ignored. The files may come from an untrusted source. Therefore their size is
+limited, and their numbers must be finite.
 """
 
 import json
@@ -11,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from fl_sim.privacy.terms import rounded_up
 
-_LARGEST: Final = 2**26  # bytes
+_LARGEST: Final = 2**26
+"""Largest size of a file in bytes."""
 _DEEPEST: Final = 32
+"""Largest number of nested lists and objects in a JSON file."""
 
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
@@ -28,12 +31,14 @@ class FileModel(BaseModel):
 
 
 class PrivacyStatement(FileModel):
-    """One privacy statement of ``result.json``. ``epsilon`` is None if there is no guarantee.
+    """One privacy statement of ``result.json``.
 
-    ``ledger``: the ledger that was charged. ``planned_events``: all releases that were planned before the run. Files of
-    older versions have neither field. ``budget``: the largest epsilon allowed; if the budget is smaller than the
-    epsilon of the plan, ``epsilon`` is the budget. ``epsilon_whole_run`` at ``delta_whole_run``: the cost of the whole
-    run for the privacy unit, if this cost is larger.
+    ``unit``: the privacy unit, such as "client" or "record". ``epsilon``: None if there is no guarantee. ``covers``,
+    ``does_not_cover``: the outputs that the guarantee covers, and those that it does not cover. ``ledger``: the ledger
+    that was charged. ``planned_events``: all releases that were planned before the run. Files of older versions lack
+    these two fields. ``budget``: the largest epsilon allowed; if the budget is smaller than the epsilon of the planned
+    releases, ``epsilon`` is the budget. ``epsilon_whole_run``, ``delta_whole_run``: the cost of the whole run for the
+    privacy unit, if it differs from the cost in this statement.
     """
 
     unit: str
@@ -52,12 +57,12 @@ class PrivacyStatement(FileModel):
 
     @property
     def protects(self) -> bool:
-        """Return True if there is a guarantee."""
+        """Return True if the statement is a guarantee."""
         return self.epsilon is not None
 
     @property
     def of_run(self) -> tuple[float | None, float]:
-        """Return epsilon and delta of all releases of the run together, for the privacy unit of this statement."""
+        """Return (epsilon, delta) of all releases of the run together, for the privacy unit of this statement."""
         if self.epsilon is None or self.epsilon_whole_run is None:
             return self.epsilon, self.delta or 0.0
         return self.epsilon_whole_run, self.delta_whole_run or 0.0
@@ -72,26 +77,26 @@ class PrivacyStatement(FileModel):
 
     @property
     def limits(self) -> str:
-        """Return the sentences on the covered and the uncovered outputs of the guarantee."""
+        """Return the sentences about the outputs that the guarantee covers and does not cover."""
         covered = f"It covers: {self.covers.rstrip('.')}." if self.covers and self.protects else ""
         left_out = f"It does not cover: {self.does_not_cover.rstrip('.')}." if self.does_not_cover else ""
         return f"{covered} {left_out}".strip()
 
     @property
     def in_short(self) -> str:
-        """Return the cost of the whole run for the unit as a table entry, such as ``epsilon 3.2 per client``."""
+        """Return the privacy cost of the whole run for the privacy unit as text, such as ``epsilon 3.2 per client``."""
         epsilon, _ = self.of_run
         return f"{'none' if epsilon is None else f'epsilon {rounded_up(epsilon, 3)}'} per {self.unit}"
 
 
 class KindTable(FileModel):
-    """A section of settings of which a report reads only the name of the kind."""
+    """A section of ``config.toml`` or ``result.json``. A report reads only the name of its kind."""
 
     kind: str
 
 
 class PoolSettings(FileModel):
-    """DA-FL's settings; ``epsilon`` may be inf."""
+    """The settings of DA-FL, whose clients release synthetic records (the pool). ``epsilon`` may be inf."""
 
     kind: Literal["da-fl"]
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=True)]
@@ -104,7 +109,7 @@ class PoolSettings(FileModel):
 
 
 class OtherPreprocess(FileModel):
-    """Settings of a stage other than DA-FL, or of a user's own kind (an import path). A report reads only the kind."""
+    """The settings of any preprocessing other than DA-FL. A report reads only the kind, which may be an import path."""
 
     kind: Annotated[str, Field(pattern="^(none|private-start|.*:.*)$")]
 
@@ -132,14 +137,21 @@ class RunConfig(FileModel):
 
 
 class ClientShare(FileModel):
-    """The number of synthetic records of each class that a client released, and the privacy events of this release."""
+    """The synthetic records that a client released. ``counts``: their number in each class.
+
+    ``facts``: the privacy events of this release.
+    """
 
     counts: list[Count]
     facts: dict[str, Any] | None = None
 
 
 class StageResult(KindTable):
-    """The result of a run's preprocessing. ``pool``: name of the file of synthetic records, empty if there is none."""
+    """The result of a run's preprocessing.
+
+    ``pool``: name of the file with the synthetic records of all clients; empty if there is none. ``train_on``: the
+    records on which clients train. ``clients``: the release of each client.
+    """
 
     pool: str = ""
     train_on: str = ""
@@ -147,7 +159,7 @@ class StageResult(KindTable):
 
 
 class MechanismFacts(KindTable):
-    """The noise that PATE adds to the vote counts, in votes. Each mechanism has some of these parameters."""
+    """The parameters of the noise that PATE adds to vote counts, in votes. Each mechanism has some of them."""
 
     gamma: Positive | None = None
     sigma: Positive | None = None
@@ -157,12 +169,16 @@ class MechanismFacts(KindTable):
     @model_validator(mode="after")
     def _complete(self) -> "MechanismFacts":
         if self.kind == "confident" and None in {self.sigma, self.threshold, self.sigma_threshold}:
-            raise ValueError("confident has a sigma, a threshold and a sigma_threshold")
+            raise ValueError("the mechanism confident needs sigma, threshold and sigma_threshold")
         return self
 
 
 class PateFacts(FileModel):
-    """Facts on the vote and the labels of a run with PATE. ``label_accuracy`` is in [0, 1]."""
+    """Facts about the vote of the teachers in a run of PATE, and about the labels that it gives.
+
+    ``queries_asked``: number of records whose labels were voted on. ``queries_answered``: number of those that got a
+    label. ``label_accuracy``: in [0, 1].
+    """
 
     teachers: Annotated[Count, Field(ge=1)]
     mechanism: MechanismFacts
@@ -184,22 +200,24 @@ class Seconds(FileModel):
 
 
 class RecordedTraffic(FileModel):
-    """Traffic in bytes: ``down`` from the server to the clients, ``up`` from the clients to the server."""
+    """Numbers of bytes: ``down`` from the server to the clients, ``up`` from the clients to the server."""
 
     down: Bytes
     up: Bytes
 
 
 class BytesFacts(FileModel):
-    """The traffic before the first round, {content: bytes}; None where the number of bytes is unknown."""
+    """The bytes that were sent before the first round. ``before``: {content: bytes}; None if unknown."""
 
     before: dict[str, RecordedTraffic | None] = {}
 
 
 class MeasureFacts(FileModel):
-    """Measures of the final model. ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
+    """Measures of the final model.
 
     ``confusion[i][j]``: the number of test records of class i that the model classifies as class j.
+    ``client_accuracy``: the mean over clients. ``client_worst_tenth``: the accuracy of the worst tenth of the clients.
+    ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
     """
 
     confusion: list[list[Count]] | None = None
@@ -210,15 +228,15 @@ class MeasureFacts(FileModel):
     @model_validator(mode="after")
     def _is_square(self) -> "MeasureFacts":
         if self.confusion and any(len(row) != len(self.confusion) for row in self.confusion):
-            raise ValueError("confusion has as many columns as rows")
+            raise ValueError("confusion must have as many columns as rows")
         return self
 
 
 class ResultFile(FileModel):
     """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
-    A result without ``is_private`` counts as private. ``image_shape``: channels, height and width of the images from
-    which the features were computed.
+    A result without ``is_private``, from an older version, counts as private. ``image_shape``: (channels, height,
+    width) of the images from which the features were computed.
     """
 
     algorithm: str = ""
@@ -246,9 +264,10 @@ class ResultFile(FileModel):
 
 
 class CellFile(FileModel):
-    """One cell of ``table.json``. Accuracies are in percent; lists have the order of the seeds.
+    """One cell of ``table.json``. Accuracies are in percent. Lists have one value per seed, in the order of ``seeds``.
 
-    ``measures``: {name: one value per seed}, since version 2. ``statuses``: one status per seed, empty in older files.
+    ``values``, ``best_values``: accuracy after the last round and in the best round. ``errors``: the errors of failed
+    runs. ``measures``: {name: one value per seed}; empty in files of version 1. ``statuses``: empty in older files.
     """
 
     row: str
@@ -286,9 +305,9 @@ def read_json(path: Path) -> Any:
     try:
         value = json.loads(content.decode())
         if _is_deeper(value, _DEEPEST):
-            raise ValueError("it is nested too deeply")
+            raise ValueError("its content is nested too deeply")
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("its content is nested too deeply") from error
     return value
 
 

@@ -1,8 +1,8 @@
-"""The gallery page: finished tables beside published accuracies; and the leaderboard page. Both are in Markdown.
+"""The gallery page, which compares finished tables with published accuracies, and the leaderboard page, in Markdown.
 
-The gallery has a folder for each table. ``about.toml`` (class ``About``) is written by hand. ``table.json`` and the
-optional ``table.csv`` are copies of the files that ``fl-sim table`` wrote. A folder without ``table.json`` is a table
-whose runs are still missing. ``leaderboard.toml`` defines the leaderboard: one question for each table on that page.
+The gallery has a folder for each table. Its ``about.toml`` (class ``About``) is written by hand. Its ``table.json`` and
+the optional ``table.csv`` are copies of the files that ``fl-sim table`` wrote. A folder without ``table.json`` is a
+table whose runs are still missing. ``leaderboard.toml`` defines the leaderboard: the questions that its tables answer.
 """
 
 import csv
@@ -44,9 +44,11 @@ class _FileModel(BaseModel):
 
 
 class PublishedFigures(_FileModel):
-    """Published accuracies in percent from one source, {column: {row: accuracy}}, with the names of the table.
+    """Published accuracies from one source, such as a paper.
 
-    ``measure``: the accuracies are those of the last round, or of the best round.
+    ``confidence``: "read" if the numbers were read in the source, "recalled" if they were quoted from memory.
+    ``measure``: "last" for accuracies after the last round, "best" for the best round. ``accuracies``: {column: {row:
+    accuracy in percent}}, with the names of columns and rows in the table.
     """
 
     source: str
@@ -59,10 +61,10 @@ class PublishedFigures(_FileModel):
 class About(_FileModel):
     """The content of ``about.toml``: facts about a table that are not in its ``table.json``.
 
-    ``file``: path of the table's definition, relative to the root of the repository. ``hours``: the time of all runs
-    together, for a table without ``table.csv``. ``hours_at_most``: True if ``hours`` is an upper bound, because the
-    times of private runs are rounded up. ``differs``: deviations from the published setting and their reasons, in
-    Markdown.
+    ``file``: path of the TOML file that defines the table, relative to the root of the repository. ``command``: the
+    command that ran the table. ``hours``: the total time of all runs, for a table without ``table.csv``.
+    ``hours_at_most``: True if ``hours`` is an upper bound, because times of private runs are rounded up. ``differs``:
+    deviations from the published experiment and their reasons, in Markdown.
     """
 
     title: str
@@ -77,7 +79,11 @@ class About(_FileModel):
 
 @dataclass(frozen=True)
 class Entry:
-    """One table of the gallery. ``table``: None before its runs. ``hours``: time of all runs as text, may be empty."""
+    """One table of the gallery.
+
+    ``name``: name of its folder. ``table``: None if its runs are missing. ``hours``: the total time of all runs in
+    hours, as text; empty if unknown.
+    """
 
     name: str
     about: About
@@ -86,12 +92,12 @@ class Entry:
 
 
 class Question(_FileModel):
-    """One question of the leaderboard, answered by a table.
+    """One question of the leaderboard. Some rows and columns of a table in the gallery answer it.
 
-    ``folder``: folder of the source table in the gallery. ``columns``: {column of the source: heading on the page}.
-    ``rows``: {row of the source: label on the page}, in the order of the page. ``best``: the number of rows with the
-    highest means in the first column, which are shown before ``rows``. ``published``: True adds the published
-    accuracies of these rows.
+    ``title``: the question. ``folder``: the folder of the table in the gallery. ``text``: the answer in words, in
+    Markdown. ``columns``: {column of the table: heading on the page}. ``rows``: {row of the table: label on the page}.
+    ``best``: the number of rows with the highest means in the first column, which are shown before ``rows``.
+    ``published``: True adds the published accuracies of the shown rows.
     """
 
     title: str
@@ -104,7 +110,7 @@ class Question(_FileModel):
 
 
 class Leaderboard(_FileModel):
-    """The content of ``leaderboard.toml``: title, introduction in Markdown, and the questions of the page."""
+    """The content of ``leaderboard.toml``: the title of the page, its introduction in Markdown, and its questions."""
 
     title: str
     introduction: str
@@ -115,7 +121,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_gallery(directory: Path) -> list[Entry]:
-    """Read every folder of ``directory`` that has an ``about.toml``; return the entries sorted by folder name.
+    """Return the tables of the gallery in ``directory``: its folders that have an ``about.toml``, sorted by name.
 
     Raises UserError if there is no such folder, for a damaged file, and for published rows or columns that are not in
     the table.
@@ -123,19 +129,25 @@ def read_gallery(directory: Path) -> list[Entry]:
     places = sorted(path.parent for path in directory.glob(f"*/{ABOUT}"))
     if not places:
         raise UserError(
-            f"no gallery in {directory}: no folder in it holds an {ABOUT}; docs/results shows how they look"
+            f"no gallery in {directory}: none of its folders has a file {ABOUT}; see docs/results for an example"
         )
     return [_entry(place) for place in places]
 
 
 def read_leaderboard(directory: Path) -> Leaderboard | None:
-    """Read ``leaderboard.toml`` of a gallery. Return None if the file is missing. Raise UserError if it is damaged."""
+    """Return the content of ``leaderboard.toml`` in the gallery ``directory``; None if the file is missing.
+
+    Raises UserError if the file is damaged.
+    """
     path = directory / LEADERBOARD
     return _read_toml(path, Leaderboard) if path.exists() else None
 
 
 def gallery_text(entries: Sequence[Entry], root: str) -> str:
-    """Return the gallery page in Markdown. ``root``: path from the page's folder to the root of the repository."""
+    """Return the gallery page in Markdown.
+
+    ``root``: the path from the folder of the page to the root of the repository, for links.
+    """
     lines = [_HEAD, "| table | file | folder | runs |", "|---|---|---|---|"]
     lines += [f"| {one.about.title} | `{one.about.file}` | `{one.name}` | {_progress(one.table)} |" for one in entries]
     lines.append("")
@@ -145,13 +157,19 @@ def gallery_text(entries: Sequence[Entry], root: str) -> str:
 
 
 def page_of(entry: Entry, root: str) -> str:
-    """Return the page of one table in Markdown. ``root``: as for ``gallery_text``."""
+    """Return the page of one table of the gallery in Markdown.
+
+    ``root``: the path from the folder of the page to the root of the repository, for links.
+    """
     heading, *rest = _section(entry, root)
     return "\n".join([heading.removeprefix("#"), *rest]) + "\n"
 
 
 def leaderboard_text(leaderboard: Leaderboard, entries: Sequence[Entry]) -> str:
-    """Return the leaderboard in Markdown. Raise UserError for a folder, row or column that is not in the gallery."""
+    """Return the leaderboard page in Markdown.
+
+    Raises UserError if a question names a folder, row or column that is not in the gallery.
+    """
     by_name = {entry.name: entry for entry in entries if entry.table is not None}
     lines = [f"# {leaderboard.title}\n", f"{leaderboard.introduction.strip()}\n"]
     for question in leaderboard.questions:
@@ -187,10 +205,11 @@ def _entry(place: Path) -> Entry:
 
 
 def _hours(runs: Path) -> str:
-    """Return the sum of the hours of all finished runs as text; empty if the time of any run is unknown.
+    """Return the total hours of all finished runs as text; empty if the time of any run is unknown.
 
-    In older results, ``seconds.total`` of a resumed run covers only the time since the last resume, whereas
-    ``seconds.train`` covers all rounds: the larger one counts. For private runs only an upper bound is known.
+    ``runs``: the path of ``table.csv``. The larger of ``seconds.total`` and ``seconds.train`` counts. In older files,
+    ``seconds.total`` of a resumed run covers only the time since the last resume, but ``seconds.train`` covers all
+    rounds. If any run is private, the text says that the hours are an upper bound.
     """
     with runs.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
@@ -208,8 +227,8 @@ def _check_names(place: Path, about: About, table: Table) -> None:
         for name, known in ((column, table.columns), *((row, table.rows) for row in accuracies)):
             if name not in known:
                 raise UserError(
-                    f"{place / ABOUT} tells a published figure of {name!r}, which {TABLE} does not have"
-                    f"{guess(name, known)}; it has {', '.join(known)}"
+                    f"{place / ABOUT} has a published accuracy for {name!r}, which is not in {TABLE}"
+                    f"{guess(name, known)}; {TABLE} has {', '.join(known)}"
                 )
 
 
@@ -217,8 +236,8 @@ def _check(names: Iterable[str], known: Sequence[str], what: str, question: str)
     for name in names:
         if name not in known:
             raise UserError(
-                f"{LEADERBOARD}: {question!r} names the {what} {name!r}, which is not there{guess(name, known)}; "
-                f"known are {', '.join(known)}"
+                f"{LEADERBOARD}: {question!r} names the {what} {name!r}, which does not exist{guess(name, known)}; "
+                f"give one of {', '.join(known)}"
             )
 
 
@@ -253,7 +272,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
-    """Yield the lines of the table: each of our rows, then the published accuracies of the same row and measure."""
+    """Yield the Markdown lines of the table. Published accuracies stand below our row of the same method."""
     yield from _head(table.columns)
     measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
     best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}
@@ -269,9 +288,9 @@ def _rows(about: About, table: Table) -> Iterator[str]:
 
 
 def _answer(question: Question, entry: Entry) -> Iterator[str]:
-    """Yield the Markdown lines of one question of the leaderboard."""
+    """Yield the Markdown lines of a question: a table with some rows and columns of ``entry``, and the text."""
     table = entry.table
-    assert table is not None  # others are left out above
+    assert table is not None, "leaderboard_text refuses a question about a table without runs"
     _check(question.columns, table.columns, "column", question.title)
     _check(question.rows, table.rows, "row", question.title)
     first = next(iter(question.columns))
@@ -305,15 +324,15 @@ def _cell(table: Table, row: str, column: str, measure: Measure, best: set[str])
 
 
 def _figures(source: PublishedFigures, row: str, columns: Iterable[str]) -> list[str]:
-    """Return the published accuracies of a row as table cells; a cell without published value is empty."""
+    """Return the published accuracies of a row as table cells. A cell without a published accuracy is empty."""
     figures = [source.accuracies.get(column, {}).get(row) for column in columns]
     return ["" if figure is None else f"*{figure:g}*" for figure in figures]
 
 
 def _missed(about: About, table: Table) -> Iterator[str]:
-    """Yield lines that list the published accuracies far from our means.
+    """Yield lines that list the published accuracies that are far from our means.
 
-    "Far" means more than three standard deviations over seeds or, with a single seed, more than three points.
+    "Far" means more than three standard deviations over seeds, or more than three percentage points with one seed.
     """
     for one in about.published:
         far: dict[str, list[str]] = {}

@@ -1,4 +1,7 @@
-"""Groups of runs that differ only in the seed; panels, which are sets of groups drawn on common axes; group labels."""
+"""Grouping of runs for figures and pages. A group is the runs that differ only in the seed; a panel is several groups.
+
+The groups of a panel are drawn on the same axes, with labels that tell them apart.
+"""
 
 import hashlib
 import json
@@ -10,22 +13,29 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-_NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
+_NOT_COMPARED = {"seed", "engine", "round_timeout"}  # all engines give bit-identical runs
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
 _DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
-_UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}  # of ``evaluate``, which came later
+_UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
+"""Default values in ``evaluate``. They do not distinguish runs, because runs of older versions lack this section."""
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
 Place: TypeAlias = tuple[str, str]
-"""A setting's dotted name, and the kinds of the sections that contain it. Values are compared only within one kind."""
+"""(dotted name of a setting, kinds of the sections that contain it).
+
+Values of a setting are compared only between sections of the same kind, such as between two FedProx algorithms.
+"""
 
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ only in the seed, one per seed. ``note``: the note on stand-in data, empty for real data."""
+    """Runs that differ only in the seed, one run per seed.
+
+    ``note``: text that says that the records are stand-in data (synthetic); empty for the real data set.
+    """
 
     method: str
     data: str
@@ -40,7 +50,7 @@ class SeedGroup:
 
     @property
     def drawn(self) -> tuple[SavedRun, ...]:
-        """Return the runs that curves are computed from: the finished runs, or all runs if none has finished."""
+        """Return the runs from which curves are drawn: the finished runs, or all runs if none is finished."""
         return self.finished or self.runs
 
     @property
@@ -50,18 +60,24 @@ class SeedGroup:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return the settings that distinguish this group from others, apart from ``note``."""
+        """Return the settings that all runs of the group share, and that distinguish the group from other groups."""
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:
-        """Return the costs of the finished runs with a test accuracy of at least ``accuracy``, in [0, 1]."""
+        """Return the costs until a test accuracy of at least ``accuracy``, in [0, 1], of each finished run.
+
+        A run that does not reach this accuracy is left out.
+        """
         found = (reached(run.rounds, accuracy, run.spent_beforehand) for run in self.finished)
         return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Groups of one data set and one partition, drawn on common axes. ``lines``: (label, group) pairs."""
+    """The groups of one data set and one partition, which are drawn on the same axes.
+
+    ``note``: text that says that the records are stand-in data; else empty. ``lines``: (label, group) pairs.
+    """
 
     data: str
     note: str
@@ -70,20 +86,21 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return the name of the table column if all lines are from one column, else data set and partition."""
+        """Return the title of the panel, as from ``where``."""
         return where([one for _, one in self.lines], self.data, self.partition)
 
 
 def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
-    """Return the name of the table column if all ``groups`` are from one column, else ``data, partition``."""
+    """Return the name of the table's column if all ``groups`` are from one column, else "data, partition"."""
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
 
 def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
-    """Sort ``runs`` into groups, and return a problem for each duplicate.
+    """Return (groups of runs that differ only in the seed, a problem for each duplicate).
 
-    Runs with equal settings and seed are duplicates. One of them is kept, a finished run if there is one.
+    Runs with equal settings and the same seed are duplicates. One of the duplicates is kept, a finished run if there
+    is one.
     """
     notes: dict[str, set[str]] = {}
     titles: dict[str, str] = {}
@@ -97,7 +114,7 @@ def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
         key = json.dumps([settings, _note(run, notes)], sort_keys=True, default=str)
         kept = members.setdefault(key, {}).setdefault(run.config.seed, run)
         if kept is not run:
-            doubles.append(Problem(run.path, f"left out: the same experiment and seed as {kept.path}"))
+            doubles.append(Problem(run.path, f"left out: it has the same experiment and seed as {kept.path}"))
     position = {id(run): number for number, run in enumerate(runs)}
     groups = []
     for by_seed in members.values():
@@ -109,7 +126,10 @@ def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
 
 
 def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
-    """Return a panel per data set and partition. The upper bound is the last line in all panels of its data set."""
+    """Return one panel for each data set and partition.
+
+    The upper bound (centralized training) is the last line of every panel of its data set.
+    """
     bounds = [one for one in groups if one.is_bound]
     lines: dict[tuple[str, str, str], list[SeedGroup]] = {}
     for one in groups:
@@ -123,10 +143,10 @@ def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
 
 
 def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
-    """Return a label for each group: the label of its table row, or its method and the settings that differ.
+    """Return a label for each group: the label of its row in a table, or its method and some settings.
 
-    Settings with the same value in all ``groups`` are omitted. ``left_out``: a setting that no label may contain; then
-    labels of table rows are not used, because they may contain this setting.
+    These are the settings whose values differ between the ``groups``. ``left_out``: a setting that no label may
+    contain. If it is given, labels of table rows are not used, because they may contain this setting.
     """
     rows = [names.pop() if len(names := {run.label or run.row for run in one.runs}) == 1 else "" for one in groups]
     if all(rows) and len(set(rows)) == len(rows) and not left_out:
@@ -150,34 +170,40 @@ def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
 
 
 def parameters(one: SeedGroup) -> str:
-    """Return the parameters of the preprocessing and then those of the algorithm as text, such as ``mu=0.01``."""
+    """Return the parameters of the preprocessing and of the algorithm as text, such as ``mu=0.01``."""
     before, own = one.runs[0].preprocess, one.runs[0].settings["algorithm"]
     flat = [*(_flat(before) if before else ()), *_flat(own)]
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
 
 
 def _compared_of(run: SavedRun) -> dict[str, Any]:
-    """Return the settings by which runs are grouped: no seed, no engine, and no unused evaluation settings."""
+    """Return the settings by which runs are grouped: without seed, engine, and evaluation settings that are default.
+
+    The result also has digests of the run's code and records, so that runs of other code or records are other groups.
+    """
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
     given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
     for name in ("code", "records"):
         own = run.identity.get(name)
-        if own and not str(own).startswith("keyed-"):  # the identity of private records differs in every run
+        if own and not str(own).startswith("keyed-"):  # a digest of private records has a new secret key in every run
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
             settings[f"identity.{name}"] = digest[:8]
     return {**settings, "evaluate": used} if used else settings
 
 
 def _titles(run: SavedRun) -> dict[str, str]:
-    """Return {name of a kind: its title} from the result of ``run``."""
+    """Return {kind: title} of the run's algorithm, preprocessing and server, such as {"fedavg": "FedAvg"}."""
     config = run.config
     kinds = {"algorithm": config.algorithm.kind, "preprocess": config.preprocess.kind, "server": config.server.kind}
     return {kinds[part]: title for part, title in (run.result.titles if run.result else {}).items()}
 
 
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
-    """Return the name of a run's method: the titles (or else the kinds) of preprocessing, algorithm and server."""
+    """Return the name of a run's method: the titles of its preprocessing, algorithm and server.
+
+    A kind without a title in ``titles`` gives its own name. The default server is not mentioned.
+    """
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
     if server != _DEFAULT_SERVER:
@@ -186,7 +212,10 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the value at ``place`` differs among the groups that can have this setting."""
+    """Return True if the setting ``place`` has different values in the groups that can have this setting.
+
+    ``flat``: for each group {setting: value}.
+    """
     kinds = place[1]
     outer = [settings for settings in flat if not kinds or kinds in {inner for _, inner in settings}]
     return len({_text(settings.get(place)) for settings in outer}) > 1
@@ -212,7 +241,7 @@ def _note(run: SavedRun, notes: Mapping[str, set[str]]) -> str:
 
 
 def split_of(run: SavedRun) -> str:
-    """Return the short form of a run's partition, such as ``label-1`` or ``dirichlet:0.05``."""
+    """Return the partition of a run as short text, such as ``label-1`` or ``dirichlet:0.05``."""
     kind = run.config.partition.kind
     if run.result or run.config.algorithm.kind == _CENTRALIZED:
         return run.result.partition if run.result else _CENTRALIZED

@@ -1,7 +1,7 @@
-"""Measures of runs: names and units, the cost until a target accuracy, means and confidence intervals over seeds.
+"""Measures of runs: names and units, costs until a target accuracy, means and confidence intervals over seeds.
 
-Shares are given in percent, and their names end in ``_percent``. The ± in tables and the bands of curves are the sample
-standard deviation (ddof = 1) over seeds.
+Accuracies and other shares are given in percent, under names that end in ``_percent``. The ± in tables and the bands of
+curves are the sample standard deviation (ddof = 1) over seeds.
 """
 
 import re
@@ -18,18 +18,18 @@ from fl_sim.settings import flat
 from fl_sim.store.run_directory import RoundRecord
 
 Value: TypeAlias = str | int | float | bool
-"""The value of a setting, or another entry, in a column of ``table.csv``."""
+"""The type of an entry in ``table.csv``, such as the value of a setting."""
 
 _SHARE: Final = re.compile(
     r"(^|[._])(accuracy(_[a-z_]+)?|client_deviation|client_worst_tenth|recall|precision|f1|auc|share)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
-"""Top-level numbers of ``result.json`` that are settings, or that get another name in ``measures``."""
+"""Numbers at the top level of ``result.json`` that are settings, and so no measures. ``rounds`` gets another name."""
 
 _Number = TypeVar("_Number", int, float)
 
 LADDER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Target accuracies, in [0, 1]: ``result.json`` states the cost until each target is reached."""
+"""Target accuracies, in [0, 1]. ``result.json`` states the round and the costs at which a run reaches each of them."""
 
 FEWEST = 3
 """Smallest number of seeds for a confidence interval. With two seeds, the t interval is 25 standard errors wide."""
@@ -50,32 +50,35 @@ _SEED: Final = 20_150_903
 
 
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return all numbers of a ``result.json`` by dotted name, such as ``final_accuracy_percent``, ``seconds.train``.
+    """Return the numbers of ``result.json`` as {dotted name: value}, such as {"seconds.train": 12.5}.
 
-    Lists are left out, apart from the privacy statements. For each unit, ``epsilon.record`` and ``delta.record`` are
-    the cost of all releases about the unit. If there are several statements about a unit, each statement has its own
-    epsilon: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get no prefix.
+    ``result``: the content of ``result.json``. The only list whose numbers are returned is the list of privacy
+    statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are the total cost of
+    all releases about the unit. If a unit has several statements, each statement also has its own epsilon:
+    ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get no prefix.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})
-    if result.get("partition") == "centralized":  # earlier versions gave its accuracy to its only client
+    if result.get("partition") == "centralized":  # older versions stored client measures of centralized training
         beside = {name: value for name, value in beside.items() if not name.startswith("client_")}
     return _numbers({"rounds_done": result.get("rounds"), **top, **beside, **_epsilons(result)})
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
-    """Return the numbers of a round, {name: value}, with the names and units of ``measures``; None is left out."""
+    """Return the known measures of a round, {name: value}, with the names and units that ``measures`` returns."""
     return _numbers(record.numbers())
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the settings of a resolved experiment, {dotted name: value}. Lists become text, None empty text."""
+    """Return the settings of an experiment as {dotted name: value}. Lists become text, and None becomes empty text."""
     known = {name: "" if value is None else value for name, value in flat(settings)}
     return {name: value if isinstance(value, Value) else str(value) for name, value in known.items()}
 
 
 def percent(name: str, value: float) -> tuple[str, float]:
-    """Return name and value of a measure. A share, recognised by its name, is converted to percent and renamed.
+    """Return (name, value) of a measure. A share in [0, 1] is converted to percent, and its name to ``..._percent``.
+
+    Shares are recognised by their names.
 
     >>> percent("test_accuracy", 0.5), percent("test_loss", 0.5)
     (('test_accuracy_percent', 50.0), ('test_loss', 0.5))
@@ -84,13 +87,16 @@ def percent(name: str, value: float) -> tuple[str, float]:
 
 
 def as_percent(share: float | None) -> float | None:
-    """Return a share in percent, or None for None."""
+    """Return a share in [0, 1] as percent; None for None."""
     return None if share is None else 100 * share
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Costs: bytes to and from all clients, wall-clock seconds, virtual seconds. None: unknown or private."""
+    """The costs of a run until some round: bytes to and from all clients, wall-clock seconds, virtual seconds.
+
+    Virtual seconds are the simulated time of devices. A cost is None if it is unknown or private.
+    """
 
     bytes: int | None = 0
     seconds: float | None = 0.0
@@ -99,7 +105,10 @@ class Spent:
 
 @dataclass(frozen=True)
 class Reached:
-    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs up to its end."""
+    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs until its end.
+
+    A cost is None if it is unknown or private.
+    """
 
     accuracy: float
     round: int
@@ -109,15 +118,19 @@ class Reached:
 
 
 def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None:
-    """Return the mean test accuracy of the evaluated rounds among the last ``count``; None if none was evaluated."""
+    """Return the mean test accuracy, in [0, 1], of the evaluated rounds among the last ``count`` rounds.
+
+    None if none of these rounds was evaluated.
+    """
     accuracies = [one.test_accuracy for one in rounds[-count:] if one.test_accuracy is not None]
     return sum(accuracies) / len(accuracies) if accuracies else None
 
 
 def area_under(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the mean test accuracy over rounds, in [0, 1]: the area under the accuracy curve divided by its length.
+    """Return the area under the curve of test accuracy over rounds, divided by its length in rounds.
 
-    The curve is linear between evaluated rounds and begins with the first one. None if no round was evaluated.
+    The curve begins with the first evaluated round, and is linear between evaluated rounds. None if no round was
+    evaluated.
     """
     curve = [(one.round, one.test_accuracy) for one in rounds if one.test_accuracy is not None]
     if len(curve) < 2:
@@ -127,10 +140,10 @@ def area_under(rounds: Sequence[RoundRecord]) -> float | None:
 
 
 def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = Spent()) -> Reached | None:
-    """Return the cost until a test accuracy of at least ``accuracy``; None if no evaluated round reaches it.
+    """Return the round and the costs at which the test accuracy first is at least ``accuracy``, in [0, 1].
 
-    ``rounds``: all rounds from the first one on. ``beforehand``: the costs before the first round. If a cost is unknown
-    for one round, the sum is unknown too.
+    None if no evaluated round reaches this accuracy. ``rounds``: all rounds of the run. ``beforehand``: the costs
+    before the first round. If a cost is unknown for one round, the sum is unknown too.
     """
     for one, spent in zip(rounds, spent_by(rounds, beforehand), strict=True):
         if one.test_accuracy is not None and one.test_accuracy >= accuracy:
@@ -139,7 +152,7 @@ def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = 
 
 
 def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list[Spent]:
-    """Return the cumulative costs at the end of each round, including the costs ``beforehand``."""
+    """Return the total costs at the end of each round. ``beforehand``: the costs before the first round."""
     totals, total = [], beforehand
     for one in rounds:
         total = Spent(
@@ -153,7 +166,10 @@ def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference of two table rows, paired by seed, and its 95 % interval from ``low`` to ``high``."""
+    """The mean difference of two table rows, paired by seed, and its 95 % confidence interval.
+
+    ``seeds``: number of pairs. ``low``, ``high``: the ends of the interval. ``method``: the kind of the interval.
+    """
 
     seeds: int
     mean: float
@@ -168,13 +184,20 @@ class Difference:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the sample standard deviation (ddof = 1); each is None if there are too few values."""
+    """Return (mean, sample standard deviation with ddof = 1). Without values the mean is None.
+
+    With fewer than two values the standard deviation is None.
+    """
     mean = statistics.fmean(values) if values else None
     return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
-def spread(values: Iterable[float | None], digits: int = 1) -> str:
-    """Return mean and sample standard deviation as text: ``93.1 ± 0.4``, or ``93.1`` for one value, ``-`` for none."""
+def mean_text(values: Iterable[float | None], digits: int = 1) -> str:
+    """Return mean and sample standard deviation of ``values`` as text, such as ``93.1 ± 0.4``.
+
+    Values that are None are left out. The text for one value is ``93.1``, and without values ``-``. ``digits``: the
+    number of decimal places.
+    """
     mean, deviation = mean_and_deviation([value for value in values if value is not None])
     if mean is None:
         return "-"
@@ -182,10 +205,11 @@ def spread(values: Iterable[float | None], digits: int = 1) -> str:
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
-    """Return the mean difference, first minus second value of each pair, with interval; None below three pairs.
+    """Return the mean of first minus second value over ``pairs``, with a 95 % confidence interval.
 
-    The interval is Student's t for fewer than 20 pairs, else the bias-corrected and accelerated bootstrap (BCa) of the
-    mean difference (Efron 1987), 10,000 resamples of pairs. It is not corrected for the number of rows.
+    None for fewer than three pairs. The interval is Student's t for fewer than 20 pairs. Otherwise it is the
+    bias-corrected and accelerated bootstrap (BCa, Efron 1987) with 10,000 resamples of pairs. The interval is not
+    corrected for multiple comparisons, that is, for the number of rows of a table.
     """
     differences = np.array([one - other for one, other in pairs])
     if len(differences) < FEWEST:
@@ -194,7 +218,7 @@ def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
     if np.ptp(differences) == 0:
         return Difference(len(differences), mean, mean, mean, "t")
     if len(differences) < ENOUGH:
-        from scipy.special import stdtrit  # noqa: PLC0415 (half a second to import, and one seed needs none)
+        from scipy.special import stdtrit  # noqa: PLC0415 (imported only if needed: the import takes half a second)
 
         n = len(differences)
         reach = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * float(differences.std(ddof=1)) / n**0.5
@@ -211,9 +235,9 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
         wholes = [
             (one["epsilon_whole_run"], one["delta_whole_run"]) for one in releases if one.get("epsilon_whole_run")
         ]
-        told = wholes or [(one["epsilon"], one.get("delta")) for one in releases]
-        if wholes or len(releases) == 1:  # earlier versions did not say what several cost together
-            found[f"epsilon.{unit}"], found[f"delta.{unit}"] = told[0]
+        costs = wholes or [(one["epsilon"], one.get("delta")) for one in releases]
+        if wholes or len(releases) == 1:  # older versions did not store the total cost of several releases
+            found[f"epsilon.{unit}"], found[f"delta.{unit}"] = costs[0]
         for number, one in enumerate(releases if wholes or len(releases) > 1 else (), start=1):
             place = f"{unit}.{number}"
             found[f"epsilon.{place}"], found[f"delta.{place}"] = one["epsilon"], one.get("delta")
@@ -221,7 +245,7 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(table: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a nested table by dotted name, with shares in percent."""
+    """Return the numbers in a nested dictionary as {dotted name: value}, with shares in percent."""
     numbers = {name: value for name, value in flat(table) if isinstance(value, int | float)}
     return dict(percent(name, value) for name, value in numbers.items() if not isinstance(value, bool))
 

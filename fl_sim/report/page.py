@@ -1,8 +1,9 @@
-"""One self-contained HTML page on finished runs: tables, figures, privacy, data, failures, versions.
+"""The HTML page of a report about runs: tables, figures, privacy, data, failures and versions, all in one file.
 
-Tables and pictures are visible without JavaScript. The script draws curves, final accuracies, target costs, client
-accuracies and confusion matrices from a block of JSON. Style and script are joined from the files in ``web``. The
-page's content security policy allows only this style and this script, by their SHA-256 digests.
+Tables and pictures are visible without JavaScript. The page's script draws curves, final accuracies, costs until a
+target accuracy, client accuracies and confusion matrices. It reads their data from a block of JSON in the page. Style
+sheet and script come from the files in ``web``. The content security policy of the page allows only this style sheet
+and this script, by their SHA-256 digests.
 """
 
 import base64
@@ -20,7 +21,7 @@ import numpy as np
 from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.figures.curves import HEADINGS, MEASURES, OVER_TIME, curve, x_label
 from fl_sim.report.groups import Panel, SeedGroup
-from fl_sim.report.measures import LADDER, as_percent, mean_and_deviation, spent_by, spread
+from fl_sim.report.measures import LADDER, as_percent, mean_and_deviation, mean_text, spent_by
 from fl_sim.report.page_sections import (
     all_runs,
     bill,
@@ -42,23 +43,27 @@ from fl_sim.report.runs import Found, SavedRun
 
 _WEB: Final = Path(__file__).parent / "web"
 _SCRIPTS: Final = ("elements.js", "scales.js", "curves.js", "rows.js", "confusion.js", "tables.js", "page.js")
-"""The files of the script, in the order in which they are joined."""
+"""The files in ``web`` from which the page's script is joined, in this order."""
 
 _MOST_PAGE_BYTES: Final = 2_700_000
-"""Largest size of a page with its pictures, so that it opens fast. Pictures that do not fit are left out."""
+"""Largest size in bytes of a page with its pictures, so that the page opens fast. Further pictures are left out."""
 
 _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
+"""Headings of the pictures whose curves the script also draws."""
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
-"""Largest number of points of all curves together, and smallest limit for one curve. Longer curves are thinned out."""
+"""Largest total number of points of all curves, and the number of points that a curve may always have.
+
+A curve with more points is drawn with fewer points.
+"""
 
 _MOST_CELLS: Final = 200_000
-"""Largest number of cells of all confusion matrices together."""
+"""Largest total number of cells of the confusion matrices on a page."""
 
 _MOST_BYTES: Final = 2**63
 _LARGEST: Final = 1e15
-"""Limits of byte counts and of other numbers. Larger values come from a damaged file and are ignored."""
+"""Largest byte count and largest other number. Larger values come from a damaged file, and are ignored."""
 
 
 def page(
@@ -70,10 +75,12 @@ def page(
     *,
     full_axis: bool = False,
 ) -> str:
-    """Return the page as HTML. The page does not load any other file.
+    """Return the HTML page of a report. The page does not load any other file.
 
-    ``costs``: sentences on the privacy cost of all runs together. ``aim``: a target test accuracy in [0, 1]; the page
-    then shows the cost until it is reached. ``full_axis``: the accuracy axis initially spans 0 to 100 %.
+    ``found``: the runs and tables of the report. ``panels``: the runs, grouped for the curves. ``pictures``: the
+    figures. ``costs``: sentences about the total privacy cost of all runs. ``aim``: a target test accuracy in [0, 1];
+    the page then shows the costs until a run reaches this accuracy. ``full_axis``: True if the accuracy axis goes from
+    0 to 100 % when the page opens.
     """
     groups = groups_of(panels)
     title, description = escape(title_of(panels)), escape(summary(groups))
@@ -113,9 +120,10 @@ def page(
 
 
 def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool = False) -> str:
-    """Return the data for the script as JSON, with ``<``, ``>`` and ``&`` escaped for HTML. Accuracies are in percent.
+    """Return the data for the page's script as JSON, with accuracies in percent.
 
-    ``target``: a target accuracy in [0, 1] in addition to those in ``LADDER``.
+    The characters ``<``, ``>`` and ``&`` are escaped for HTML. ``target``: a further target accuracy in [0, 1], in
+    addition to ``LADDER``. ``full_axis``: True if the accuracy axis goes from 0 to 100 % when the page opens.
     """
     methods: list[dict[str, Any]] = []
     drawn = sum(len(one.drawn[0].rounds) for panel in panels for _, one in panel.lines)
@@ -137,7 +145,7 @@ def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool 
 
 @cache
 def _web() -> tuple[str, str]:
-    """Return the style sheet and the script. The script defines no global name."""
+    """Return (style sheet, script) of the page. The script is one function, so that it defines no global name."""
     style = (_WEB / "page.css").read_text(encoding="utf-8")
     parts = "\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return style, f'"use strict";\n(() => {{\n{parts}}})();\n'
@@ -148,7 +156,10 @@ def _digest(text: str) -> str:
 
 
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
-    """Return the names of pictures that fit into ``room`` bytes. Pictures that the script also draws are added last."""
+    """Return the names of the pictures that fit into ``room`` bytes.
+
+    Pictures whose curves the script also draws come last, because the page can do without them.
+    """
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):
         size = 4 * len(picture.png) // 3
@@ -159,7 +170,7 @@ def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
 
 
 def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
-    """Return a page section with pictures. A picture that does not fit on the page is replaced by its file name."""
+    """Return a page section with ``pictures``. The file name replaces a picture that is not in ``shown``."""
     figures = []
     for picture in pictures:
         details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
@@ -176,14 +187,20 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
 
 
 class _Matrices:
-    """Sums confusion matrices over seeds within a limit of cells for the page. ``left_out``: number of omitted sums."""
+    """Sums confusion matrices over seeds, up to a total number of cells for the page.
+
+    ``left_out``: the number of sums for which there was no room.
+    """
 
     def __init__(self) -> None:
         self._room = _MOST_CELLS
         self.left_out = 0
 
     def summed(self, runs: Iterable[SavedRun]) -> list[list[int]]:
-        """Return the sum of the runs' confusion matrices of equal size; empty if there is none or no room is left."""
+        """Return the sum of the runs' confusion matrices; empty without matrices or without room on the page.
+
+        A matrix of another size than the first matrix is left out.
+        """
         found = [run.result.measures.confusion for run in runs if run.result and run.result.measures.confusion]
         if not found:
             return []
@@ -196,7 +213,7 @@ class _Matrices:
 
 
 def _number(methods: list[dict[str, Any]], name: str, label: str, *, is_bound: bool) -> int:
-    """Return the index of the method ``name`` in ``methods``. A new method is appended, a new label is added to it."""
+    """Return the index of the method ``name`` in ``methods``, after adding the method and its ``label`` if new."""
     for at, one in enumerate(methods):
         if (one["name"], one["bound"]) == (name, is_bound):
             one["label"] = one["label"] if label in one["label"].split(" | ") else f"{one['label']} | {label}"
@@ -232,9 +249,9 @@ def _line(one: SeedGroup, steps: Sequence[float], most: int, matrices: _Matrices
 
 
 def _curve(one: SeedGroup, most: int) -> dict[str, Any]:
-    """Return mean and deviation of each measure per round, and the values of the other horizontal axes.
+    """Return the mean and standard deviation of each measure in each round, and the values for each horizontal axis.
 
-    None stands for an unknown value.
+    ``most``: largest number of points of a curve. None stands for an unknown value.
     """
     curves = {name: curve(one, name) for name in MEASURES}
     rounds = sorted({number for drawn in curves.values() for number in drawn.rounds})
@@ -276,7 +293,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest epsilon, rounded up; None if any epsilon is None."""
+    """Return the largest epsilon of several runs, rounded up; None if any epsilon is None."""
     every = list(values)
     known = [value for value in every if value is not None]
     largest = float(rounded_up(max(known))) if known and len(known) == len(every) else math.inf
@@ -285,19 +302,19 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 def _reached(one: SeedGroup, step: float) -> dict[str, Any]:
     there = one.reached(step)
-    virtual = _spread([run.virtual_seconds for run in there], 2)
+    virtual = _mean_deviation([run.virtual_seconds for run in there], 2)
     return {
         "there": len(there),
         "of": len(one.finished),
-        "round": _spread([float(run.round) for run in there], 2),
-        "mb": _spread([_megabytes(run.bytes) for run in there], 2),
-        "seconds": _spread([run.seconds for run in there], 2),
+        "round": _mean_deviation([float(run.round) for run in there], 2),
+        "mb": _mean_deviation([_megabytes(run.bytes) for run in there], 2),
+        "seconds": _mean_deviation([run.seconds for run in there], 2),
         **({"virtual_seconds": virtual} if virtual[0] is not None else {}),
     }
 
 
 def _clients(one: SeedGroup) -> dict[str, Any] | None:
-    """Return the measures of client accuracy in percent, averaged over seeds; None if no run has them."""
+    """Return mean, worst tenth and quantiles of client accuracy, in percent, averaged over seeds; None if unknown."""
     measures = [run.result.measures for run in one.finished if run.result]
     known = [own for own in measures if own.client_accuracy is not None and own.client_worst_tenth is not None]
     if not known:
@@ -312,17 +329,16 @@ def _clients(one: SeedGroup) -> dict[str, Any] | None:
 
 
 def _accuracy(values: Sequence[float | None]) -> list[float | str | None]:
-    """Return mean and standard deviation in percent as numbers, and both together as text."""
+    """Return [mean, standard deviation, text "mean ± standard deviation"] in percent. ``values``: shares in [0, 1]."""
     shares = [as_percent(value) for value in values]
-    return [*_spread(shares, 4), spread(shares)]
+    return [*_mean_deviation(shares, 4), mean_text(shares)]
 
 
-def _spread(values: Iterable[float | None], digits: int) -> list[float | None]:
-    """Return the rounded mean and sample standard deviation; each is None if there are too few values."""
+def _mean_deviation(values: Iterable[float | None], digits: int) -> list[float | None]:
+    """Return [mean, sample standard deviation], rounded to ``digits`` decimal places; None with too few values."""
     found = mean_and_deviation([value for value in values if value is not None and abs(value) < _LARGEST])
     return [None if value is None else round(value, digits) for value in found]
 
 
 def _short(value: float | None) -> float | None:
-    """Return ``value`` rounded to five significant digits, which is enough for a figure."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

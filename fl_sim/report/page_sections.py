@@ -1,6 +1,6 @@
-"""The text and table sections of a report page: failures, comparison, privacy, all runs, versions.
+"""The sections of a report page that are text or tables: failures, comparison, privacy, all runs, versions.
 
-A column with the same value in all rows of a table is replaced by a line below the table.
+If all rows of a table have the same value in a column, a line below the table replaces the column.
 """
 
 import os
@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fl_sim.report.groups import Panel, SeedGroup, parameters
-from fl_sim.report.measures import Reached, as_percent, spread
+from fl_sim.report.measures import Reached, as_percent, mean_text
 from fl_sim.report.row_names import further_settings, short_names
 from fl_sim.report.runs import Found, SavedRun
 from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
 
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, SeedGroup]]]
-"""{data set and partition: [(label, group)]}. Each group occurs once."""
+"""{data set and partition: [(label, group)]}. A group is the runs that differ only in the seed."""
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
 _LONGEST_NOTE = 60
+"""Largest number of characters of a note in a table cell that is always visible. The reader can open longer notes."""
 
 _PICKED = {
     "test": "picked on the test set and so optimistic",
     "validation": "picked on records held out for validation",
-    "last": "the last, which alone was tested",
+    "last": "the last round, the only one that was tested",
     "nothing": "nothing was measured",
 }
 
@@ -37,7 +38,7 @@ _BILL = (
 
 
 def groups_of(panels: Iterable[Panel]) -> Groups:
-    """Return the groups of all ``panels``. The upper bound occurs once, although several panels contain it."""
+    """Return the groups of runs of all ``panels``. A group in several panels, the upper bound, occurs once."""
     seen: set[int] = set()
     groups: dict[str, list[tuple[str, SeedGroup]]] = {}
     for panel in panels:
@@ -54,7 +55,7 @@ def runs_of(groups: Groups) -> list[SavedRun]:
 
 
 def title_of(panels: Sequence[Panel]) -> str:
-    """Return the title of the page: methods, data sets and partitions."""
+    """Return the title of the page: its methods, data sets and partitions."""
     names = list(dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound))
     bound = any(one.is_bound for panel in panels for _, one in panel.lines)
     splits: dict[str, list[str]] = {}
@@ -71,7 +72,7 @@ def title_of(panels: Sequence[Panel]) -> str:
 
 
 def summary(groups: Groups) -> str:
-    """Return a sentence with the number of runs, and their numbers of clients and rounds, models and seeds."""
+    """Return a sentence about the runs: how many there are, and their clients, rounds, models and seeds."""
     runs = runs_of(groups)
     federated = [run for run in runs if run.config.algorithm.kind != "centralized"] or runs
     done = sum(run.status == "finished" for run in runs)
@@ -87,9 +88,10 @@ def summary(groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class TargetRow:
-    """The costs of one method until a target accuracy. ``runs``: number of finished runs.
+    """The costs of one method until a target accuracy, a row of a table.
 
-    ``reached``: the costs of the runs that reached the target.
+    ``where``: data set and partition. ``runs``: number of finished runs. ``reached``: the costs of the runs that
+    reached the target.
     """
 
     method: str
@@ -99,13 +101,13 @@ class TargetRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return {column heading: mean ± deviation over the runs in ``reached``}, and the number of these runs."""
+        """Return {column heading: text}: mean ± standard deviation over the runs that reached the target."""
         return {
-            "Rounds": spread(one.round for one in self.reached),
-            "MB": spread((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
-            "Seconds": spread(one.seconds for one in self.reached),
-            "Virtual seconds": spread(one.virtual_seconds for one in self.reached),
-            "Runs that got there": f"{len(self.reached)} of {self.runs}",
+            "Rounds": mean_text(one.round for one in self.reached),
+            "MB": mean_text((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
+            "Seconds": mean_text(one.seconds for one in self.reached),
+            "Virtual seconds": mean_text(one.virtual_seconds for one in self.reached),
+            "Runs that reached it": f"{len(self.reached)} of {self.runs}",
         }
 
     @property
@@ -114,11 +116,11 @@ class TargetRow:
         rounds, megabytes, seconds, virtual, count = self.cells.values()
         costs = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
         costs += f", virtual seconds {virtual}" if virtual != "-" else ""
-        return f"{self.method} on {self.where}: {costs} ({count} runs got there)"
+        return f"{self.method} on {self.where}: {costs} ({count} runs reached it)"
 
 
 def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
-    """Return the costs until a test accuracy of at least ``accuracy``, in [0, 1], for each group."""
+    """Return for each group of runs the costs until a test accuracy of at least ``accuracy``, in [0, 1]."""
     return [
         TargetRow(label, where, len(one.finished), tuple(one.reached(accuracy)))
         for where, some in groups.items()
@@ -128,7 +130,10 @@ def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
 
 @dataclass(frozen=True)
 class HtmlCell:
-    """A table cell. ``note``: small text below ``text``. ``kind``: CSS class, n (number), k (one line) or path."""
+    """A cell of an HTML table. ``note``: small text below ``text``. ``best``: True prints the text in bold.
+
+    ``kind``: the CSS class: "n" for a number, "k" for text without line breaks, "small path" for a path.
+    """
 
     text: str
     note: str = ""
@@ -137,7 +142,7 @@ class HtmlCell:
 
     @property
     def html(self) -> str:
-        """Return the cell as HTML. A long note is collapsed."""
+        """Return the cell as HTML. The reader can open a long note."""
         text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
         note = ""
         if self.note:
@@ -149,9 +154,10 @@ class HtmlCell:
 
 @dataclass(frozen=True)
 class HtmlColumn:
-    """A table column: heading, and one cell for each row. ``common``: name for the line below if all cells are equal.
+    """A column of an HTML table: its heading, and one cell for each row.
 
-    ``is_split``: True if the column describes the partition, which an upper bound does not have.
+    ``common``: name of the column in the line below the table, which replaces the column if all cells are equal; empty:
+    never replaced. ``is_split``: True if the column describes the partition, which an upper bound does not have.
     """
 
     head: str
@@ -161,9 +167,9 @@ class HtmlColumn:
 
 
 def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
-    """Return the columns as an HTML table. Columns with equal cells are replaced by a line below the table.
+    """Return an HTML table, and a line below it with the values of the columns whose cells are all equal.
 
-    ``bounds``: one boolean per row, True for an upper bound.
+    ``bounds``: for each row, True if the row is an upper bound.
     """
     shown, common = [], []
     for column in columns:
@@ -183,7 +189,7 @@ def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
 
 
 def table_section(place: Path, table: Table) -> str:
-    """Return the page section of the table in the folder ``place``: the table, further tables, and the caption."""
+    """Return the page section of the ``table`` in the folder ``place``: accuracies, further tables and caption."""
     heads = "".join(f'<th scope="colgroup" colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
     measures = "".join(_head(measure, "n") for _ in table.columns for measure in MEASURES)
     rows = [
@@ -208,13 +214,13 @@ def section(heading: str, content: str) -> str:
 
 
 def data_notes(panels: Sequence[Panel]) -> list[str]:
-    """Return the notes on stand-in data as HTML paragraphs."""
+    """Return HTML paragraphs that tell which data sets are stand-in data (synthetic records in place of real ones)."""
     notes = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
     return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in notes]
 
 
 def failures(found: Found, groups: Groups) -> list[str]:
-    """Return a list of the failed, unfinished and omitted runs with the reasons, as HTML; empty if there is none."""
+    """Return an HTML list of the failed, unfinished and omitted runs with the reasons; empty without such runs."""
     lines = [
         (f"{run.status}: {label}, {where}, seed {run.config.seed}", run.error, run.path)
         for where, some in groups.items()
@@ -227,7 +233,7 @@ def failures(found: Found, groups: Groups) -> list[str]:
     for place, table in found.tables.items():
         for one in table.results:
             if one.status != "finished" and (path := place / one.directory) not in listed:
-                listed.add(path)  # the upper bound is in several columns
+                listed.add(path)  # several columns may share the run of an upper bound
                 lines.append((f"{one.status}: {table.label(one.row)}, {one.column}, seed {one.seed}", one.error, path))
     if not lines:
         return []
@@ -249,7 +255,7 @@ def comparison(groups: Groups) -> str:
     every = [one for some in groups.values() for _, one in some]
     first = [one.runs[0] for one in every]
     done = [[run.result for run in one.finished if run.result] for one in every]
-    virtual = [spread(own.virtual_seconds for own in some) for some in done]
+    virtual = [mean_text(own.virtual_seconds for own in some) for some in done]
     data = ["see the data note above" if one.note else "" for one in every]
     privacy = [", ".join(dict.fromkeys(run.privacy_in_short for run in one.runs)) for one in every]
     columns = [
@@ -259,9 +265,9 @@ def comparison(groups: Groups) -> str:
         _column("Clients", [run.config.clients for run in first], "k", "clients", is_split=True),
         _column("Model", [run.config.model for run in first], "k", "model"),
         _column("Seeds", [", ".join(str(run.config.seed) for run in one.runs) for one in every], "", "seeds"),
-        _column("Final %", [spread(as_percent(own.final_accuracy) for own in some) for some in done], "n"),
-        _column("Best %", [spread(as_percent(own.best_accuracy) for own in some) for some in done], "n"),
-        _column("Seconds", [spread(own.seconds.total for own in some) for some in done], "n"),
+        _column("Final %", [mean_text(as_percent(own.final_accuracy) for own in some) for some in done], "n"),
+        _column("Best %", [mean_text(as_percent(own.best_accuracy) for own in some) for some in done], "n"),
+        _column("Seconds", [mean_text(own.seconds.total for own in some) for some in done], "n"),
         *([_column("Virtual seconds", virtual, "n")] if set(virtual) != {"-"} else []),
         _column("Privacy (limits: below)", privacy, "", "privacy (limits: below)"),
         _column("Status", [_status(one) for one in every], "", "status"),
@@ -289,14 +295,14 @@ def to_target(groups: Groups, target: float) -> str:
     return section(
         f"To a test accuracy of {100 * target:g} %",
         f"{columns_table(columns, [False] * len(rows))}"
-        '<p class="small">Until the first evaluated round with that accuracy, including everything before the first '
-        "round; MB: a million bytes of arrays to and from all clients. Mean ± sample standard deviation over the "
-        "finished runs that got there.</p>",
+        '<p class="small">Costs until the end of the first evaluated round with this accuracy, including the work '
+        "before the first round; MB: a million bytes of arrays to and from all clients. Mean ± sample standard "
+        "deviation over the finished runs that reached this accuracy.</p>",
     )
 
 
 def privacy(groups: Groups) -> str:
-    """Return the section "Privacy": each distinct privacy statement, with the names of its runs."""
+    """Return the section "Privacy": each different privacy statement, with the names of the runs that make it."""
     who: dict[str, list[str]] = {}
     for where, some in groups.items():
         for label, one in some:
@@ -314,7 +320,10 @@ def privacy(groups: Groups) -> str:
 
 
 def privacy_in_words(run: SavedRun) -> str:
-    """Return the privacy statements of a run as text. A run without statements has no guarantee, never epsilon 0."""
+    """Return the privacy statements of a run as text.
+
+    A run without statements has no privacy guarantee. Its text must never look like epsilon 0.
+    """
     if run.result is None:
         return "Privacy not stated: the run has no result"
     statements = [f"{one.promise} {one.limits if one.protects else ''}".strip() for one in run.result.privacy]
@@ -322,14 +331,14 @@ def privacy_in_words(run: SavedRun) -> str:
 
 
 def bill(lines: Sequence[str]) -> list[str]:
-    """Return the section with the privacy cost of all runs together; an empty list without ``lines``."""
+    """Return the section about the total privacy cost of all runs, with ``lines`` as text; empty without lines."""
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
     content = f'{paragraphs}<p class="small">{_BILL}</p>'
     return [section("Privacy cost of all runs together", content)] if lines else []
 
 
 def all_runs(groups: Groups) -> str:
-    """Return the section "Runs": a collapsed table with one row for each run."""
+    """Return the section "Runs": a table with one row for each run, which the reader can open."""
     several = len(groups) > 1
     lines = [
         (f"{label}, {where}" if several else label, run)
@@ -340,8 +349,8 @@ def all_runs(groups: Groups) -> str:
     runs = [run for _, run in lines]
     results = [run.result for run in runs]
     above = _above([run.path for run in runs])
-    final = [spread([as_percent(own.final_accuracy)], digits=2) if own else "-" for own in results]
-    best = [spread([as_percent(own.best_accuracy)], digits=2) if own else "-" for own in results]
+    final = [mean_text([as_percent(own.final_accuracy)], digits=2) if own else "-" for own in results]
+    best = [mean_text([as_percent(own.best_accuracy)], digits=2) if own else "-" for own in results]
     columns = [
         _column("Run", [label for label, _ in lines]),
         _column("Seed", [run.config.seed for run in runs]),
@@ -349,8 +358,8 @@ def all_runs(groups: Groups) -> str:
         _column("Rounds", [f"{len(run.rounds)} of {run.config.rounds}" for run in runs], "n", "rounds"),
         _column("Final %", final, "n"),
         _column("Best %", best, "n"),
-        _column("Seconds", [spread([own.seconds.total]) if own else "-" for own in results], "n"),
-        _column("of them training", [spread([own.seconds.train]) if own else "-" for own in results], "n"),
+        _column("Seconds", [mean_text([own.seconds.total]) if own else "-" for own in results], "n"),
+        _column("of them training", [mean_text([own.seconds.train]) if own else "-" for own in results], "n"),
         _column("Status", [run.status for run in runs], "", "status"),
         _column("Directory", [run.path.relative_to(above) if above else run.path for run in runs], "small path"),
     ]
@@ -360,7 +369,7 @@ def all_runs(groups: Groups) -> str:
 
 
 def versions(groups: Groups) -> str:
-    """Return the section "Versions": the software versions that the runs used."""
+    """Return the section "Versions": the versions of the packages with which the runs were made."""
     words = [
         ", ".join(f"{name} {version}" for name, version in run.result.versions.items())
         for run in runs_of(groups)
@@ -394,7 +403,7 @@ def _head(text: str, kind: str = "") -> str:
 
 
 def _row(cells: Sequence[HtmlCell], *, is_bound: bool = False) -> str:
-    """Return a table row as HTML. The style sheet separates upper bounds from the compared methods by a line."""
+    """Return a table row as HTML. The style sheet draws a line between the methods and the upper bounds."""
     return f"<tr{_class('bound' if is_bound else '')}>{''.join(cell.html for cell in cells)}</tr>"
 
 
@@ -412,6 +421,6 @@ def _above(paths: Sequence[Path]) -> Path | None:
     """Return the common parent folder of several paths; None for a single path or without a common folder."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
-    except ValueError:  # relative and absolute ones
+    except ValueError:  # relative and absolute paths together
         return None
     return Path(common) if common else None

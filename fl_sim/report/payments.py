@@ -1,7 +1,7 @@
-"""The privacy cost of runs found on disk, for each run and for all runs together: see ``fl_sim.privacy.bill``.
+"""The privacy cost of runs on disk, of each run and of all runs together (see ``fl_sim.privacy.bill``).
 
-A payment is the cost of one release, from its privacy statement; a bill is the total cost of several payments. This
-module is imported lazily, because the accountants load slowly.
+A payment is the cost of one release, from its privacy statement. A bill is the total cost of several payments. This
+module is imported only when needed, because the accountants take long to import.
 """
 
 from collections import Counter
@@ -19,14 +19,15 @@ from fl_sim.report.runs import Found, Problem, SavedRun
 from fl_sim.types import called
 
 _MOMENTS: Final = "moments-"
-"""Prefix of the identity of feature moments that clients release after training."""
+"""Prefix of the ledger field in statements about feature moments, which clients release after training."""
 
 
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """Return the total privacy costs (bills) of all runs in ``found`` as JSON, and a problem per damaged statement.
+    """Return (total privacy costs, problems). A total cost is a bill in JSON form.
 
-    Runs that the report does not show count as well. A run with damaged statements counts as a run with unknown
-    releases. Without any private run the list is empty. The computation takes seconds.
+    The costs include those of runs that the report does not show. A run with damaged statements is one problem, and
+    counts as a run with unknown releases. The list of costs is empty if no run has a privacy statement. The computation
+    takes seconds.
     """
     if not found.has_statements:
         return [], []
@@ -41,7 +42,7 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = run.result.records if run.result else ""
         by_name = not content and ":" in run.config.data
         paid.append(RunPayments(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
-    # Contents with the keys of several machines cannot be compared.
+    # The digests of records are keyed. Digests with the keys of different machines cannot be compared.
     if len({one.content.partition(":")[0] for one in paid if one.content}) > 1:
         paid = [replace(one, by_name=one.by_name or ":" in one.data) for one in paid]
     paid += [RunPayments("", "", None, bare=False)] * found.num_unread
@@ -49,9 +50,11 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
 
 
 def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the statements of a result; add the cost of the whole run to each statement with a different cost.
+    """Return the privacy ``statements`` of a run with the cost of the whole run for the privacy unit of each.
 
-    ``made``: the section ``preprocess`` of the result. The computation takes seconds, because it uses PLD accounting.
+    The added cost is None for a statement without a guarantee, and for a statement that already states the cost of the
+    whole run. ``made``: the section ``preprocess`` of the run's ``result.json``. The computation takes seconds, because
+    it uses PLD accounting.
     """
     checked = [PrivacyStatement.model_validate(one) for one in statements]
     payments = _payments(checked, StageResult.model_validate(made))
@@ -77,7 +80,7 @@ def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment])
 
 
 def payments_of(run: SavedRun) -> tuple[Payment, ...] | None:
-    """Return the payments of a run, one for each privacy statement; None if its releases are unknown.
+    """Return the payments of a run, one for each of its privacy statements; None if the releases are unknown.
 
     Raises RunError, KeyError, TypeError or ValueError for damaged statements.
     """
@@ -96,9 +99,9 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
     pool = made.pool if statement.unit == "record" and not statement.ledger.startswith(_MOMENTS) else ""
     plan = () if statement.planned_events is None else (_counted(statement.planned_events),)
     charged = _charged_by_client(made) if pool else plan
-    if not pool and statement.epsilon == statement.budget:  # the budget holds, and no events say that
+    if not pool and statement.epsilon == statement.budget:  # the guarantee is the budget, not a cost of events
         charged = ()
-    # A pool's file is named by its content. What PATE publishes about its labels ("ID, published") includes them.
+    # The name of a pool's file depends on its content. A ledger "ID, published" of PATE includes the labels in "ID".
     identity = pool or statement.ledger.partition(",")[0]
     delta, adjacency = statement.delta or 0.0, Adjacency(statement.adjacency)
     said = (statement.unit, identity, statement.epsilon, delta, adjacency, charged, statement.simulation_only)
@@ -106,7 +109,7 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the distinct charges of the clients of a pool; an empty tuple if the charge of any client is unknown."""
+    """Return the different charges of the clients that made a pool; empty if the charge of any client is unknown."""
     shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):
         return ()
@@ -125,14 +128,14 @@ def _counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
     for one in listed:
         times = one["times"]
         if not events.is_count(times):
-            raise ValueError(f"{times!r} releases of an event: give a whole number from 0 up")
+            raise ValueError(f"times = {times!r}: the number of releases of an event must be an integer from 0 up")
         if times:
             counts[events.from_json(one["event"])] += times
     return counts
 
 
 def _is_bare(run: SavedRun) -> bool:
-    """Return True if a run released anything about its records without a guarantee."""
+    """Return True if a run released anything about its records without a privacy guarantee."""
     result = run.result
     if result is None:
         return False

@@ -1,4 +1,4 @@
-"""Common parts of all figures: layouts, line styles, axes, legends, file names, and output as PNG, PDF and SVG."""
+"""The common parts of all figures: layouts, line styles, axes, legends, file names, and output as PNG, PDF and SVG."""
 
 import io
 import math
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
+"""Pixels per inch of PNG files."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,27 @@ class Layout:
         }  # fmt: skip
 
     def characters(self, size: float, share: float = 0.85) -> int:
-        """Return the approximate number of characters of ``size`` points in the given share of the figure's width."""
+        """Return the approximate number of characters that fit into a ``share`` of the figure's width.
+
+        ``size``: font size in points.
+        """
         return max(12, int(share * self.width * _POINTS / (_LETTER * size)))
 
 
 _POINTS, _LETTER = 72, 0.58
-"""Points per inch, and the width of a letter divided by the font size, with a small reserve."""
+"""Points per inch, and the assumed width of a letter divided by the font size."""
 
 PAGE = Layout("", 8.0, 4.2, text=9, title=11, small=8, line=1.6)
 WIDE_PAGE = Layout("", 11.0, 4.2, text=9, title=11, small=8, line=1.6, across=2)
 COLUMN = Layout("-column", 3.3, 2.2, text=7, title=8, small=7, line=0.9, highest=7.0)
 TEXT_WIDTH = Layout("-wide", 6.9, 2.6, text=8, title=8, small=7, line=1.1, across=2, highest=7.0)
 PAPER = (COLUMN, TEXT_WIDTH)
-"""Layouts for papers with two columns: the width of one column, and the width of the page."""
+"""Layouts for papers with two columns: figures as wide as one column, and figures as wide as both columns."""
 
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
-"""Settings for PDF and SVG: text is embedded as TrueType, and identifiers in an SVG file are not random."""
+"""Settings of matplotlib: PDF files embed TrueType fonts, and identifiers in SVG files are not random."""
 
-# Colours of clearly different hue, dark and light in turn; dashes and markers distinguish them in greyscale.
+# Alternately dark and light colours of clearly different hue. In greyscale, dashes and markers distinguish the lines.
 _COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a4b00", "#e69f00",
     "#56b4e9", "#b2182b", "#5e3c99", "#8c9a00", "#444444", "#00a6a6",
@@ -72,20 +76,22 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2
 _MARKERS = "os^DvPX<>*hd"
 
 _LEAST_PERCENT = 5.0
-"""Smallest range of a vertical axis in percentage points, so that no difference looks larger than it is."""
+"""Smallest range of a vertical axis in percentage points, so that small differences do not look large."""
 
 Style: TypeAlias = tuple[str, tuple[float, ...], str]
 """Colour, dashes and marker of a line."""
 
 Draw: TypeAlias = Callable[[Layout], "Figure"]
+"""A function that draws a figure in a given layout."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure: file name, heading of its section on the page, caption in plain text, and content as PNG.
+    """A drawn figure.
 
-    ``details``: statements below the caption. ``draw``: function that draws the figure again for a paper; None for an
-    image grid, or for a figure that must not be published.
+    ``name``: its file name. ``heading``: the heading of its section on the report page. ``caption``: lines of plain
+    text. ``png``: the content of the PNG file. ``details``: further lines below the caption. ``draw``: function that
+    draws the figure again for a paper; None for an image grid, or for a figure that must not be published.
     """
 
     name: str
@@ -97,7 +103,7 @@ class Picture:
 
 
 def for_papers(picture: Picture) -> dict[str, bytes]:
-    """Return {file name: content}: the picture as PDF and SVG, in the width of one column and of two columns."""
+    """Return {file name: content} of the picture as PDF and SVG, each as wide as one column and as two columns."""
     files: dict[str, bytes] = {}
     if picture.draw is not None:
         for layout in PAPER:
@@ -108,19 +114,22 @@ def for_papers(picture: Picture) -> dict[str, bytes]:
 
 
 def drawn(draw: Draw, layout: Layout) -> bytes:
-    """Draw a diagram in the given layout, and return its PNG content with ``DPI`` pixels per inch."""
+    """Draw a figure in the given layout, and return the content of its PNG file."""
     return _saved(draw, layout, "png")
 
 
 def png(figure: "Figure") -> bytes:
-    """Return the PNG content of a figure with ``DPI`` pixels per inch."""
+    """Return the content of a PNG file of ``figure``."""
     buffer = io.BytesIO()
     save(figure, buffer, "png")
     return buffer.getvalue()
 
 
 def save(figure: "Figure", target: Path | io.BytesIO, kind: str) -> None:
-    """Write ``figure`` as ``kind`` (png, pdf, svg) without a date, so that equal figures give identical files."""
+    """Write ``figure`` to ``target`` in the format ``kind`` (png, pdf or svg).
+
+    The file contains no date, so that equal figures give identical files.
+    """
     from matplotlib import rc_context  # noqa: PLC0415 (a second to import)
 
     undated: Any = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -139,7 +148,7 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Return a distinct part of a file name for each title."""
+    """Return a part of a file name for each title. All parts are different."""
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"
@@ -148,22 +157,22 @@ def file_names(titles: Sequence[str]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with escaped dollar signs, so that matplotlib does not read a formula."""
+    """Return ``text`` with escaped dollar signs, so that matplotlib does not take it for a formula."""
     return text.replace("$", r"\$")
 
 
 def styled(names: Iterable[str]) -> list[Style]:
-    """Return a line style for each name. Up to 60 names get distinct styles: 12 colours times 5 dash patterns."""
+    """Return a line style for each name. Up to 60 names have different styles: 12 colours times 5 dash patterns."""
     styles: list[Style] = []
     for number, _ in enumerate(names):
-        turn = number // len(_COLORS)
-        color, dashes = _COLORS[number % len(_COLORS)], _DASHES[(number + turn) % len(_DASHES)]
-        styles.append((color, dashes, _MARKERS[(number + 5 * turn) % len(_MARKERS)]))
+        repeat = number // len(_COLORS)
+        color, dashes = _COLORS[number % len(_COLORS)], _DASHES[(number + repeat) % len(_DASHES)]
+        styles.append((color, dashes, _MARKERS[(number + 5 * repeat) % len(_MARKERS)]))
     return styles
 
 
 def one_panel(layout: Layout, lines_below: int, title: str) -> "tuple[Figure, Axes]":
-    """Return a figure with one panel, and its axes. ``lines_below``: number of text lines below the panel."""
+    """Return (figure with one panel, its axes). ``lines_below``: number of lines of text below the panel."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
     height = 1.1 * layout.height + 0.027 * layout.text * lines_below
@@ -183,9 +192,9 @@ def with_grid(axes: "Axes", layout: Layout) -> None:
 
 
 def percent_axis(axes: "Axes", lows: Sequence[float], highs: Sequence[float], *, full: bool) -> None:
-    """Set the vertical axis, in percent, to the range from the lowest of ``lows`` to the highest of ``highs``.
+    """Set the range of a vertical axis in percent: at least from the lowest of ``lows`` to the highest of ``highs``.
 
-    ``full``: the axis spans 0 to 100 instead.
+    ``full``: True sets the range from 0 to 100.
     """
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 (a second to import)
 
@@ -202,7 +211,11 @@ def draw_points(
     axes: "Axes", places: Sequence[float], means: Sequence[float], bars: Sequence[float] | None, style: Style,
     layout: Layout, label: str,
 ) -> None:  # fmt: skip
-    """Draw means with error bars. ``bars``: half lengths of the bars, or None for no bars."""
+    """Draw points with error bars, and give them a label in the legend.
+
+    ``places``: horizontal positions. ``means``: vertical positions. ``bars``: half lengths of the error bars; None: no
+    error bars.
+    """
     axes.errorbar(
         places, means, yerr=bars, color=style[0], fmt=style[2], markersize=3.5 * layout.line,
         capsize=2.5 * layout.line, linewidth=0.8 * layout.line,
@@ -211,7 +224,7 @@ def draw_points(
 
 
 def with_legend(figure: "Figure", last: str = "") -> "Figure":
-    """Draw the legend below a figure with one panel. Labels that begin with ``last`` come last."""
+    """Return ``figure``, which has one panel, with a legend below. Labels that begin with ``last`` come last."""
     entries = zip(*figure.axes[0].get_legend_handles_labels(), strict=True)
     ordered = sorted(entries, key=lambda entry: entry[1].startswith(last))
     figure.legend(

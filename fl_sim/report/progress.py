@@ -1,7 +1,7 @@
 """Progress display on standard error, for one run and for a table of runs.
 
-A terminal shows live progress bars. A line is never wider than the terminal: the least important parts are left out
-first. Without a terminal, a run prints lines about its rounds, and a table prints lines about its cells.
+A terminal shows live progress bars. If a line would be wider than the terminal, its least important parts are left out.
+Without a terminal, a run prints lines about its rounds, and a table prints lines about its cells.
 """
 
 import sys
@@ -21,21 +21,23 @@ from fl_sim.errors import printable
 from fl_sim.store.run_directory import RoundRecord
 
 _GAP: Final = 2
-_NARROW, _BAR, _WIDE_BAR = 4, 10, 30  # cells of a bar: at least, at least on a wide line, at most
+_NARROW, _BAR, _WIDE_BAR = 4, 10, 30
+"""Width of a progress bar in terminal cells: the smallest, the smallest on a wide line, and the largest."""
 _WIDE_LINE: Final = 60
 _SHORTEST_TITLE: Final = 12
 
 _SECONDS_BETWEEN_LINES = 2.0
 _UNTIMED_LINES = 20
 _TIMED_ROUNDS = 10
-"""Number of last rounds whose mean duration gives the estimate of the time left."""
+"""Number of most recent rounds whose mean duration gives the estimate of the remaining time."""
 
 
 @dataclass(frozen=True)
 class LinePart:
-    """A part of a progress line. Parts with a higher ``rank`` are left out first.
+    """A part of a progress line.
 
-    ``shortest``: the smallest width, in terminal cells, to which the text may be cut; None: the text is never cut.
+    ``rank``: if the line is too wide, parts with a higher rank are left out first. ``shortest``: the smallest width, in
+    terminal cells, to which the text may be cut; None: the text is never cut.
     """
 
     text: str
@@ -50,7 +52,7 @@ class LinePart:
 
 
 class ProgressLine(ProgressColumn):
-    """A whole line of rich's progress display: title, bar, and the parts from the task's function ``parts``."""
+    """A line of rich's progress display: the title, the bar, and the parts that the task's field ``parts`` returns."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Column(no_wrap=True))
@@ -63,7 +65,9 @@ class ProgressLine(ProgressColumn):
 
 
 def line(width: int, title: str, share: float, parts: Sequence[LinePart]) -> Text:
-    """Return a line of title, bar and ``parts`` in at most ``width`` cells. ``share``: the filled share of the bar.
+    """Return a line with ``title``, progress bar and ``parts``, at most ``width`` terminal cells wide.
+
+    ``share``: the filled share of the bar, in [0, 1].
 
     >>> parts = [LinePart("10/20", 0), LinePart("accuracy 0.5000", 1), LinePart("0:12 left", 2)]
     >>> str(line(40, "FedAvg on digits", 0.5, parts))
@@ -94,7 +98,7 @@ def line(width: int, title: str, share: float, parts: Sequence[LinePart]) -> Tex
 
 
 def clock(seconds: float) -> str:
-    """Return a duration in seconds as text, minutes:seconds or hours:minutes:seconds.
+    """Return a duration, given in seconds, as text: minutes:seconds or hours:minutes:seconds. Negative counts as 0.
 
     >>> clock(75), clock(3675), clock(-3)
     ('1:15', '1:01:15', '0:00')
@@ -105,7 +109,10 @@ def clock(seconds: float) -> str:
 
 
 class _Bars:
-    """Context manager that shows live progress bars on a terminal, and prints lines of text."""
+    """Context manager that shows live progress bars on a terminal, and prints lines of text above the bars.
+
+    ``stream``: the stream for the display; None: standard error.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._console = Console(file=stream or sys.stderr, force_jupyter=False if stream else None)
@@ -113,7 +120,6 @@ class _Bars:
         self._bars = Progress(ProgressLine(self._console), console=self._console)
 
     def __enter__(self) -> Self:
-        """Start the live display on a terminal."""
         if self._live:
             self._bars.start()
         return self
@@ -121,19 +127,18 @@ class _Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the live display and restore the terminal."""
         if self._live:
             self._bars.stop()
 
     def say(self, line: str) -> None:
-        """Print a line of text, above the progress bars if there are any."""
+        """Print a line of text, above any progress bars."""
         self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class RunProgress(_Bars):
     """Progress display of a run with ``rounds`` rounds.
 
-    ``timed``: False for private runs. Then no time is shown, and the choice of printed rounds does not depend on time.
+    ``timed``: False for a private run. No time is then shown, and the printed rounds are chosen by number, not by time.
     """
 
     def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
@@ -142,7 +147,7 @@ class RunProgress(_Bars):
         self._timed = timed
         self._done = 0
         self._measured: tuple[str, ...] = ()
-        self._round_seconds: tuple[float, ...] = ()  # replaced, never changed: another thread draws
+        self._round_seconds: tuple[float, ...] = ()  # immutable, because the thread that draws the bars reads it
         self._clients = ""
         self._start = self._last_round = time.monotonic()
         self._task = self._bars.add_task(title, total=rounds, parts=self._parts)
@@ -150,26 +155,26 @@ class RunProgress(_Bars):
         self._preparing = False
 
     def started(self, first_round: int) -> None:
-        """Set the number of finished rounds to ``first_round`` - 1, and report a resumed run."""
+        """Show the number of finished rounds, ``first_round`` - 1, and print a line if the run is resumed."""
         if first_round > 1:
-            self.say(f"going on after round {first_round - 1}, where this run had stopped")
+            self.say(f"resuming this run after round {first_round - 1}, where it had stopped")
         self._done = first_round - 1
         self._bars.update(self._task, completed=self._done)
 
     def preparing(self, what: str) -> None:
-        """Show the preparation ``what`` before the first round."""
+        """Print a line about the work before the first round. ``what``: the name of this work."""
         self._preparing = True
         self.say(f"before the first round: {what}")
 
     def replied(self, replies: int) -> None:
-        """Show the number of client replies so far."""
+        """Show the number of clients that have replied in this round or preparation."""
         self._clients = f"{replies} clients in"
         if self._preparing and not self._live and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.say(f"{replies} clients are done")
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Show a finished round with its accuracies and seconds."""
+        """Show the accuracies and the duration of a finished round."""
         self._preparing = False
         measured = {"accuracy": record.test_accuracy, "validation": record.validation_accuracy}
         self._measured = tuple(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
@@ -179,14 +184,14 @@ class RunProgress(_Bars):
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
         self._bars.update(self._task, completed=self._done)
         is_due = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
-        if not self._timed:  # about twenty lines in all
+        if not self._timed:  # about 20 lines for the whole run
             is_due = record.round % max(1, self._rounds // _UNTIMED_LINES) == 0
         if not self._live and (record.round == self._rounds or is_due):
             self._last_line = time.monotonic()
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
     def _parts(self) -> list[LinePart]:
-        """Return the parts of the line after the bar. A private run has no times."""
+        """Return the parts of the progress line after the bar; without times for a private run."""
         counted = LinePart(f"{self._done}/{self._rounds}", 0)
         measured = [LinePart(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
         clients = LinePart(self._clients, 7)
@@ -206,7 +211,7 @@ class RunProgress(_Bars):
 
 
 class TableProgress(_Bars):
-    """Progress display of a table. ``rounds``: {cell: number of rounds}."""
+    """Progress display of a table of runs. ``rounds``: {label of a cell: number of rounds}."""
 
     def __init__(self, rounds: dict[str, int], stream: TextIO | None = None) -> None:
         super().__init__(stream)
@@ -221,12 +226,12 @@ class TableProgress(_Bars):
         self._is_timed = True
 
     def started(self, cell: str, first_round: int) -> None:
-        """Show a cell that starts or resumes at ``first_round``."""
+        """Show a cell whose run starts, or resumes at ``first_round``."""
         self._done[cell] = first_round - 1
         self._started_at = self._started_at or time.monotonic()
         if first_round > 1:
-            self.say(f"{cell} goes on after round {first_round - 1}")
-        if self._live:  # the number of rounds matters more than the bar
+            self.say(f"{cell} resumes after round {first_round - 1}")
+        if self._live:
 
             def parts() -> list[LinePart]:
                 return [LinePart(f"{self._done[cell]}/{self._rounds[cell]} rounds", 0), *self._parts.get(cell, ())]
@@ -236,14 +241,14 @@ class TableProgress(_Bars):
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
-        """Show the preparation ``what`` before the first round of a cell."""
+        """Show the work before the first round of a cell's run. ``what``: the name of this work."""
         if cell in self._cells:
             self._parts[cell] = (LinePart(what, 2, 20),)
         else:
             self.say(f"{cell}: before the first round {what}")
 
     def finished_round(self, cell: str, record: RoundRecord) -> None:
-        """Show a finished round of a cell."""
+        """Show a finished round of a cell's run."""
         self._done[cell] = record.round
         self._rounds_run += 1
         self._is_timed &= record.seconds is not None
@@ -255,7 +260,7 @@ class TableProgress(_Bars):
         self._update()
 
     def closed(self, cell: str, outcome: str) -> None:
-        """Show the outcome of a cell that has ended, and remove its bar."""
+        """Print the outcome of a cell whose run has ended, and remove its progress bar."""
         self._done[cell] = self._rounds[cell]
         self._closed.add(cell)
         if cell in self._cells:
@@ -264,7 +269,7 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return ``before`` and the estimated time left; empty if unknown or if the time of any cell is private."""
+        """Return ``before`` and the estimated remaining time; empty if it is unknown, or private in any cell."""
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:
             return ""

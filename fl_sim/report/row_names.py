@@ -1,17 +1,22 @@
-"""Short names of table rows: the method, and the settings in which rows of the same method differ."""
+"""Short names of the rows of a table: the method, and the settings in which rows of the same method differ.
+
+A full label of a row has the method and settings, such as "FedProx (mu=0.1), local.epochs=5".
+"""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
-_ALWAYS, _NEVER = "aggregator=", "aggregator=mean"  # in short names: an aggregator may be what makes a run private
+_ALWAYS, _NEVER = "aggregator=", "aggregator=mean"
+"""Settings that a short name always and never states. An aggregator can make a run private, so it must be visible."""
 _SETTING = re.compile(r"[\w.]+=")
 
 
 def short_names(labels: Iterable[str]) -> dict[str, str]:
-    """Return {label: short name}. A short name has the method, and the settings that differ within the method.
+    """Return {label: short name}. A short name has the method, and the settings in which its rows differ.
 
-    An aggregator other than the mean always stays in the short name. Text in brackets that is not a setting stays too.
+    A short name always states an aggregator other than the mean. It also keeps text in brackets that is no setting. If
+    two rows would have the same short name, it is their whole label.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())
     ['A, b=1', 'A, b=2', 'B + C (ours)']
@@ -26,7 +31,7 @@ def short_names(labels: Iterable[str]) -> dict[str, str]:
 
 
 def method_of(label: str) -> str:
-    """Return the label without its settings.
+    """Return the method of a row: its label without any settings.
 
     >>> method_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
     'A + F, G'
@@ -35,7 +40,7 @@ def method_of(label: str) -> str:
 
 
 def settings_of(label: str) -> list[str]:
-    """Return the settings in a label, both the settings in brackets and the settings after a comma.
+    """Return the settings in a label: those in brackets and those after a comma.
 
     >>> settings_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
     ['b=1', 'c=d (e=2)', 'h=3', 'i=4']
@@ -44,7 +49,7 @@ def settings_of(label: str) -> list[str]:
 
 
 def further_settings(label: str, name: str, parameters: str) -> str:
-    """Return as text the ``parameters`` and settings of ``label`` that are missing in ``name``, its short name."""
+    """Return as text the ``parameters`` and the settings in ``label`` that its short name, ``name``, does not state."""
     named = settings_of(name)
     every = dict.fromkeys([*parameters.split(", "), *settings_of(label)])
     return ", ".join(one for one in every if one and one not in named)
@@ -55,7 +60,7 @@ def _is_shown(common: Collection[str], setting: str) -> bool:
 
 
 def _keeping(label: str, is_kept: Callable[[str], bool]) -> str:
-    """Return ``label`` without the settings for which ``is_kept`` returns False."""
+    """Return ``label`` with only those settings for which ``is_kept`` returns True."""
     parts = []
     for part in _outside_brackets(label, ", "):
         if _SETTING.match(part):
@@ -81,7 +86,7 @@ def _settings_in(part: str) -> Iterator[str]:
 
 
 def _in_brackets(word: str) -> list[str]:
-    """Return the settings in a word with brackets; an empty list for a word without brackets or without settings."""
+    """Return the settings in a word such as "(mu=0.1, tau=2)"; an empty list for any other word."""
     inside = _outside_brackets(word[1:-1], ", ") if word.startswith("(") and word.endswith(")") else []
     return inside if all(map(_SETTING.match, inside)) else []
 

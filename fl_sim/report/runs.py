@@ -1,4 +1,4 @@
-"""Reader of runs and tables on disk. Every file is checked. A damaged file is reported; the others are still read."""
+"""Reads runs and tables on disk. Every file is checked. A damaged file is reported, and the other files are read."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,15 +22,17 @@ from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read
 TABLE, TUNING = "table.json", "tuning"
 WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
 _DEEPEST = 6
+"""Number of levels of subfolders in which runs are searched."""
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The content of a run directory. ``settings``: all of ``config.toml``. ``result``: None without ``result.json``.
+    """The content of a run directory.
 
-    ``row`` and ``column``: the run's row and column in the table that contains the run; each is empty if there is no
-    table, or if the name is not unique. ``label``: the short label of the row.
-    ``identity``: digests of the user's own records and code, if the run directory has them.
+    ``config``: the settings that a report uses. ``settings``: all settings in ``config.toml``. ``result``: the content
+    of ``result.json``; None if the file is missing. ``row``, ``column``, ``label``: row, column and the row's short
+    label in the table to which the run belongs. Each is empty if there is no table, or if the table has several names
+    for the run. ``identity``: digests of the user's own records and code, if the run directory has them.
     """
 
     path: Path
@@ -50,7 +52,7 @@ class SavedRun:
 
     @property
     def voted(self) -> bool:
-        """Return True for a run with PATE, whose rounds are training epochs of the student model."""
+        """Return True for a run of PATE, whose rounds are training epochs of the student model."""
         return self.result is not None and self.result.pate is not None
 
     @property
@@ -63,14 +65,14 @@ class SavedRun:
         """Return the reason why the run is not finished; empty for a finished run."""
         done = f"after {len(self.rounds)} of {self.config.rounds} rounds"
         if self.result is None:
-            return f"no {RESULT}: still running, or killed {done}"
+            return f"no {RESULT}: the run is still running, or was killed {done}"
         if self.status == "interrupted":
-            return f"interrupted {done}; the same command goes on from there"
+            return f"interrupted {done}; the same command resumes the run"
         return "" if self.status == "finished" else f"{self.result.error or 'no reason given'} ({done})"
 
     @property
     def spent_beforehand(self) -> Spent:
-        """Return the costs before the first round. The bytes are None if any part of the traffic is unknown."""
+        """Return the costs of the work before the first round. The bytes are None if any part of them is unknown."""
         if self.result is None:
             return Spent()
         before = [one for one in self.result.bytes.before.values() if one is not None]
@@ -79,7 +81,7 @@ class SavedRun:
 
     @property
     def privacy_in_short(self) -> str:
-        """Return the entry of the privacy column, such as ``epsilon 3.2 per client`` or ``none``."""
+        """Return the privacy of the run as an entry of a table, such as ``epsilon 3.2 per client`` or ``none``."""
         if self.result is None:
             return "not stated"
         return "; ".join(dict.fromkeys(one.in_short for one in self.result.privacy)) or "none"
@@ -87,7 +89,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Problem:
-    """A run or table that is missing from the report or incomplete in it, and the reason."""
+    """A run or table that is missing or incomplete in the report. ``error``: the reason."""
 
     path: Path
     error: str
@@ -95,10 +97,11 @@ class Problem:
 
 @dataclass
 class Found:
-    """All runs and tables found on disk. ``tables``: {directory: table}. ``problems``: reasons for missing runs.
+    """All runs and tables that were found on disk.
 
-    ``runs``: the runs in the report. ``read``: all runs, including runs that the report leaves out, because their
-    releases also cost privacy. ``num_unread``: the number of run directories that could not be read.
+    ``runs``: the runs that the report shows. ``read``: all runs that were read; also the runs that the report does not
+    show have a privacy cost. ``num_unread``: the number of run directories that could not be read. ``tables``:
+    {directory: table}. ``problems``: the reasons for missing or incomplete runs.
     """
 
     runs: list[SavedRun] = field(default_factory=list)
@@ -114,14 +117,15 @@ class Found:
 
 
 def find(directories: Sequence[Path]) -> Found:
-    """Read all runs and tables in ``directories`` and their subfolders, up to six levels deep.
+    """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep, for a report.
 
-    The runs of a table have the order of its rows. Other runs below the folder of a table are left out and reported.
-    Raises UserError for a missing directory, for a directory without runs, and if no run has an evaluated round.
+    The runs of a table are sorted by its rows. Runs in the folder of a table that do not belong to the table are left
+    out and reported. Raises UserError for a missing directory, for a directory without runs, and if no run has an
+    evaluated round.
     """
     for directory in directories:
         if not directory.is_dir():
-            raise UserError(f"{directory} is {'no directory' if directory.exists() else 'not there'}: {WANTED}")
+            raise UserError(f"{directory} {'is no directory' if directory.exists() else 'does not exist'}: {WANTED}")
         if next(places_in(directory), None) is None:
             raise UserError(
                 f"no run in {directory}: no {CONFIG}, {ROUNDS}, {RESULT} or {TABLE} up to {_DEEPEST} folders deep; "
@@ -133,12 +137,15 @@ def find(directories: Sequence[Path]) -> Found:
         reasons = [f"{run.path}: {run.error or f'no evaluated round in {ROUNDS}'}" for run in found.runs]
         reasons += [f"{problem.path}: {problem.error}" for problem in found.problems]
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-        raise UserError(f"nothing to show, no run with an evaluated round: {'; '.join(reasons[:5])}{more}")
+        raise UserError(f"nothing to show: no run has an evaluated round: {'; '.join(reasons[:5])}{more}")
     return found
 
 
 def read_all(directories: Sequence[Path]) -> Found:
-    """Read all runs and tables in ``directories``, up to six levels deep, each one once. The result may be empty."""
+    """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep.
+
+    Each run is read once. The result may be empty.
+    """
     found = Found()
     seen: set[Path] = set()
     for place in (place for directory in directories for place in places_in(directory)):
@@ -150,7 +157,10 @@ def read_all(directories: Sequence[Path]) -> Found:
 
 
 def places_in(top: Path) -> Iterator[Path]:
-    """Yield the run and table directories in ``top``, sorted by name, without the tuning trials of tables."""
+    """Yield the directories of runs and tables in ``top``, sorted by name.
+
+    The trials of hyperparameter searches are left out.
+    """
     for folder, below, files in os.walk(top):
         path = Path(folder)
         if not {CONFIG, ROUNDS, RESULT, TABLE}.isdisjoint(files):
@@ -168,7 +178,7 @@ def _take(place: Path, found: Found) -> None:
             run = read_run(place)
             found.runs.append(run)
             if run.status == "finished" and run.result and run.result.rounds != len(run.rounds):
-                error = f"{ROUNDS} holds {len(run.rounds)} of {run.result.rounds} rounds: its curve is cut short"
+                error = f"{ROUNDS} has {len(run.rounds)} of {run.result.rounds} rounds: the curve is incomplete"
                 found.problems.append(Problem(place, error))
     except (OSError, ValueError) as error:
         found.num_unread += not (place / TABLE).exists()
@@ -176,9 +186,12 @@ def _take(place: Path, found: Found) -> None:
 
 
 def read_run(path: Path) -> SavedRun:
-    """Read a run directory. Raise OSError or ValueError with the file's name for a damaged or missing file."""
+    """Return the run in the directory ``path``.
+
+    Raises OSError or ValueError, with the name of the file, for a damaged or missing file.
+    """
     if not (path / CONFIG).exists():
-        raise ValueError(f"{CONFIG} is missing, so its settings are not known")
+        raise ValueError(f"{CONFIG} is missing, so the settings of the run are unknown")
     with _naming(CONFIG):
         settings = read_table(path / CONFIG)
         config = RunConfig.model_validate(settings)
@@ -191,13 +204,13 @@ def read_run(path: Path) -> SavedRun:
     if any(after.round <= before.round for before, after in pairwise(rounds)) or (rounds and rounds[-1].round > 10**9):
         raise ValueError(f"{ROUNDS} is damaged: its rounds are not in order")
     if not rounds and result and result.status == "finished":
-        raise ValueError(f"{ROUNDS} is missing or holds no readable round")
+        raise ValueError(f"{ROUNDS} is missing or has no readable round")
     return SavedRun(path, config, settings, tuple(rounds), result, identity=read_identity(path))
 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Add the file name to the message of a ValueError from the block."""
+    """Catch a ValueError in the block, and raise it again with the file name in its message."""
     try:
         yield
     except ValidationError as error:
@@ -209,9 +222,9 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def read_json_table(place: Path) -> Table:
-    """Read a table from its ``table.json``, in the format of this version or of an older version.
+    """Return the table in the folder ``place``, read from its ``table.json`` of this or an older format version.
 
-    Raises OSError or ValueError with the file name if the file is damaged or has a newer version.
+    Raises OSError or ValueError, with the name of the file, for a damaged file or a newer format version.
     """
     with _naming(TABLE):
         content = read_json(place / TABLE)
@@ -224,15 +237,15 @@ def read_json_table(place: Path) -> Table:
                 labels=file.labels, reference=file.reference,
             )  # fmt: skip
     raise ValueError(
-        f"{TABLE} is of version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: take the "
-        "fl-sim that wrote it, or let 'fl-sim table' of this one write it again from its runs"
+        f"{TABLE} has format version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: use "
+        "the fl-sim that wrote the file, or run 'fl-sim table' again, which writes the file anew from the finished runs"
     )
 
 
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
-    """Yield the result of each seed of a cell, with accuracies in [0, 1].
+    """Yield the result of each seed of a cell of ``table.json``, with accuracies in [0, 1].
 
-    An older file has no status per seed. Each seed without a value then gets the status and all errors of the cell.
+    An older file has no status per seed. Each seed without an accuracy then gets the status and all errors of the cell.
     """
     statuses = cell.statuses or [cell.status] * len(cell.seeds)
     is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
@@ -251,7 +264,10 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 
 
 def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
-    """Return ``runs`` with the names of row, column and label in ``tables``. A name that is not unique is empty."""
+    """Return ``runs`` with the row, column and label that they have in ``tables``, {folder: table}.
+
+    A name is empty if a run is in no table or has several names, such as the columns of an upper bound.
+    """
     places: dict[Path, list[SeedResult]] = {}
     labels: dict[Path, set[str]] = {}
     for place, table in tables.items():
@@ -269,14 +285,17 @@ def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) ->
 
 
 def _obey_tables(found: Found) -> None:
-    """Sort the runs of each table by row. Leave out, and report, other runs below the folder of a table."""
+    """Sort the runs of each table by row. Remove runs in a table's folder that do not belong to the table.
+
+    Each removed run is reported as a problem.
+    """
     order = dict.fromkeys(place / one.directory for place, table in found.tables.items() for one in table.results)
     position = {path: number for number, path in enumerate(order)}
     for run in list(found.runs):
         if run.path not in order and any(place in run.path.parents for place in found.tables):
             found.runs.remove(run)
-            error = f"left out: the {TABLE} above it does not name it, so it comes from other settings"
+            error = f"left out: {TABLE} of the table in this folder does not list the run, so it has other settings"
             found.problems.append(Problem(run.path, error))
-    # sorted() keeps the order of the command line among runs outside tables.
+    # sorted() is stable: runs outside tables keep the order of the command line.
     ordered = sorted(found.runs, key=lambda run: position.get(run.path, len(order)))
     found.runs = name_as_tables_do(ordered, found.tables)

@@ -1,4 +1,4 @@
-"""Tables of accuracies: means and deviations over seeds, the best row of each column, and further tables."""
+"""Tables of accuracies: means and standard deviations over seeds, the best row of each column, and further tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
 from fl_sim.report.files import PrivacyStatement
-from fl_sim.report.measures import FEWEST, LADDER, Difference, Value, difference, mean_and_deviation, spread
+from fl_sim.report.measures import FEWEST, LADDER, Difference, Value, difference, mean_and_deviation, mean_text
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
 Measure: TypeAlias = Literal["last", "best"]
@@ -28,11 +28,12 @@ _FURTHER: Final = {
 
 @dataclass(frozen=True)
 class SeedResult:
-    """The result of one run. ``last`` and ``best``: accuracies in [0, 1], None for a run that did not finish.
+    """The result of one run of a table.
 
-    ``directory``: run directory, relative to the table's folder. ``statements``: privacy statements of the run.
-    ``warnings``: warnings of the run, including the reason of an early stop. ``settings`` and ``measures``: all
-    settings and measures by dotted name; the name of a measure states its unit (see ``fl_sim.report.measures``).
+    ``directory``: run directory, relative to the table's folder. ``last``, ``best``: accuracies in [0, 1] after the
+    last round and in the best round; None for a run that did not finish. ``statements``: privacy statements of the run.
+    ``warnings``: warnings of the run, with the reason of an early stop. ``settings``, ``measures``: all settings and
+    measures by dotted name. Names and units of measures are those of ``fl_sim.report.measures``.
     """
 
     row: str
@@ -61,11 +62,12 @@ class SeedResult:
 
 @dataclass(frozen=True)
 class Table:
-    """A complete or partly filled table. Rows in ``upper_bounds`` are excluded from the choice of the best row.
+    """A table with the results of all or some of its runs.
 
-    ``bill``: the privacy cost of all runs together (``Bill.to_json``); None while runs are missing. ``tuning``: the
-    results of hyperparameter tuning by row and column, in the format of ``table.json``. ``labels``: {row: short label};
-    older tables have none. ``reference``: the row with which others are compared; empty: the row with the highest mean.
+    ``upper_bounds``: rows that cannot be the best row. ``bill``: the total privacy cost of all runs
+    (``Bill.to_json``); None while runs are missing. ``tuning``: the results of the hyperparameter search by row and
+    column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables. ``reference``: the
+    row with which the other rows are compared; empty: the row with the highest mean.
     """
 
     rows: tuple[str, ...]
@@ -80,7 +82,7 @@ class Table:
     reference: str = ""
 
     def label(self, row: str) -> str:
-        """Return the displayed name of a row."""
+        """Return the short label of a row; the name of the row if it has no label."""
         return self.labels.get(row, row)
 
     def at(self, row: str, column: str) -> list[SeedResult]:
@@ -106,10 +108,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Lead:
-    """The reference row of one column, and the differences of the other rows. ``row``: None if no row is eligible.
+    """The comparison of the rows in one column with a reference row.
 
-    ``others``: {row: difference to the reference row, paired by seed}. A difference is None if too few seeds finished
-    in both rows.
+    ``row``: the reference row; None if there is none. ``others``: {row: difference to the reference row, paired by
+    seed}. A difference is None if too few seeds finished in both rows.
     """
 
     row: str | None
@@ -117,7 +119,7 @@ class Lead:
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
-    """Return the accuracies of the finished seeds in percent."""
+    """Return the accuracies of the finished runs in percent."""
     return [accuracy for one in results if (accuracy := one.accuracy(measure)) is not None]
 
 
@@ -125,26 +127,29 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
     """Return the text of a cell: ``93.1``, ``93.1 ± 0.4``, ``93.1 ± 0.4 (2 of 3)``, ``failed`` or ``-``."""
     if any(result.status == "failed" for result in results):
         return "failed"
-    return _spread(percentages(results, measure), len(results))
+    return _mean_text(percentages(results, measure), len(results))
 
 
 def lead(table: Table, column: str, measure: Measure) -> Lead:
-    """Compare all rows with the row that has the highest mean, all seeds finished, and is not an upper bound."""
+    """Compare the rows of a column with the row that has the highest mean.
+
+    This row is not an upper bound, and all its runs are finished.
+    """
     means = _means(table, column, measure)
     first = max(means, key=lambda row: means[row], default=None)
     return Lead(None, {}) if first is None else _against(table, first, column, measure)
 
 
 def compared(table: Table, column: str) -> Lead:
-    """Compare the final accuracies of all rows with the table's reference row, or else with the highest mean."""
+    """Compare the final accuracies of a column with the table's reference row, or else with the highest mean."""
     return _against(table, table.reference, column, "last") if table.reference else lead(table, column, "last")
 
 
 def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the row with the highest mean if its difference to every other row is significant; else an empty set.
+    """Return the set of the row with the highest mean if every other row is significantly worse; else an empty set.
 
-    A difference is significant if its 95 % interval excludes 0. Rows with a failed run are ignored. The set is empty
-    if there are fewer than three seeds, or if there is no other row.
+    A difference is significant if its 95 % confidence interval excludes 0. Rows with a failed run are ignored. The set
+    is empty for fewer than three seeds, and if there is no other row.
     """
     ahead = lead(table, column, measure)
     rivals = [
@@ -157,7 +162,10 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the rows to print in bold: the best row, or the highest rounded means if there are too few seeds."""
+    """Return the rows to print in bold: the result of ``best_rows``, or the highest means if there are too few seeds.
+
+    Means are compared as the table shows them, rounded to one decimal place.
+    """
     if most_seeds(table) >= FEWEST:
         return best_rows(table, column, measure)
     means = {row: round(mean, 1) for row, mean in _means(table, column, measure).items()}
@@ -165,12 +173,12 @@ def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def most_seeds(table: Table) -> int:
-    """Return the largest number of seeds of any cell."""
+    """Return the largest number of seeds in a cell of the table."""
     return max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return (row, [(cell text, is bold)]) for each row, with two cells per column: last round and best round."""
+    """Return (row, [(cell text, True if bold)]) for each row, with two cells per column: last and best round."""
     heads = [(column, measure) for column in table.columns for measure in MEASURES]
     winners = {head: bold_rows(table, *head) for head in heads}
     return [
@@ -180,7 +188,7 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def differences(table: Table) -> Grid | None:
-    """Return the table of differences to the reference row of each column; None if no interval can be computed."""
+    """Return a table of the differences to the reference row in each column; None if no interval can be computed."""
     leads = [compared(table, column) for column in table.columns]
     if not any(found for one in leads for found in one.others.values()):
         return None
@@ -195,10 +203,10 @@ def differences(table: Table) -> Grid | None:
 
 
 def targets(table: Table) -> Grid | None:
-    """Return the table of rounds, MB and virtual seconds until a target accuracy; None if no target was reached.
+    """Return a table of rounds, MB and virtual seconds until a target accuracy; None if no run reached a target.
 
-    The target of a column is the highest accuracy in ``LADDER`` that all runs of at least one row reached. If some runs
-    of a row miss the target, the row shows the mean of the other runs and their number.
+    The target of a column is the highest accuracy in ``LADDER`` that all runs of some row reached. If some runs of a
+    row do not reach the target, the row shows the mean and the number of the runs that reach it.
     """
     chosen = {column: _highest(table, column) for column in table.columns}
     columns = [column for column, accuracy in chosen.items() if accuracy is not None]
@@ -215,7 +223,7 @@ def targets(table: Table) -> Grid | None:
 
 
 def further(table: Table) -> list[Grid]:
-    """Return one further table for each measure in ``_FURTHER`` that any run has."""
+    """Return a table for each further measure that any run has, such as balanced accuracy."""
     grids = []
     for name, title in _FURTHER.items():
         if any(_has(one, name) for one in table.results):
@@ -224,19 +232,22 @@ def further(table: Table) -> list[Grid]:
                 cells = [table.at(row, column) for column in table.columns]
                 values = [[one.measures[name] for one in cell if _has(one, name)] for cell in cells]
                 rows.append(
-                    (table.label(row), [_spread(some, len(cell)) for some, cell in zip(values, cells, strict=True)])
+                    (table.label(row), [_mean_text(some, len(cell)) for some, cell in zip(values, cells, strict=True)])
                 )
             grids.append(Grid(title, table.columns, rows))
     return grids
 
 
 def _has(one: SeedResult, name: str) -> bool:
-    """Return True if a run has the measure. The mean of the last ten rounds needs a run of at least ten rounds."""
+    """Return True if a run has the measure ``name``. The mean of the last ten rounds needs at least ten rounds."""
     return name in one.measures and (name != _LAST_TEN or one.measures.get("rounds_done", _TEN) >= _TEN)
 
 
 def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
-    """Return {row: mean accuracy} of the rows of a column that are no upper bound and whose seeds all finished."""
+    """Return {row: mean accuracy in percent} of the rows of a column that have no unfinished run.
+
+    Upper bounds are left out.
+    """
     means = {}
     for row in table.rows:
         results = table.at(row, column)
@@ -257,13 +268,13 @@ def _against(table: Table, first: str, column: str, measure: Measure) -> Lead:
     return Lead(first, others)
 
 
-def _spread(values: Sequence[float], wanted: int) -> str:
-    """Return mean and deviation as text, with the number of values if there are fewer than ``wanted``."""
-    return spread(values) + (f" ({len(values)} of {wanted})" if 0 < len(values) < wanted else "")
+def _mean_text(values: Sequence[float], wanted: int) -> str:
+    """Return mean and standard deviation as text, with the number of values if there are fewer than ``wanted``."""
+    return mean_text(values) + (f" ({len(values)} of {wanted})" if 0 < len(values) < wanted else "")
 
 
 def _highest(table: Table, column: str) -> str | None:
-    """Return the highest target that all runs of some row reached, in percent as in the names of measures, or None."""
+    """Return the highest target that all runs of some row reached, in percent as text; None if there is none."""
     for accuracy in (f"{100 * step:g}" for step in reversed(LADDER)):
         for row in table.rows:
             results = table.at(row, column)
@@ -274,7 +285,10 @@ def _highest(table: Table, column: str) -> str | None:
 
 
 def _cost(results: Sequence[SeedResult], target: str) -> str:
-    """Return as text the mean rounds, virtual seconds and MB of the runs that reached ``target``."""
+    """Return as text the mean rounds, virtual seconds and MB of the runs that reached ``target``.
+
+    ``target``: prefix of the names of measures, such as "reached.90".
+    """
     there = [one.measures for one in results if f"{target}.round" in one.measures]
     if not there:
         return f"- (0 of {len(results)})"

@@ -1,9 +1,9 @@
-"""Writer of a table's files: Markdown and LaTeX for people, JSON and tidy CSV for programs.
+"""Writes the files of a table: Markdown and LaTeX for people, JSON and CSV for programs.
 
-``table.md`` includes further tables and notes. ``table.tex`` is one LaTeX ``table`` environment with notes, and
-``table-further.tex`` has the further tables. Values in ``table.json`` are in percent unless a name says otherwise.
-``table.csv`` has one line for each run; ``rounds.csv`` has one line for each round of each run. Each number has its own
-column, with the name and the unit of ``fl_sim.report.measures``.
+``table.md`` has the table, notes, and further tables, such as differences and costs. ``table.tex`` has the table as a
+LaTeX ``table`` environment with notes, and ``table-further.tex`` has the further tables. Values in ``table.json`` are
+in percent unless a name says otherwise. ``table.csv`` has one line for each run. ``rounds.csv`` has one line for each
+round of each run. Each measure is a column, with name and unit as in ``fl_sim.report.measures``.
 """
 
 import csv
@@ -40,7 +40,7 @@ _SPECIAL: Final = {
 }  # fmt: skip
 
 VERSION = 2
-"""Format version of ``table.json``. Version 1 has no ``version``, ``measures`` and ``difference``; it is readable."""
+"""Format version of ``table.json``. Version 1, without ``version``, ``measures`` and ``difference``, can be read."""
 
 _FIRST: Final = ("row", "column", "seed", "status")
 _LAST: Final = ("label", "dir", "error")
@@ -48,12 +48,12 @@ _FURTHER_TEX: Final = "table-further.tex"
 
 _GREEK: Final = "alpha|beta|gamma|delta|epsilon|eta|lambda|mu|rho|sigma|tau|theta"
 _FORMULA: Final = re.compile(rf"(?<![\w.])({_GREEK})( ?= ?| (?=\d))(-?\d+(?:\.\d+)?)(?:e([+-]\d+))?(?![\w.]*\w)")
-"""Pattern of a parameter with a Greek name and its value, such as ``mu=0.1`` or ``delta 1e-05``."""
+"""Regular expression for a parameter with a Greek name and its value, such as ``mu=0.1`` or ``delta 1e-05``."""
 
 
 def write_table(out: Path, table: Table) -> None:
-    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files. Each file is written atomically."""
-    remove_partial(out)  # of a table whose process was killed
+    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files to ``out``, each atomically."""
+    remove_partial(out)  # partial files are from a process that was killed
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
     write_text(out / "table.tex", latex(table, out.resolve().name) + "\n")
@@ -65,12 +65,12 @@ def write_table(out: Path, table: Table) -> None:
 
 
 def write_rounds(out: Path, table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> None:
-    """Write ``rounds.csv``. ``rounds``: {run directory, relative to the table's folder: rounds of the run}."""
+    """Write ``rounds.csv`` to ``out``. ``rounds``: {run directory, relative to ``out``: rounds of the run}."""
     write_text(out / "rounds.csv", rounds_text(table, rounds))
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, with notes and further tables."""
+    """Return the content of ``table.md``: the table, notes and further tables in Markdown."""
     heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
     rows = [
         (table.label(row), [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)
@@ -82,7 +82,7 @@ def markdown(table: Table) -> str:
 
 
 def further_paragraphs(table: Table) -> list[str]:
-    """Return the further tables as Markdown paragraphs: title, table, title, table and so on."""
+    """Return the further tables as Markdown paragraphs: for each table its title, then the table."""
     parts: list[str] = []
     for grid in (differences(table), targets(table), *further(table)):
         parts += [f"{in_a_line(grid.title)}:", _markdown_grid(grid.heads, grid.rows)] if grid else []
@@ -90,9 +90,10 @@ def further_paragraphs(table: Table) -> list[str]:
 
 
 def latex(table: Table, label: str) -> str:
-    """Return a LaTeX ``table`` environment: caption, accuracies and notes.
+    """Return the content of ``table.tex``: a LaTeX ``table`` environment with caption, accuracies and notes.
 
-    The label of the environment is ``tab:`` and ``label``. LaTeX needs the packages booktabs and graphicx.
+    ``label``: the name for references in LaTeX, after the prefix ``tab:``. The LaTeX document needs the packages
+    booktabs and graphicx.
     """
     caption, *below = notes(table) or [""]
     under = [r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in below),
@@ -104,7 +105,10 @@ def latex(table: Table, label: str) -> str:
 
 
 def latex_further(table: Table, label: str) -> str:
-    """Return a LaTeX ``table`` environment for each further table: differences, target costs, measures."""
+    """Return the content of ``table-further.tex``: a LaTeX ``table`` environment for each further table.
+
+    Empty if there are no further tables. ``label``: the prefix of the names for references in LaTeX.
+    """
     grids = [grid for grid in (differences(table), targets(table), *further(table)) if grid]
     parts = []
     for number, grid in enumerate(grids, 1):
@@ -116,9 +120,9 @@ def latex_further(table: Table, label: str) -> str:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Return the content of ``table.json``, with accuracies in percent and lists in the order of ``seeds``.
+    """Return the content of ``table.json``, with accuracies in percent.
 
-    There is no cell for a row and a column without a common run.
+    Lists in a cell have the order of its ``seeds``. A row and a column without any run have no cell.
     """
     leads = {column: compared(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
@@ -141,16 +145,16 @@ def as_json(table: Table) -> dict[str, Any]:
 
 
 def csv_text(table: Table) -> str:
-    """Return the lines of ``run_lines`` as CSV text. None becomes an empty entry."""
+    """Return the content of ``table.csv``: the lines of ``run_lines`` as CSV text, with an empty entry for None."""
     lines = run_lines(table)
     return _as_csv(list(lines[0]) if lines else [*_FIRST, *_LAST], lines)
 
 
 def run_lines(table: Table) -> list[dict[str, Value | None]]:
-    """Return one line, {column name: value}, for each run: place, status, settings, measures and directory.
+    """Return for each run {name: value}: its row, column and seed, status, settings, measures and directory.
 
-    All lines have the same columns; a value is None if the run has no such setting or measure. A run that belongs to
-    several columns of the table, such as an upper bound, is one line with the names of all these columns.
+    All runs have the same names. A value is None if the run has no such setting or measure. A run that belongs to
+    several columns of the table, such as an upper bound, is returned once, with the names of all these columns.
     """
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings,
@@ -165,7 +169,10 @@ def run_lines(table: Table) -> list[dict[str, Value | None]]:
 
 
 def rounds_text(table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
-    """Return CSV text with one line for each round of each run. ``rounds``: {run directory: rounds of the run}."""
+    """Return the content of ``rounds.csv``: one line for each round of each run.
+
+    ``rounds``: {run directory, relative to the table's folder: rounds of the run}.
+    """
     lines = [
         of_round(record) | _place(same) | {"dir": same[0].directory}
         for same in _runs(table)
@@ -219,7 +226,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> list[str]:
-    """Return a LaTeX ``tabular`` that is scaled down to the text width if it is wider."""
+    """Return the lines of a LaTeX ``tabular`` that LaTeX scales down to the text width if it is wider."""
     return [
         r"\setbox0=\hbox{%",
         rf"\begin{{tabular}}{{l{'r' * num_columns}}}",
@@ -234,7 +241,7 @@ def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> lis
 
 
 def _escape(text: str) -> str:
-    """Return ``text`` escaped for LaTeX. Parameters with Greek names become formulas."""
+    """Return ``text`` with escaped special characters for LaTeX. Parameters with Greek names become formulas."""
     line = in_a_line(text)
     parts, end = [], 0
     for found in _FORMULA.finditer(line):
@@ -244,7 +251,7 @@ def _escape(text: str) -> str:
 
 
 def _formula(found: re.Match[str]) -> str:
-    """Return the LaTeX formula of a parameter with its value, for a match of ``_FORMULA``."""
+    """Return a LaTeX formula of the parameter and its value that ``_FORMULA`` found."""
     name, _, number, power = found.groups()
     value = number
     if power:
@@ -254,7 +261,7 @@ def _formula(found: re.Match[str]) -> str:
 
 def _escape_words(text: str) -> str:
     escaped = "".join(_SPECIAL.get(character, character) for character in text)
-    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus sign in place of a hyphen
 
 
 def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any]:
@@ -262,7 +269,7 @@ def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any
     best_mean, best_deviation = mean_and_deviation(percentages(results, "best"))
     found = ahead.others.get(row)
     states = {result.status for result in results}
-    # Without times, so that the same runs give the same file. ``table.csv`` has them.
+    # Measures of time are only in ``table.csv``, so that equal runs give the same ``table.json``.
     measures = dict.fromkeys(name for one in results for name in one.measures if "seconds" not in name.split("."))
     return {
         "mean": mean, "std": deviation, "best_mean": best_mean, "best_std": best_deviation,
@@ -280,7 +287,7 @@ def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any
 
 
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
-    """Return one list for each run, with the run's entries in the table: one entry per row and column."""
+    """Return for each run the list of its results in the table: one result per row and column."""
     runs: dict[str, list[SeedResult]] = {}
     for one in table.results:
         runs.setdefault(one.directory, []).append(one)

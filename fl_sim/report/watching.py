@@ -1,7 +1,7 @@
-"""The current state of the runs in a directory, and the display of ``fl-sim watch``.
+"""The current state of the runs in a directory, and its display by ``fl-sim watch``.
 
-The state is read only from files: nothing is locked or written. The display has one row of at most 80 characters for
-each run, and below them the number of runs in each state.
+The state is read from files only: nothing is locked or written. The display has a row of at most 80 characters for each
+run. A line below the rows counts the runs in each state.
 """
 
 import time
@@ -27,31 +27,32 @@ from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS
 
 State: TypeAlias = Literal["running", "waiting", "stopped", "failed", "damaged", "finished"]
 STATES: Final[tuple[State, ...]] = ("running", "failed", "damaged", "stopped", "finished", "waiting")
-"""The states in the order of display."""
+"""The states of a run, in the order of the display."""
 
 _TIMED_ROUNDS: Final = 10
-"""Number of last rounds whose mean duration is shown."""
+"""Number of most recent rounds whose mean duration is shown."""
 _SILENCE: Final = 60.0
-"""Seconds without a change of files after which a run counts as stopped, at least the time of five rounds.
+"""Seconds without a change of its files after which a run counts as stopped, or five rounds if these take longer.
 
-This rule applies if the lock file does not tell, for example for a run on another machine.
+This rule applies if the lock file does not show whether the run is running, for example on another machine.
 """
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS: Final = "_.-=+*%#"
-"""ASCII replacement of ``_BLOCKS`` for terminals without block characters."""
+"""ASCII characters in place of ``_BLOCKS``, for terminals that cannot show block characters."""
 _CURVE: Final = 12
 _STYLES: Final = {"running": "bold cyan", "failed": "bold red", "damaged": "bold red", "stopped": "yellow"}
 _AROUND: Final = 4
-"""Number of lines of the display that are not rows of runs, such as headings and the count of runs."""
+"""Number of lines of the display in addition to the rows of runs, such as the headings and the counts."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """One run in the display. ``place``: data set and partition. ``rounds``: planned number of rounds.
+    """One run in the display.
 
-    ``accuracies``: accuracies of the evaluated rounds in [0, 1], on the test set or else on validation records.
-    ``round_seconds``: mean seconds of a round. ``left``: estimated seconds until the end. ``epsilon``: epsilon spent so
+    ``place``: data set and partition. ``round``: number of finished rounds. ``rounds``: planned number of rounds.
+    ``accuracies``: accuracies of the evaluated rounds, in [0, 1], on the test set or else on the validation records.
+    ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds. ``epsilon``: the epsilon spent so
     far, as text. A value is None if it is unknown or private.
     """
 
@@ -71,18 +72,18 @@ class Watched:
 
 @dataclass
 class Watcher:
-    """Reader of the runs in the directory ``top``. A file is read again only after a change."""
+    """Reads the runs in the directory ``top`` again and again. A file is read again only if it has changed."""
 
     top: Path
     _read: dict[Path, tuple[object, SavedRun | Table | str]] = field(default_factory=dict)
 
     def look(self) -> list[Watched]:
-        """Return the runs in the directory, and the runs of its tables that have not started, sorted by state.
+        """Return all runs in the directory, sorted by state, with the runs of its tables that have not started.
 
         Raises UserError for a missing directory, and for a directory without runs.
         """
         if not self.top.is_dir():
-            raise UserError(f"{self.top} is {'no directory' if self.top.exists() else 'not there'}: {WANTED}")
+            raise UserError(f"{self.top} {'is no directory' if self.top.exists() else 'does not exist'}: {WANTED}")
         found = {place: self._at(place) for place in places_in(self.top)}
         runs = {place: one for place, one in found.items() if isinstance(one, SavedRun)}
         tables = {place: one for place, one in found.items() if isinstance(one, Table)}
@@ -97,12 +98,15 @@ class Watcher:
         return sorted(watched, key=lambda one: STATES.index(one.state))
 
     def is_alive(self, watched: Sequence[Watched]) -> bool:
-        """Return True if any run is running, or if the process of a table holds its folder."""
+        """Return True if any run is running, or if a process that executes a table has locked its folder."""
         folders = {(self.top / one.directory).parent for one in watched if one.directory != "."}
         return any(one.state == "running" for one in watched) or any(is_locked(folder) for folder in folders)
 
     def _at(self, place: Path) -> SavedRun | Table | str:
-        """Return the run or table at ``place``, or an error message. The error may be temporary during a write."""
+        """Return the run or table in the directory ``place``, or an error message if its files cannot be read.
+
+        An error may be temporary, while a file is being written.
+        """
         try:
             now = tuple(_version(place / name) for name in (CONFIG, ROUNDS, RESULT, TABLE))
             if place not in self._read or self._read[place][0] != now:
@@ -141,7 +145,10 @@ class Watcher:
         )  # fmt: skip
 
     def _waiting(self, tables: Mapping[Path, Table], begun: set[Path]) -> list[Watched]:
-        """Return the runs of tables that have not started. A run in several columns, an upper bound, occurs once."""
+        """Return the runs of ``tables`` that have not started. ``begun``: directories of the other runs.
+
+        The run of an upper bound can be in several columns, and is returned once.
+        """
         missing = {}
         for place, table in tables.items():
             names = {**short_names(table.rows), **table.labels}
@@ -153,9 +160,10 @@ class Watcher:
 
 
 def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = False) -> RenderableType:
-    """Return the display: a table with the runs that fit into ``height`` lines (None: all), and counts by state.
+    """Return the display: a table of the runs that fit into ``height`` lines, and a line that counts runs by state.
 
-    Runs have the order of ``watched``, grouped by data set and partition. ``is_plain``: curves use only ASCII.
+    The first runs of ``watched`` are shown, grouped by data set and partition. ``height``: None shows all runs.
+    ``is_plain``: True draws the curves with ASCII characters only.
     """
     shown = _fitting(watched, height)
     further = {
@@ -190,12 +198,14 @@ def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = Fal
     counts = {state: sum(one.state == state for one in watched) for state in STATES}
     counted = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     runs = "1 run" if len(watched) == 1 else f"{len(watched)} runs"
-    hidden = f" ({len(watched) - len(shown)} of them not shown: no room)" if len(shown) < len(watched) else ""
+    hidden = f" ({len(watched) - len(shown)} runs are not shown: no room)" if len(shown) < len(watched) else ""
     return Group(table, *errors, Text(f"{runs}: {counted}{hidden}"))
 
 
 def curve(accuracies: Sequence[float], blocks: str = _BLOCKS, width: int = _CURVE) -> str:
-    """Return the accuracies as a small bar chart of block characters, scaled from the lowest to the highest.
+    """Return a bar chart of the accuracies as text of at most ``width`` block characters.
+
+    The lowest accuracy has the lowest block of ``blocks``, and the highest accuracy the highest block.
 
     >>> curve([0.1, 0.4, 0.9]), curve([0.5, 0.5]), curve([])
     ('▁▄█', '▁▁', '')
@@ -224,23 +234,23 @@ def _error(run: SavedRun, state: State) -> str:
     if state in {"finished", "running"}:
         return ""
     if run.result is None:
-        return f"stopped after {len(run.rounds)} of {run.config.rounds} rounds; the same command goes on from there"
+        return f"stopped after {len(run.rounds)} of {run.config.rounds} rounds; the same command resumes the run"
     return run.error
 
 
 def _epsilon(run: SavedRun, state: State) -> str:
-    """Return the epsilon spent so far as text. The cost of preprocessing is known only at the end of the run."""
+    """Return the epsilon spent so far as text. The epsilon of preprocessing is known only at the end of the run."""
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
-    if spent:  # by a client; a record that is also in a pool has paid more
+    if spent:  # the epsilon of a client; a record's epsilon is larger if the run released synthetic records
         more = " per client, more per record" if isinstance(run.config.preprocess, PoolSettings) else ""
         return f"{rounded_up(max(spent), 3)}{more}"
     return "stated at the end" if run.preprocess else ""
 
 
 def _version(path: Path) -> tuple[int, int, int]:
-    """Return modification time in nanoseconds, size in bytes and inode of a file; zeros for a missing file."""
+    """Return (modification time in nanoseconds, size in bytes, inode) of a file; zeros for a missing file."""
     try:
         now = path.stat()
     except OSError:
@@ -249,7 +259,10 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 
 def _fitting(watched: Sequence[Watched], height: int | None) -> list[Watched]:
-    """Return the runs that fit into ``height`` lines, grouped by place. Each place takes one additional line."""
+    """Return the runs that fit into ``height`` lines, grouped by data set and partition.
+
+    Each group needs one line for its heading, and each error one more line.
+    """
     kept: list[Watched] = []
     for one in watched:
         lines = _AROUND + len(kept) + 1 + len({run.place for run in (*kept, one)})

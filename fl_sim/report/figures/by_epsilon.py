@@ -1,8 +1,8 @@
-"""Synthetic samples by class (columns) and epsilon (rows), as in figure 5 of DA-FL (Tang, Wang, Liu 2023).
+"""Figure of synthetic records by class (columns) and epsilon (rows), as figure 5 of DA-FL (Tang, Wang, Liu 2023).
 
 A synthetic record may be a feature vector. The figure then shows an image whose features are close to the vector, with
-a note that the image is not real. This module selects the records. The caller searches for the images (``Finder``),
-because the feature transform belongs to the data set. Found images are stored in the run directory.
+a note that the image is not real. This module selects the records. The caller gives the function that searches for the
+images (``Finder``), because it depends on the data set. Found images are stored in the run directory.
 """
 
 import hashlib
@@ -39,34 +39,38 @@ if TYPE_CHECKING:
 
 HEADING = "Synthetic records by class and epsilon"
 EPSILON = "the most that the whole pool of a run may cost a record of a client, labels and generator together"
-"""The meaning of ``epsilon`` in the settings of DA-FL, for captions."""
+"""The meaning of ``epsilon`` in the settings of DA-FL, as text for captions."""
 _ACROSS = 2
 _MOST_CLASSES = 20
-_LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
+_LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12
+"""Widths in pixels of the left, upper and right margins, and of the gaps within and between blocks of images."""
 
 PICTURES: Final = "synthetic-pictures.safetensors"
 
 Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
-"""Images of shape (records, channels, height, width), and distances between image features and vectors, (records,).
+"""(images, distances), of shapes (records, channels, height, width) and (records,).
 
-A distance is divided by the length of the vector.
+A distance is the distance between the features of the image and the synthetic feature vector, divided by the length of
+the vector.
 """
 
 Finder: TypeAlias = Callable[[SavedRun, NDArray[np.float32]], Images]
-"""A function that finds images for feature vectors of a run's pool. Raises ValueError if the search is impossible."""
+"""A function that finds images for synthetic feature vectors of a run. It raises ValueError if this is impossible."""
 
 _VERSION: Final = 1
-"""Version of the image search. Increase the number with every change of the search: older images are then ignored."""
+"""Version of the image search. Increase it whenever the search changes, so that older images are not used."""
 
-_LARGEST: Final = 2**28  # bytes
+_LARGEST: Final = 2**28
+"""Largest size in bytes of a file with found images that is read."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The synthetic samples of one run. ``statements``: the run's privacy statements with the unit "record".
+    """A row of the figure: the synthetic records of one run.
 
-    ``distance``: the mean distance between the features of the found images and the synthetic vectors, divided by the
-    vectors' lengths; None for a pool of images.
+    ``settings``: the settings of the preprocessing. ``statements``: the run's privacy statements with the unit
+    "record". ``distance``: the mean distance between the features of the found images and the synthetic feature
+    vectors, divided by the vectors' lengths; None if the synthetic records are images.
     """
 
     run: SavedRun
@@ -77,16 +81,16 @@ class Row:
 
     @property
     def epsilon(self) -> float:
-        """Return the epsilon of the run's settings, which is the budget of the run."""
+        """Return the epsilon in the run's settings, which is the privacy budget of the run."""
         return float(self.settings["epsilon"])
 
 
 def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
-    """Draw one figure for each data set, partition and generator. Return the figures, and a problem per damaged pool.
+    """Return (one figure for each data set, partition and generator, a problem for each run that cannot be shown).
 
-    Only runs with a pool of synthetic records are shown. One run represents each epsilon: the run with most samples
-    and, among equals, the lowest seed. For feature vectors the figure shows the stored images or, if there are none,
-    images from ``finder``. Without ``finder``, one problem names all runs whose images are missing.
+    Only runs with synthetic records are shown. Each epsilon is shown by one run: the run with the most synthetic
+    records or, among equals, the lowest seed. For feature vectors the figure shows the stored images or, if there are
+    none, images from ``finder``. Without ``finder``, one problem names all runs without stored images.
     """
     kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
     problems: list[Problem] = []
@@ -115,7 +119,7 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
 
 
 def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRun]]:
-    """Yield the runs with a pool of synthetic records, each with its group."""
+    """Yield (group, run) for each run with synthetic records."""
     for one in groups:
         for run in one.runs:
             if run.preprocess is not None and run.result is not None and run.result.preprocess.pool:
@@ -123,7 +127,7 @@ def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRu
 
 
 def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
-    """Draw up to four samples for each class (column) and each run (row)."""
+    """Return a figure with up to four synthetic images for each class (column) and each run (row)."""
     shown = min(rows[0].samples.num_classes, _MOST_CLASSES)
     blocks = [[_block(row.samples, label) for label in range(shown)] for row in rows]
     more = (
@@ -157,19 +161,22 @@ def is_in_features(run: SavedRun) -> bool:
 
 
 def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
-    """Return ``samples`` reduced to the vectors to draw: the first ``each`` records of each of the first ``classes``.
+    """Return ``samples`` with only the feature vectors to draw: ``each`` records of each of the first ``classes``.
 
     Raises ValueError if the records are not feature vectors.
     """
     if samples.inputs.ndim != 2 or samples.inputs.dtype != np.float32:
-        raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no feature vectors")
+        raise ValueError(f"records of shape {samples.inputs.shape[1:]} are not feature vectors")
     firsts = [samples.first(label, each) for label in range(min(classes, samples.num_classes))]
     places = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *firsts]))
     return replace(samples, inputs=samples.inputs[places], places=places)
 
 
 def kept_images(run: SavedRun, samples: Samples) -> Images | None:
-    """Return the stored images of the vectors in ``samples``; None for a missing, damaged or outdated image file."""
+    """Return the stored images for the feature vectors in ``samples``.
+
+    None if the file with the images is missing, damaged, or made for other vectors or by another version of the search.
+    """
     path = run.path / PICTURES
     if not path.is_file() or path.stat().st_size > _LARGEST:
         return None
@@ -198,7 +205,7 @@ def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
 
 
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
-    """Return {run directory: row with images in place of vectors}, and the problems of rows without images."""
+    """Return ({run directory: row with images in place of feature vectors}, problems of rows without images)."""
     shown: dict[Path, Row] = {}
     problems: list[Problem] = []
     without: list[Path] = []
@@ -282,14 +289,14 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
     data = [f"Data: {note}"] if note else []
     classes = range(min(rows[0].samples.num_classes, _MOST_CLASSES))
     noisy = [found for row in rows for label in classes for found in row.samples.noise(label, _ACROSS**2)]
-    told = about_noise(sum(noisy), len(noisy))
-    picture = png(draw(rows, [what, meaning, *images, *told, *data]))
-    lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *told, *data)
+    warning = about_noise(sum(noisy), len(noisy))
+    picture = png(draw(rows, [what, meaning, *images, *warning, *data]))
+    lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *warning, *data)
     return Picture(name, HEADING, lines, picture, tuple(details))
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a SHA-256 digest of the selected vectors, their feature transform and the version of the image search."""
+    """Return a SHA-256 digest of the vectors to draw, their feature transform and the version of the image search."""
     digest = hashlib.sha256(f"{_VERSION} {run.config.features} {samples.inputs.shape}".encode())
     digest.update(np.ascontiguousarray(samples.places).data)
     digest.update(np.ascontiguousarray(samples.inputs).data)

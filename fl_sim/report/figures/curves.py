@@ -1,6 +1,7 @@
-"""Figures of accuracy and loss over rounds, with one panel for each data set and partition, and one line per method.
+"""Figures of accuracy and loss over rounds, with a panel for each data set and partition, and a line for each method.
 
-Bands or bars show the standard deviation over seeds. Runs with a virtual clock also get accuracy over virtual time.
+Bands or bars show the standard deviation over seeds. For runs with a virtual clock (simulated devices) there is also a
+figure of accuracy over virtual time.
 """
 
 import math
@@ -42,20 +43,22 @@ OVER_TIME = "Accuracy over virtual time"
 
 _BOUND = ("black", (2.5, 1.2), "")
 _MOST_IN_ONE = 4
+"""Largest number of panels in one figure."""
 _UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
+"""Approximate number of markers on a line."""
 _MOST_BANDS = 4
-"""Largest number of bands in a panel. More bands would hide each other, so bars beside the last round replace them."""
+"""Largest number of bands in a panel. More bands would hide each other: bars beside the last round replace them."""
 _SKEWED = 20
-"""Largest ratio of losses on a linear axis. Beyond, the axis is logarithmic: a high loss would flatten the others."""
+"""Largest ratio of the highest to the lowest loss on a linear axis. The axis for a larger ratio is logarithmic."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean and sample standard deviation over seeds, for each round that all seeds evaluated.
+    """The line of one method: mean and standard deviation over seeds in each round that all seeds evaluated.
 
-    The deviation of a single seed is 0. ``times``: the mean virtual time, in seconds, at the end of each of these
-    rounds; empty if unknown.
+    ``deviation``: sample standard deviations; 0 for a single seed. ``times``: the mean virtual time in seconds at the
+    end of each of these rounds; empty if it is unknown.
     """
 
     rounds: list[int]
@@ -65,19 +68,20 @@ class Curve:
 
     @property
     def low(self) -> list[float]:
-        """Return the lower edge of the band."""
+        """Return the lower edge of the band, mean minus standard deviation."""
         return [mean - deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
     @property
     def high(self) -> list[float]:
-        """Return the upper edge of the band."""
+        """Return the upper edge of the band, mean plus standard deviation."""
         return [mean + deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
 
 def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Picture]:
-    """Draw figures of accuracy and loss. Up to four panels share one figure per measure; more get one figure each.
+    """Return the figures of accuracy over rounds, loss over rounds, and accuracy over virtual time.
 
-    Panels of the same data set have the same vertical axis. ``full_axis``: the accuracy axis spans 0 to 100 %.
+    Up to four panels are drawn in one figure. Of more panels, each has its own figure. Panels of the same data set have
+    the same vertical axis. ``full_axis``: True if the accuracy axis goes from 0 to 100 %.
     """
     styles, timed = styles_of(panels), _timed(panels)
     pictures = []
@@ -99,7 +103,7 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels, reduced to the methods whose runs have virtual times."""
+    """Return the panels with only those methods whose runs have virtual times. A panel without any is left out."""
     kept = []
     for panel in panels:
         timed = tuple(line for line in panel.lines if not line[1].is_bound and curve(line[1], "accuracy").times)
@@ -109,20 +113,23 @@ def _timed(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
-    """Return {method label: line style}, so that a method has the same style in every figure."""
+    """Return {label of a method: line style}, so that each method has the same style in every figure."""
     names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
     return dict(zip(names, styled(names), strict=True))
 
 
 def curve(group: SeedGroup, measure: Measure) -> Curve:
-    """Return the curve of a group of seeds, accuracy in percent. Values that are not finite are left out."""
+    """Return the curve of a ``measure`` of the runs in ``group``. Accuracies are in percent.
+
+    Rounds in which any seed has no finite value are left out.
+    """
     seeds = [
         {record.round: value for record in run.rounds if (value := _value(record, measure)) is not None}
         for run in group.drawn
     ]
     rounds = sorted(set.intersection(*map(set, seeds)))
-    spread = [mean_and_deviation([seed[number] for seed in seeds]) for number in rounds]
-    means, deviations = [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread]
+    found = [mean_and_deviation([seed[number] for seed in seeds]) for number in rounds]
+    means, deviations = [mean or 0.0 for mean, _ in found], [deviation or 0.0 for _, deviation in found]
     return Curve(rounds, means, deviations, _times(group, rounds))
 
 
@@ -147,10 +154,11 @@ def draw(
     full_axis: bool = False,
     scaled_for: Sequence[Panel] = (),
 ) -> "Figure":
-    """Draw ``panels`` in a grid with the legend below. The horizontal axis shows rounds, or virtual time.
+    """Return a figure of a ``measure`` in all ``panels``, with the legend below.
 
-    ``full_axis``: the accuracy axis spans 0 to 100 %. ``scaled_for``: the panels whose values the vertical axis spans;
-    by default the drawn panels.
+    ``styles``: {label of a method: line style}. ``over_time``: True if the horizontal axis shows virtual time in place
+    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. ``scaled_for``: the panels for whose
+    values the vertical axis has room; empty: the drawn panels.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -170,14 +178,14 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # bars beside the last round are no rounds
+        if entries:  # no ticks below the bars, which stand to the right of the last round
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if handles:
-        # The upper bound is no method, so it comes last.
+        # The upper bound comes after the methods.
         bounds = {plain(names[label]) for panel in panels for label, one in panel.lines if one.is_bound}
         ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(
@@ -190,7 +198,7 @@ def draw(
 
 
 def _names(panels: Sequence[Panel], styles: Mapping[str, Style]) -> dict[str, str]:
-    """Return {method label: short name in the legend}, equal in every figure with the same ``styles``."""
+    """Return {label of a method: its short name in the legend}, the same names in all figures of a report."""
     bounds = [label for panel in panels for label, one in panel.lines if one.is_bound]
     return {**short_names(bounds), **short_names(styles)}
 
@@ -206,9 +214,9 @@ def _picture(
     heading = OVER_TIME if over_time else HEADINGS[measure]
     what = "; ".join(panel.title for panel in panels)
     data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
-    spread = {True: "bars beside the last round", False: "bands"}
-    spreads = " or ".join(spread[has_bars] for has_bars in sorted({_has_bars(panel) for panel in panels}))
-    drawn_as = f"Lines: mean over seeds; {spreads}: ± sample standard deviation.{_MEANING[measure]}"
+    marks = {True: "bars beside the last round", False: "bands"}
+    shown = " or ".join(marks[has_bars] for has_bars in sorted({_has_bars(panel) for panel in panels}))
+    drawn_as = f"Lines: mean over seeds; {shown}: ± sample standard deviation.{_MEANING[measure]}"
     caption = [f"{heading}: {what}. {drawn_as}"]
     caption += [f"Data {data}"] if data else []
     names = _names(panels, styles)
@@ -242,7 +250,7 @@ def _draw_panel(
             places, line.mean, label=shown, color=color, linewidth=layout.line,
             dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
             markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
-            # Lines that coincide show their markers one after the other.
+            # Each line begins its markers at another round, so that markers of equal lines do not hide each other.
             markevery=(number % every, every),
         )  # fmt: skip
         if len(one.drawn) > 1 and _has_bars(panel):
@@ -264,7 +272,7 @@ def _draw_panel(
 
 
 def x_label(panel: Panel) -> str:
-    """Return the label of the horizontal axis: communication rounds, or epochs of PATE's student."""
+    """Return the label of the horizontal axis: communication rounds, or epochs of the student for runs of PATE."""
     voted = [any(run.voted for run in one.runs) for _, one in panel.lines]
     if all(voted):
         return "epoch of the student"
@@ -282,7 +290,7 @@ def _scale(axes: "Axes", measure: Measure, curves: Sequence[Curve], *, full_axis
         percent_axis(axes, lows, highs, full=full_axis)
     elif values and min(values) > 0 and max(values) > _SKEWED * min(values):
         axes.set_yscale("log")
-        # A deviation may reach down to 0, which is infinitely far away.
+        # Mean minus deviation may be 0 or less, which a logarithmic axis cannot show.
         axes.set_ylim(max(min(lows), min(values) / 3) / 1.5, 1.5 * max(highs))
         axes.yaxis.set_major_formatter("{x:g}")
         if max(values) < 1000 * min(values):

@@ -1,4 +1,7 @@
-"""Figure of a partition, clients x classes: bubbles for few clients (NIID-Bench, Li et al. 2022), else a heat map."""
+"""Figure of a partition: the number of records of each class on each client.
+
+Partitions with few clients are drawn as bubbles, as in NIID-Bench (Li et al. 2022), and others as a heat map.
+"""
 
 import textwrap
 from dataclasses import replace
@@ -23,14 +26,15 @@ _INK = "#1f4e79"
 
 
 def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> None:
-    """Draw ``label_counts`` (clients, classes) into ``path``, a .png, .svg or .pdf file; create the folder if needed.
+    """Write a figure of a partition to ``path``, a .png, .svg or .pdf file. Create its folder if needed.
 
-    Up to 30 clients and classes are drawn as bubbles. The area of a bubble is proportional to its number of records,
-    which is written inside. Larger partitions are drawn as a heat map below a chart of the clients' sizes. The colour
-    scale is the square root, so that small numbers of records stay visible.
+    ``label_counts``: numbers of records, shape (clients, classes). Up to 30 clients and classes are drawn as bubbles.
+    The area of a bubble is proportional to the number of records, which is written inside. Larger partitions are drawn
+    as a heat map below a chart of the clients' numbers of records. The colour scale of the heat map is the square root
+    of the number, so that small numbers stay visible. Raises UserError for another type of file.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"cannot draw to {path}: use a name that ends in {', '.join(SUFFIXES)}")
+        raise UserError(f"cannot draw to {path}: give a file name that ends in {', '.join(SUFFIXES)}")
     drawing = _bubbles if max(label_counts.shape) <= _MOST_BUBBLES else _heat_map
     figure = drawing(label_counts, title)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,7 @@ def _bubbles(counts: NDArray[np.int64], title: str) -> "Figure":
     axes.set(xlim=(-0.5, num_clients - 0.5), ylim=(-0.5, num_classes - 0.5), xlabel="client", ylabel="class")
     axes.set_xticks(range(num_clients))
     axes.set_yticks(range(num_classes))
-    # Lines between the cells: lines through them would cross out the numbers.
+    # Grid lines between the cells: lines through the centres would cross out the numbers.
     axes.set_xticks(np.arange(num_clients + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(num_classes + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="0.9", linewidth=0.7)
@@ -66,7 +70,6 @@ def _bubbles(counts: NDArray[np.int64], title: str) -> "Figure":
 
 
 def _wrapped(title: str, width: float) -> str:
-    """Return ``title`` broken into lines that fit into ``width`` inches."""
     return textwrap.fill(title, replace(PAGE, width=width).characters(_TITLE))
 
 
@@ -101,7 +104,7 @@ def _heat_map(counts: NDArray[np.int64], title: str) -> "Figure":
         np.ma.masked_equal(counts.T, 0),
         aspect="auto",
         origin="lower",
-        interpolation="nearest",  # smoothing would blur one class into the next
+        interpolation="nearest",  # no smoothing between classes
         cmap="Blues",
         norm=PowerNorm(0.5, vmin=0, vmax=int(counts.max())),
     )

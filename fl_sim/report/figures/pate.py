@@ -1,8 +1,8 @@
-"""Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over 1/gamma, student accuracy over cost.
+"""Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over noise, student accuracy over cost.
 
-The label of an epsilon axis states if the epsilon is that of one query or of all queries. The figure of teacher
-agreement is computed from the raw votes, which a run stores only at the request of its owner. This figure is as private
-as the votes, and its caption says so.
+The label of an epsilon axis says whether the epsilon is that of one query or of all queries. The figure of teacher
+agreement is computed from the raw votes, which a run stores only if the user asks for it. This figure is as private as
+the votes, and its caption says so.
 """
 
 import re
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VOTES = "votes.npy"
+"""File in the run directory with the raw votes of the teachers."""
 _MOST_TICKS = 8
 
 
 @dataclass(frozen=True)
 class PateRun:
-    """One finished run with PATE."""
+    """One finished run of PATE.
+
+    ``accuracy``: test accuracy of the student in percent. ``epsilon``, ``delta``: the privacy cost of all queries for a
+    record of the teachers; None without a guarantee.
+    """
 
     run: SavedRun
     facts: PateFacts
@@ -42,17 +47,23 @@ class PateRun:
 
     @property
     def gamma(self) -> float | None:
-        """Return gamma, the parameter of the Laplace noise; None for other mechanisms."""
+        """Return gamma, the inverse scale of the Laplace noise in votes; None for other mechanisms."""
         return self.facts.mechanism.gamma if self.facts.mechanism.kind == "lnmax" else None
 
 
 Axis: TypeAlias = Callable[[PateRun], float | None]
+"""A function that returns the position of a run on an axis; None if the run has none."""
 Points: TypeAlias = Mapping[float, Sequence[float]]
+"""{x value: y values of the runs with this x value}."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """The definition of a figure: functions that give the x value, the y value and the line's name for a run."""
+    """The definition of a figure.
+
+    ``stem``: part of the file name. ``x_value``, ``y_value``, ``line``: functions that return for a run its x value,
+    its y value and the name of its line.
+    """
 
     stem: str
     heading: str
@@ -98,7 +109,7 @@ _PLOTS = (
 
 
 def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
-    """Draw the PATE figures that have at least two points. Return the figures, and a problem per damaged vote file."""
+    """Return (the figures of PATE that have at least two points, a problem for each damaged file with votes)."""
     places: dict[tuple[str, str, str], list[PateRun]] = {}
     for one in groups:
         for run in one.finished:
@@ -116,11 +127,14 @@ def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Prob
 
 
 def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = PAGE) -> "Figure":
-    """Draw the mean of each point, with bars of one standard deviation if a point has several runs."""
+    """Return a figure of ``lines``, {name of a line: its points}, with the mean over the runs at each point.
+
+    A point with several runs has error bars of one standard deviation.
+    """
     figure, axes = one_panel(layout, len(lines), title)
     for (label, points), style in zip(lines.items(), styled(list(lines)), strict=True):
-        spread = [mean_and_deviation(list(values)) for values in points.values()]
-        means, bars = [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread]
+        found = [mean_and_deviation(list(values)) for values in points.values()]
+        means, bars = [mean or 0.0 for mean, _ in found], [deviation or 0.0 for _, deviation in found]
         axes.plot(list(points), means, color=style[0], linewidth=layout.line, dashes=style[1] or (1, 0))
         draw_points(axes, list(points), means, bars if any(bars) else None, style, layout, label)
     axes.set_xscale("log")
@@ -129,7 +143,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
         axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
     else:
-        axes.xaxis.set_major_formatter("{x:g}")  # a power's exponent would be smaller than the rest
+        axes.xaxis.set_major_formatter("{x:g}")  # exponents, as in powers of ten, would be too small to read
     axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
     return with_legend(figure)
@@ -167,12 +181,16 @@ def _picture(plot: Plot, name: str, where: str, shots: Sequence[PateRun]) -> Pic
 
 
 def _by_numbers(label: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders the numbers in labels by value, so that 50 comes before 100."""
+    """Return a sort key for labels. It orders numbers in labels by value, so that 50 comes before 100."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", label)]
 
 
 def _agreement(name: str, where: str, shots: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
-    """Draw the distribution of the vote margin between the most and second most voted class. The figure is PRIVATE."""
+    """Return ([figure of the teachers' agreement], problems of damaged files); no figure without stored votes.
+
+    The figure shows the distribution over queries of the difference in votes between the first and the second class. It
+    is PRIVATE, as the votes are.
+    """
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []
     for shot in shots:
@@ -210,10 +228,10 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
 
 
 def _votes(path: Path) -> NDArray[np.int64]:
-    """Return the vote counts, (queries, classes). Raise OSError or ValueError if the file holds anything else."""
+    """Return the vote counts, shape (queries, classes). Raise OSError or ValueError if the file is damaged."""
     try:
-        votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a map: it is refused where the file is too short
-    except (SyntaxError, TokenError) as error:  # numpy reads the header as Python
+        votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a memory map checks that the file is long enough
+    except (SyntaxError, TokenError) as error:  # numpy parses the header as Python code
         raise ValueError(f"{path.name} has a damaged header") from error
     if (
         not isinstance(votes, np.ndarray)
@@ -222,5 +240,5 @@ def _votes(path: Path) -> NDArray[np.int64]:
         or votes.shape[1] < 2
         or votes.dtype.kind not in "iu"
     ):
-        raise ValueError(f"{path.name} holds no votes by query and class")
+        raise ValueError(f"{path.name} does not contain vote counts of shape (queries, classes)")
     return votes.astype(np.int64)

@@ -1,7 +1,7 @@
-"""Grids of example images with one row for each class, for the synthetic records of a run and for real records.
+"""Figures with example images of each class, one row per class: synthetic records of a run, or real records.
 
 Images are enlarged by a whole factor, so that no pixel is blurred. The file ``samples.png`` of a run shows synthetic
-records from all clients in turn. A grid of real images shows the first training records of each class.
+records of as many clients as possible. A figure of real images shows the first training records of each class.
 """
 
 import math
@@ -23,38 +23,43 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Tile: TypeAlias = NDArray[np.uint8]
-"""An RGB image of shape (height, width, 3). All tiles of a grid have the same size."""
+"""An RGB image of shape (height, width, 3). All tiles of a figure have the same size."""
 EMPTY = 238
 """Grey value, 0 to 255, of the tile that replaces a missing image."""
 BOTTOM = 16
 """Height in pixels of the margin below the tiles."""
 _PAPER = 255
 _TARGET = 52
+"""Approximate height or width in pixels to which small images are enlarged."""
 _UNRELATED = 0.2
 """Correlation of neighbouring pixels below which an image counts as noise. Images of digits have more than 0.28."""
 _FRAME = "#d55e00"
-_LINE, _LETTER = 25, 8.4  # pixels of a title in 8 points
+_LINE, _LETTER = 25, 8.4
+"""Height of a line and width of a letter in pixels, for a title with a font size of 8 points."""
 
 SAMPLES = "samples.png"
 PER_CLASS = 10
+"""Largest number of images of a class in a figure."""
 MOST_CLASSES = 100
 _GAP = 4
+"""Pixels between neighbouring images."""
 _LEFT, _RIGHT = 95, 150  # pixels
 
 MOST_RECORD_CLASSES = 40
 MOST_PIXELS = 128
-"""Largest height or width in pixels of a real image in a grid. Larger images are subsampled."""
-_NAMES = 150  # pixels left of real records, for the names of their classes
+"""Largest height or width in pixels of a real image in a figure. Larger images are subsampled."""
+_NAMES = 150
+"""Width in pixels of the margin for the names of classes."""
 
 
 def images(inputs: NDArray[np.uint8]) -> list[Tile]:
-    """Return images of shape (records, channels, height, width) as tiles; enlarge small images to about 50 pixels.
+    """Return ``inputs``, images of shape (records, channels, height, width), as tiles of a figure.
 
-    One channel is grey and three channels are RGB; any other number of channels is averaged to grey. Raises ValueError
-    if the records are not images.
+    Small images are enlarged to about 50 pixels. One channel is shown as grey, three channels as RGB. Any other number
+    of channels is averaged to grey. Raises ValueError if the records are not images.
     """
     if inputs.ndim != 4:
-        raise ValueError(f"records of shape {inputs.shape[1:]} are no images")
+        raise ValueError(f"records of shape {inputs.shape[1:]} are not images")
     if inputs.shape[1] not in {1, 3}:
         inputs = inputs.mean(axis=1, keepdims=True).astype(np.uint8)
     factor = max(1, round(_TARGET / max(inputs.shape[2:])))
@@ -63,9 +68,10 @@ def images(inputs: NDArray[np.uint8]) -> list[Tile]:
 
 
 def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a boolean per image, (records,): True if its neighbouring pixels are nearly uncorrelated, as in noise.
+    """Return for each image True if it looks like noise: its neighbouring pixels are nearly uncorrelated.
 
-    ``inputs``: images of shape (records, channels, height, width). An image of one colour does not count as noise.
+    ``inputs``: images of shape (records, channels, height, width). The result has shape (records,). An image of one
+    colour does not count as noise.
     """
     grey = inputs.astype(np.float64).mean(axis=1)
     grey -= grey.mean(axis=(1, 2), keepdims=True)
@@ -75,7 +81,10 @@ def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int, int]) -> None:
-    """Draw a frame around tiles. ``places``: their upper left corners (x, y); ``size``: height and width of a tile."""
+    """Draw a frame around images that look like noise.
+
+    ``places``: the upper left corners (x, y) of these images. ``size``: (height, width) of an image.
+    """
     from matplotlib.patches import Rectangle  # noqa: PLC0415 (a second to import)
 
     for left, top in places:
@@ -86,7 +95,10 @@ def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int,
 
 
 def about_noise(number: int, shown: int) -> list[str]:
-    """Return the lines that explain ``number`` framed images among ``shown`` images; empty if none is framed."""
+    """Return the lines of the caption about images that look like noise; empty without such images.
+
+    ``number``: the number of such images among ``shown`` images.
+    """
     if not number:
         return []
     what = f"{number} of {shown} images look like noise (orange frames): neighbouring pixels are unrelated."
@@ -94,7 +106,7 @@ def about_noise(number: int, shown: int) -> list[str]:
 
 
 def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
-    """Return one image with the tiles in rows and columns, ``gap`` white pixels apart. None gives a white place."""
+    """Return one image with all tiles in rows and columns, ``gap`` white pixels apart. None leaves a white space."""
     height, width = next(tile.shape[:2] for row in rows for tile in row if tile is not None)
     across = max(len(row) for row in rows)
     sheet = np.full((len(rows) * (height + gap) - gap, across * (width + gap) - gap, 3), _PAPER, dtype=np.uint8)
@@ -109,10 +121,11 @@ def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
 def figure_of(
     sheet: Tile, title: Sequence[str], *, left: int, above: int, right: int, narrowest: int = 900
 ) -> "tuple[Figure, Axes]":
-    """Return a figure that shows ``sheet`` pixel by pixel under ``title``, and its axes.
+    """Return (figure, its axes). The figure shows the image ``sheet`` under ``title``, without scaling.
 
-    The coordinates of the axes are the pixels of ``sheet``. ``left``, ``above``, ``right``: widths in pixels of the
-    margins for labels. The right margin grows until the figure is at least ``narrowest`` pixels wide.
+    The coordinates of the axes are the pixels of ``sheet``. ``title``: lines of text. ``left``, ``above``, ``right``:
+    widths of the margins for labels, in pixels. The right margin is widened so that the figure is at least
+    ``narrowest`` pixels wide.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -132,10 +145,11 @@ def figure_of(
 
 @dataclass(frozen=True)
 class Samples:
-    """A pool of synthetic records. ``labels`` and ``clients`` have shape (records,) and cover the whole pool.
+    """The synthetic records of a run (its pool).
 
-    ``inputs``: the inputs of the records whose indices are ``places``, in ascending order. These are all records, or
-    only the records to draw if the pool holds feature vectors.
+    ``labels`` and ``clients``: the class and the client of each record, of shape (records,), for the whole pool.
+    ``places``: indices of some records, ascending: of all records, or only of the records to draw if the records are
+    feature vectors. ``inputs``: the inputs of the records with these indices.
     """
 
     inputs: NDArray[Any]
@@ -146,41 +160,44 @@ class Samples:
 
     @property
     def nothing(self) -> Tile:
-        """Return the grey tile that replaces a missing image."""
+        """Return a grey tile, which is shown in place of a missing image."""
         (black,) = images(np.zeros((1, *self.inputs.shape[1:]), dtype=np.uint8))
         return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` images of a class as tiles, for the records that ``first`` selects."""
+        """Return up to ``most`` images of the class ``label`` as tiles: the records that ``first`` selects."""
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
-        """Return a boolean for each image of ``some``: True if the image looks like noise."""
+        """Return for each image that ``some`` returns True if the image looks like noise."""
         found: list[bool] = noise(self.inputs[np.searchsorted(self.places, self.first(label, most))]).tolist()
         return found
 
     def first(self, label: int, most: int) -> NDArray[np.int64]:
-        """Return indices of up to ``most`` records of a class: every client's first, then every client's second ..."""
+        """Return indices of up to ``most`` records of the class ``label``.
+
+        The first record of every client comes first, then the second record of every client, and so on.
+        """
         places = np.flatnonzero(self.labels == label)
         clients = self.clients[places]
-        turns = np.array([np.count_nonzero(clients[:number] == one) for number, one in enumerate(clients)])
-        order = np.lexsort((clients, turns)) if len(places) else places
+        earlier = np.array([np.count_nonzero(clients[:number] == one) for number, one in enumerate(clients)])
+        order = np.lexsort((clients, earlier)) if len(places) else places
         return places[order[:most]]
 
 
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool of images with ``read_records``. Raise ValueError if the records are not images."""
+    """Return the synthetic images in the file ``pool``, as ``read_records``. Raise ValueError for other records."""
     samples = read_records(pool, counts)
     if samples.inputs.ndim != 4:
-        raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no images")
+        raise ValueError(f"records of shape {samples.inputs.shape[1:]} are not images")
     return samples
 
 
 def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool of synthetic images or vectors. ``counts``: number of records of each client and class.
+    """Return the synthetic records (images or feature vectors) in the file ``pool``.
 
-    Raises OSError or an error of safetensors for an unreadable file, and ValueError for a file that contradicts
-    ``counts``.
+    ``counts``: for each client, its number of records of each class. Raises OSError or an error of safetensors for an
+    unreadable file, and ValueError for a file that contradicts ``counts``.
     """
     tensors = load_file(pool)
     inputs, labels = tensors["inputs"], np.asarray(tensors["labels"], dtype=np.int64)
@@ -188,7 +205,7 @@ def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
     fits = owned.ndim == 2 and owned.sum() == len(labels)
     expected = [np.repeat(np.arange(owned.shape[1]), one) for one in owned] if fits else []
     if not expected or not np.array_equal(labels, np.concatenate(expected)) or len(inputs) != len(labels):
-        raise ValueError(f"{pool.name} does not hold the records that the run's result states")
+        raise ValueError(f"{pool.name} does not contain the records that the run's result.json states")
     clients = np.repeat(np.arange(len(owned)), owned.sum(axis=1))
     return Samples(inputs, labels, clients, owned.shape[1], np.arange(len(labels)))
 
@@ -196,22 +213,27 @@ def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
 def write_samples(
     out: Path, pool: Path, counts: Sequence[Sequence[int]], settings: Mapping[str, Any], note: str = ""
 ) -> list[str]:
-    """Write ``samples.png`` into the run directory ``out``. Return a warning for a failure, which never stops the run.
+    """Write ``samples.png``, a figure of synthetic records, into the run directory ``out``; return warnings.
 
-    ``settings``: the settings of the experiment, as in ``config.toml``; ``note``: the note on stand-in data. No file is
-    written for a pool without records.
+    A failure never stops the run; it is one warning. ``pool``: the file of the records. ``counts``: for each client,
+    its number of records of each class. ``settings``: the settings of the experiment, as in ``config.toml``. ``note``:
+    text that says that the data set is stand-in data. Without synthetic records, no file is written.
     """
     try:
         samples = read_samples(pool, counts)
         if len(samples.labels):
             (out / SAMPLES).write_bytes(png(draw(samples, settings, note)))
-    except Exception as error:  # noqa: BLE001 (no failure here stops the run)
+    except Exception as error:  # noqa: BLE001 (a missing figure must not stop the run)
         return [f"{SAMPLES} could not be drawn: {type(error).__name__}: {error}"]
     return []
 
 
 def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figure":
-    """Draw up to ten images of each class, one row for each class. A class without samples gets grey tiles."""
+    """Return a figure with up to ten synthetic images of each class, one row for each class.
+
+    A class without records gets grey tiles. ``settings``: the settings of the experiment. ``note``: text that says that
+    the data set is stand-in data.
+    """
     shown = min(samples.num_classes, MOST_CLASSES)
     rows = [samples.some(label, PER_CLASS) for label in range(shown)]
     nothing = samples.nothing
@@ -237,7 +259,7 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
 
 
 def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[str]:
-    """Return the lines of the figure's title: content, privacy budget, number of records, and the note on the data."""
+    """Return the lines of the figure's title: its content, the privacy budget, the number of records, and ``note``."""
     chosen = settings["preprocess"]
     givers = len(set(samples.clients.tolist()))
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]
@@ -251,7 +273,7 @@ def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[st
 
 
 def promise(preprocess: Mapping[str, Any]) -> str:
-    """Return the privacy budget of the settings as a phrase. The epsilon that was spent is in the run's result."""
+    """Return the privacy budget in the settings of DA-FL as text. The spent epsilon is in the run's ``result.json``."""
     if math.isinf(preprocess["epsilon"]):
         return "epsilon inf: made without noise, so with no privacy guarantee"
     seeded = " (noise from the seed: a simulation only)" if preprocess["noise"] == "seeded" else ""
@@ -262,9 +284,10 @@ def promise(preprocess: Mapping[str, Any]) -> str:
 
 
 def draw_records(part: Examples, classes: Sequence[str], title: Sequence[str]) -> "Figure":
-    """Draw up to ten images of each class of ``part``, one row for each class, for at most 40 classes.
+    """Return a figure with up to ten images of each class of ``part``, one row for each of at most 40 classes.
 
-    Images of more than 128 pixels across are subsampled: only every second, third ... pixel is shown.
+    ``classes``: the names of the classes. ``title``: lines of text. In images of more than 128 pixels, only every
+    second, third ... pixel is shown.
     """
     shown = min(len(classes), MOST_RECORD_CLASSES)
     every = -(-max(part.inputs.shape[2:]) // MOST_PIXELS)

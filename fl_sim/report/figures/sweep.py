@@ -1,6 +1,7 @@
-"""Figures of final accuracy over epsilon or gamma, with the best method without synthetic records as baseline.
+"""Figures of final accuracy over a setting of DA-FL, epsilon or gamma, with a baseline without synthetic records.
 
-The horizontal axis is logarithmic. The runs of one line differ only in epsilon, or only in gamma.
+The runs of one line differ only in this setting. The baseline is the best method without preprocessing. The horizontal
+axis is logarithmic.
 """
 
 import json
@@ -44,9 +45,9 @@ _GAMMA = "the synthetic records that a client releases, as a share of those it h
 
 @dataclass(frozen=True)
 class Point:
-    """One value of the swept setting, and the final accuracies at this value in percent, {seed: accuracy}.
+    """A point of a line: the runs with one value of the varied setting.
 
-    ``released``: True if any of these runs released a synthetic record.
+    ``by_seed``: {seed: final accuracy in percent}. ``released``: True if any of these runs released a synthetic record.
     """
 
     value: float
@@ -55,13 +56,13 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Return the mean final accuracy over the seeds, in percent."""
+        """Return the mean final accuracy over the seeds in percent."""
         return statistics.fmean(self.by_seed.values())
 
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of the figure: groups of runs that differ only in the swept setting. ``points`` ascend; inf is last."""
+    """One line of the figure, with points that differ only in the varied setting. ``points``: by ascending value."""
 
     label: str
     points: tuple[Point, ...]
@@ -69,10 +70,12 @@ class SweepLine:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One figure: lines of one data set, one partition and one protocol. ``where``: data set and partition in words.
+    """The data of one figure: lines for one data set and partition, with all other settings equal except the method's.
 
-    ``baseline``: (label, point) of the method with the best final accuracy among the methods without preprocessing
-    under the same protocol; ``value`` of this point has no meaning. ``others``: the number of such methods.
+    ``setting``: the varied setting. ``note``: text that says that the records are stand-in data. ``where``: data set
+    and partition as text. ``deltas``, ``epsilons``: the privacy budgets of the runs. ``baseline``: (label, point) of
+    the best method without preprocessing; the ``value`` of this point has no meaning. ``others``: the number of methods
+    without preprocessing. ``limits``: sentences about the covered and uncovered outputs of the privacy guarantees.
     """
 
     setting: Setting
@@ -89,7 +92,7 @@ class Sweep:
 
 
 def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
-    """Return a sweep for each set of finished runs that differ only in epsilon, or only in gamma."""
+    """Return the data of the figures: one for each set of finished runs that differ only in epsilon or gamma."""
     found = []
     done = [one for one in groups if _accuracies(one) and not one.is_bound]
     for setting in SETTINGS:
@@ -108,7 +111,7 @@ def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
 
 
 def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Picture]:
-    """Draw one figure for each sweep. ``full_axis``: the accuracy axis spans 0 to 100 %."""
+    """Return a figure for each of ``found``. ``full_axis``: True if the accuracy axis goes from 0 to 100 %."""
     names = file_names([f"{one.setting}-{one.data}-{one.partition}" for one in found])
     pictures = []
     for name, one in zip(names, found, strict=True):
@@ -119,7 +122,11 @@ def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Pict
 
 
 def draw(sweep: Sweep, layout: Layout = PAGE, *, full_axis: bool = False) -> "Figure":
-    """Draw mean and standard deviation over seeds on a logarithmic axis. Infinity is a separate point behind a gap."""
+    """Return the figure of a sweep: means and standard deviations over seeds, on a logarithmic axis.
+
+    An infinite epsilon is drawn as the last point, after a gap. ``full_axis``: True if the accuracy axis goes from 0 to
+    100 %.
+    """
     meaning = textwrap.wrap(_meaning(sweep), layout.characters(layout.text))
     note = f" - data: {sweep.note}" if sweep.note else ""
     figure, axes = one_panel(layout, len(sweep.lines) + len(meaning), f"{sweep.where}{note}")
@@ -144,8 +151,8 @@ def draw(sweep: Sweep, layout: Layout = PAGE, *, full_axis: bool = False) -> "Fi
     axes.set_xticks([], minor=True)
     axes.set_xlabel("\n".join([f"{sweep.setting} (log scale)", *meaning]))
     axes.set_ylabel("final test accuracy (%)")
-    spread = [mean_and_deviation(list(point.by_seed.values())) for line in sweep.lines for point in line.points]
-    lows, highs = ([(mean or 0.0) + sign * (own or 0.0) for mean, own in spread] for sign in (-1, 1))
+    drawn_at = [mean_and_deviation(list(point.by_seed.values())) for line in sweep.lines for point in line.points]
+    lows, highs = ([(mean or 0.0) + sign * (own or 0.0) for mean, own in drawn_at] for sign in (-1, 1))
     best = [sweep.baseline[1].mean] if sweep.baseline else []
     percent_axis(axes, [*lows, *best], [*highs, *best], full=full_axis)
     return with_legend(figure, last=_BASELINE)
@@ -180,7 +187,7 @@ def _before(one: SeedGroup) -> Mapping[str, Any]:
 
 
 def _accuracies(one: SeedGroup) -> dict[int, float]:
-    """Return {seed: final accuracy in percent} of the finished runs."""
+    """Return {seed: final accuracy in percent} of the finished runs of a group."""
     accuracies = {run.config.seed: as_percent(run.result.final_accuracy) for run in one.finished if run.result}
     return {seed: accuracy for seed, accuracy in accuracies.items() if accuracy is not None}
 
@@ -190,7 +197,7 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return a key of the settings that two methods must share to be compared: all but algorithm and preprocessing."""
+    """Return a key of all settings but algorithm and preprocessing. Only methods with equal keys are compared."""
     settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
     return _key({"note": one.note, **settings})
 
@@ -205,14 +212,14 @@ def _draw_line(axes: "Axes", line: SweepLine, style: Style, infinity: float, lay
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
-    # No scale leads from a number to infinity.
+    # The part between the last finite value and infinity is dotted, because it has no scale.
     axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
     bars = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
     draw_points(axes, places, means, bars, style, layout, line.label)
 
 
 def _place(value: float) -> float:
-    """Return the position of a value on the axis, within the range that can be drawn."""
+    """Return the position of a value on the axis, limited to the range that matplotlib can draw."""
     return min(max(value, 1e-100), 1e100)
 
 

@@ -107,7 +107,7 @@ def test_a_sheet_draws_images_of_every_class(tmp_path):
     rows = np.flatnonzero((pixels[:, 200:] < 100).any(axis=1))
     assert len(rows) > 300
     wrong = run("show", "digits", "--sheet", f"{tmp_path}/sheet.bmp")
-    assert "use a name that ends in .png" in str(wrong.exception)
+    assert "give a file name that ends in .png" in str(wrong.exception)
     (tmp_path / "t.csv").write_text("size,label\n" + "1,0\n2,1\n" * 5)
     table = run("show", f"csv:{tmp_path}/t.csv:test=0.2", "--sheet", f"{tmp_path}/t.png")
     assert "--sheet draws images" in str(table.exception)

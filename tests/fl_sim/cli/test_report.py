@@ -75,7 +75,7 @@ def test_the_page_has_styles_for_paper_and_draws_what_no_screen_has_shown_before
 def test_what_it_took_to_a_target_is_told_on_the_screen_on_the_page_and_in_json(runs):
     told = run(runs, "--target", "0.05").stdout
     assert "to 5 %: FedAvg on digits, iid: rounds 1.0 ± 0.0, MB " in told
-    assert "(2 of 2 runs got there)" in told
+    assert "(2 of 2 runs reached it)" in told
     assert "<h2>To a test accuracy of 5 %</h2>" in (runs / "report" / "report.html").read_text()
     target = json.loads(run(runs, "--target", "1", "--json").stdout)["target"]
     assert target == {"accuracy": 1.0, "rows": [{"method": "FedAvg", "where": "digits, iid", "runs": 2, "reached": []}]}
@@ -105,8 +105,8 @@ def test_a_directory_named_twice_counts_once(runs):
         ("config.toml", 'data = "digits"', "config.toml is damaged: seed: Field required"),
         ("result.json", '{"status": "fin', "result.json is damaged"),
         ("result.json", "{}", "result.json is damaged: status: Field required"),
-        ("result.json", None, "no result.json: still running, or killed after 2 of 2 rounds"),
-        ("rounds.jsonl", None, "rounds.jsonl is missing or holds no readable round"),
+        ("result.json", None, "no result.json: the run is still running, or was killed after 2 of 2 rounds"),
+        ("rounds.jsonl", None, "rounds.jsonl is missing or has no readable round"),
         ("rounds.jsonl", b"\xff\xfe\n", "rounds.jsonl is damaged"),
     ],
 )
@@ -128,20 +128,20 @@ def test_one_damaged_run_is_named_and_the_rest_is_shown(runs, file, content, mes
 def test_a_log_cut_short_is_told(runs):
     log = runs / "deep" / "down" / "seed-1" / "rounds.jsonl"
     log.write_text(log.read_text().splitlines()[0] + "\n{half")
-    assert "rounds.jsonl holds 1 of 2 rounds" in run(runs).stderr
+    assert "rounds.jsonl has 1 of 2 rounds" in run(runs).stderr
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "is not there: give a directory that 'fl-sim run --out'"),
+        (lambda path: None, "does not exist: give a directory that 'fl-sim run --out'"),
         (lambda path: path.write_text("x"), "is no directory"),
         (lambda path: path.mkdir(), r"no config.toml, rounds.jsonl, result.json or table.json up to 6 folders deep"),
         (lambda path: (path.mkdir(), (path / "result.json").write_text("{}")), "config.toml is missing"),
         (lambda path: (path.mkdir(), (path / "table.json").write_text("{}")), "table.json is damaged: rows"),
         (
             lambda path: (path.mkdir(), (path / "table.json").write_text('{"version": 3}')),
-            "table.json is of version 3, and this fl-sim reads versions 1 to 2: take the fl-sim that wrote it",
+            "table.json has format version 3, and this fl-sim reads versions 1 to 2: use the fl-sim that wrote",
         ),
     ],
 )

@@ -247,7 +247,7 @@ def test_after_kill_9_the_same_command_gives_the_same_table(
         process.communicate(timeout=PATIENCE)
         wait_for_the_end_of_all(process.pid)
     assert typed(monkeypatch, *MEDIUM, "--out", str(killed)) == 0
-    assert "goes on after round" in capsys.readouterr().err
+    assert "resumes after round" in capsys.readouterr().err
     assert typed(monkeypatch, *MEDIUM, "--out", str(tmp_path / "whole")) == 0
     assert table_of(killed) == table_of(tmp_path / "whole")
 

@@ -66,9 +66,9 @@ def test_the_best_rows_come_first_then_the_named_ones_with_their_published_figur
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('folder = "one"', 'folder = "oen"', r"the folder 'oen', which is not there .*'one'"),
-        ('x = "X"', 'y = "X"', r"the column 'y', which is not there"),
-        ("Two =", "Tow =", r"the row 'Tow', which is not there .*'Two'"),
+        ('folder = "one"', 'folder = "oen"', r"the folder 'oen', which does not exist .*'one'"),
+        ('x = "X"', 'y = "X"', r"the column 'y', which does not exist"),
+        ("Two =", "Tow =", r"the row 'Tow', which does not exist .*'Two'"),
         ("best = 2", "best = -1", r"leaderboard.toml: questions.0.best: .*greater than or equal to 0"),
         ("best = 2", "best = ", r"leaderboard.toml: Invalid value"),
         ("published = true", "publish = true", r"leaderboard.toml: questions.0.publish: Extra inputs"),

@@ -159,7 +159,7 @@ def test_a_table_directory_shows_its_table_orders_its_runs_and_leaves_out_strang
     told = text_of(shown(tmp_path))
     assert "Method &amp; Co failed failed Centralized 99.0 ± 0.0 99.0 ± 0.0 a subset of MNIST" in told
     assert "failed: Method &amp; Co, MNIST 1-Label, seed 2: worker died" in told
-    assert "left out: the table.json above it does not name it" in told
+    assert "left out: table.json of the table in this folder does not list the run" in told
 
 
 def test_a_seed_that_is_missing_beside_failed_ones_is_read_back_as_missing_and_each_error_as_its_own(tmp_path):

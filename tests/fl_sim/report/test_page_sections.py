@@ -1,4 +1,4 @@
-"""Methods have short names, and what a target took is that of the runs that got there, "-" where none did."""
+"""Methods have short names, and what a target took is that of the runs that reached it, "-" where none did."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def test_rounds_bytes_and_seconds_are_means_over_the_finished_runs_that_got_ther
     found = _taken(run(0.5, 0.8), run(0.5, 0.6, 0.7, 0.9, seed=1), run(0.5, 0.7, seed=2), run(0.9, status="failed"))
     assert tuple(found.cells.values()) == ("3.0 ± 1.4", "3.00 ± 1.41", "7.0 ± 2.8", "-", "2 of 3")
     assert found.in_words == (
-        "FedAvg on digits, iid: rounds 3.0 ± 1.4, MB 3.00 ± 1.41, seconds 7.0 ± 2.8 (2 of 3 runs got there)"
+        "FedAvg on digits, iid: rounds 3.0 ± 1.4, MB 3.00 ± 1.41, seconds 7.0 ± 2.8 (2 of 3 runs reached it)"
     )
 
 
@@ -65,7 +65,7 @@ def test_virtual_seconds_are_told_where_there_is_a_clock(timed):
 
 
 def test_a_target_that_no_run_reaches_is_a_dash_with_the_number_of_runs(run):
-    assert _taken(run(0.5, 0.7)).in_words == "FedAvg on digits, iid: - (0 of 1 runs got there)"
+    assert _taken(run(0.5, 0.7)).in_words == "FedAvg on digits, iid: - (0 of 1 runs reached it)"
 
 
 def test_what_travelled_beforehand_counts_and_what_is_not_told_leaves_the_bytes_out(run):

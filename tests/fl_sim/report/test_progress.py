@@ -139,7 +139,7 @@ def test_a_plain_stream_gets_a_line_per_finished_cell() -> None:
         progress.closed("b", "failed: no")
     first, second, third = stream.getvalue().splitlines()
     assert first.startswith("[1/2] a: last 50.0 %; about 0 s left")
-    assert second == "b goes on after round 1"
+    assert second == "b resumes after round 1"
     assert third == "[2/2] b: failed: no"
 
 

@@ -114,7 +114,7 @@ def test_runs_of_a_table_are_called_as_in_the_table_and_others_wait(unfinished, 
 def test_a_place_without_runs_is_told(tmp_path):
     with pytest.raises(UserError, match="yet: give a directory"):
         Watcher(tmp_path).look()
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         Watcher(tmp_path / "nowhere").look()
 
 
@@ -149,7 +149,7 @@ def test_where_there_is_no_room_what_runs_is_shown_and_the_rest_is_counted():
     assert len(text.rstrip("\n").splitlines()) <= 20
     assert "running" in text
     assert "51 runs: 1 running, 50 finished (" in text
-    assert "of them not shown: no room)" in text
+    assert "runs are not shown: no room)" in text
 
 
 def test_a_terminal_without_blocks_gets_plain_characters():

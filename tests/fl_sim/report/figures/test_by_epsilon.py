@@ -245,7 +245,7 @@ def test_records_of_tables_and_images_are_never_searched(write_experiment, finde
     tensors = load_file(pool)
     save_file({**tensors, "inputs": tensors["inputs"].reshape(12, 64)}, pool)
     (_,), (problem,) = pictures_of(tmp_path, finder)
-    assert problem.error == "its synthetic records cannot be shown: records of shape (64,) are no images"
+    assert problem.error == "its synthetic records cannot be shown: records of shape (64,) are not images"
     assert finder.asked == []
 
 
@@ -256,4 +256,4 @@ def test_a_pool_that_is_said_to_be_features_and_holds_images_is_named(write_expe
     save_file({**tensors, "inputs": np.zeros((12, 1, 8, 8), dtype=np.uint8)}, pool)
     pictures, (problem,) = pictures_of(tmp_path, finder)
     assert pictures == []
-    assert problem.error.endswith("records of shape (1, 8, 8) are no feature vectors")
+    assert problem.error.endswith("records of shape (1, 8, 8) are not feature vectors")

@@ -47,7 +47,7 @@ def test_the_heat_map_holds_every_count_and_leaves_zero_blank():
 
 
 def test_a_file_type_that_is_no_picture_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"split.txt: use a name that ends in .png, .svg, .pdf"):
+    with pytest.raises(UserError, match=r"split.txt: give a file name that ends in .png, .svg, .pdf"):
         draw_partition(np.ones((2, 2), dtype=np.int64), tmp_path / "split.txt", "")
 
 

@@ -68,7 +68,7 @@ def test_an_image_is_enlarged_by_repeating_its_pixels():
     assert tile.shape == (48, 48, 3)
     np.testing.assert_array_equal(tile[::6, ::6, 1], one[0, 0])
     np.testing.assert_array_equal(tile[5::6, 5::6, 2], one[0, 0])
-    with pytest.raises(ValueError, match="no images"):
+    with pytest.raises(ValueError, match="are not images"):
         images(np.zeros((3, 7), dtype=np.uint8))
 
 
@@ -131,7 +131,7 @@ def test_a_pool_without_records_has_no_picture_and_no_warning(tmp_path, pool):
 
 @pytest.mark.parametrize(
     ("counts", "shape", "message"),
-    [([[5, 1]], (1, 8, 8), "does not hold the records"), ([[2, 1]], (7,), "no images")],
+    [([[5, 1]], (1, 8, 8), "does not contain the records"), ([[2, 1]], (7,), "are not images")],
 )
 def test_a_picture_that_fails_is_a_warning(tmp_path, pool, counts, shape, message):
     (warning,) = write_samples(tmp_path, pool([[2, 1]], shape), counts, settings())
