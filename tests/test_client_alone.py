@@ -19,7 +19,7 @@ from fl_sim.experiment.groups import InProcess, Ray
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
 from fl_sim.simulation.client_runtime import stack_of
-from fl_sim.simulation.engine_choice import open_engine, together_of
+from fl_sim.simulation.engine_choice import batching_of, open_engine
 from fl_sim.simulation.rounds import runtime_of
 from fl_sim.types import Params
 
@@ -95,7 +95,7 @@ def test_on_a_gpu_too_private_clients_train_one_by_one(engine: Any, monkeypatch:
     monkeypatch.setattr(Job, "trainer", job_of(experiment(engine.model_dump())).trainer)  # there may be no GPU
     assert stack_of(engine, plain) > 1
     assert stack_of(engine, private) == 1
-    assert together_of(private, runtime_of, 1) is None
+    assert batching_of(private, runtime_of, 1) is None
 
 
 @pytest.mark.parametrize("kind", ["inprocess", "ray"])

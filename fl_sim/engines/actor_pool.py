@@ -190,7 +190,7 @@ class ActorPool:
         """Raise RunError if the pool has no worker at the deadline of a round: then no client caused the timeout."""
         if not self.workers:
             raise RunError(
-                "no node of the Ray cluster was there when the round's time was over: start nodes, and then the same "
+                "the Ray cluster had no usable node when the round's timeout ended: start nodes, and then the same "
                 "command again, and the run goes on after its last finished round"
             )
 
@@ -221,7 +221,7 @@ class ActorPool:
         self._start_handler(worker)
         return ""
 
-    def lost_with(self, worker: Worker) -> list[Any] | None:
+    def remove_dead(self, worker: Worker) -> list[Any] | None:
         """Remove a dead worker from the pool.
 
         Returns None if the worker's node still runs. Otherwise removes the node, and returns the unfinished calls of
@@ -280,7 +280,7 @@ class ActorPool:
         self.starting[worker.actor.start.remote(self.key, list(self.arguments))] = worker
 
     def _did_not_start(self, worker: Worker, error: RayError) -> str:
-        if self.lost_with(worker) is not None:
+        if self.remove_dead(worker) is not None:
             return ""
         worker.node.died += 1
         if isinstance(error, RayActorError) and worker.node.died < MAX_STARTS:

@@ -166,7 +166,7 @@ class RayGrid(LocalGrid):
 
     def _lost(self, exchange: Exchange[Any], worker: Worker, error: RayError) -> None:
         """Schedule the unfinished calls of a dead worker again. Only the first call can have caused the death."""
-        others = self._pool.lost_with(worker)
+        others = self._pool.remove_dead(worker)
         first, *later = worker.calls
         for call in (first, *later, *others) if others is not None else later:
             exchange.node_lost(call)

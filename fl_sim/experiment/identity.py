@@ -37,7 +37,7 @@ class Identity:
             records = private.keyed(self.records)
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
 
-    def is_of_others(self, sealed: str) -> bool:
+    def has_other_records(self, sealed: str) -> bool:
         """Return True if a finished result was computed from other records than the present ones.
 
         ``sealed``: the keyed digest of the records that the result contains. Returns False if a comparison is
@@ -66,7 +66,7 @@ class Identity:
         """Return True if the digests show that the present records are those of the stored identity ``recorded``."""
         return bool(self._same_records(recorded))
 
-    def untold(self, recorded: Mapping[str, Any]) -> str:
+    def unverified(self, recorded: Mapping[str, Any]) -> str:
         """Return "records", "code", both or "": the parts for which ``recorded`` has no digest to compare with."""
         unknown = []
         if self.records and self._same_records(recorded) is None:

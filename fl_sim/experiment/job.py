@@ -164,7 +164,7 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
         kernel, why_not = load_kernel()
         if kernel is not None and kernel.has_bfloat16:
             return precision
-        why = "this processor has no avx512_bf16" if kernel is not None else f"there is none here: {why_not}"
+        why = "this processor has no avx512_bf16" if kernel is not None else f"no native trainer is here: {why_not}"
         raise UserError(
             "local.precision=bfloat16 needs the native trainer and a processor that multiplies bfloat16 numbers, "
             f"and {why}; leave it out"
@@ -270,7 +270,7 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
     def split(records: NDArray[np.int64]) -> Parts:
         if len(np.unique(records)) < len(records):
             raise UserError(
-                f"algorithm {kind_of(algorithm)}: deal calls split with one record several times; split takes indices "
+                f"algorithm {kind_of(algorithm)}: deal gives split one record several times; give it different indices "
                 "into the training set"
             )
         return _split(dataset, records, experiment.partition, experiment.clients, seed)

@@ -87,7 +87,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
-        together = together_of(job, runtime_of, stack)
+        batching = batching_of(job, runtime_of, stack)
         if engine.address:
             # Imported here, because most runs use no cluster.
             from fl_sim.simulation.remote_workers import (  # noqa: PLC0415
@@ -100,26 +100,26 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
             signer = Signer.fresh()
             grid = RayGrid(
                 worker_app, num_clients, resources, on_reply,
-                together and replace(together, handler=partial(worker_handler, stacked=stack > 1)),
+                batching and replace(batching, handler=partial(worker_handler, stacked=stack > 1)),
                 RemoteWorkers(WorkerSetup.of(job, signer), ClientStore(job, signer), own_modules(job.experiment)),
                 say=lambda line: print(f"fl-sim: {in_a_line(line)}", file=sys.stderr),
             )  # fmt: skip
         else:
-            grid = RayGrid(client_app, num_clients, resources, on_reply, together)
+            grid = RayGrid(client_app, num_clients, resources, on_reply, batching)
     else:
         runtime = procedure_of(job).runtime()
 
         def here(*_: object) -> ClientRuntime:
             return runtime
 
-        together = together_of(job, here, stack)
+        batching = batching_of(job, here, stack)
         tasks = runtime.tasks
         in_threads = frozenset(name for name, task in tasks.items() if task.runs_in_threads)
         grouped = frozenset(name for name, task in tasks.items() if isinstance(task, Grouped))
         groups = Groups(grouped, answer_together(here), generator_threads(engine)) if grouped else None
         grid = InProcessGrid(
             build_client_app(here), num_clients, on_reply,
-            workers=workers, batching=together, groups=groups, in_threads=in_threads,
+            workers=workers, batching=batching, groups=groups, in_threads=in_threads,
         )  # fmt: skip
     try:
         with settled():
@@ -133,7 +133,7 @@ def client_app() -> ClientApp:
     return build_client_app(runtime_of)
 
 
-def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
+def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
     """Return the settings by which several clients form one batch of work; None if batches would not save time.
 
     ``stack``: the number of clients in one computation.
@@ -159,12 +159,12 @@ def choose(job: Job) -> tuple[Engine, str]:
             "module of its own, or take engine=inprocess"
         )
     if not isinstance(engine, Auto):
-        return engine, f"engine {engine.kind}, as asked for"
+        return engine, f"engine {engine.kind}, as set"
     workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
     alone = InProcess(threads=engine.threads)
     if why := _why_alone(job, workers):
         return alone, f"engine inprocess: {why}"
-    seconds, beforehand = estimated_seconds(job), seconds_beforehand(job) / side_by_side(workers)
+    seconds, beforehand = estimated_seconds(job), seconds_of_stages(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
     seconds += beforehand  # threads of one process share this work, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
@@ -246,7 +246,7 @@ def estimated_seconds(job: Job) -> float:
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 
-def seconds_beforehand(job: Job) -> float:
+def seconds_of_stages(job: Job) -> float:
     """Return the approximate seconds of the clients' work in stages, one client after another, from timed pieces."""
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 

@@ -49,7 +49,7 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
         return None
     _check_whole(out, result)
     _check_same(out, now)
-    if now.is_of_others(str(result.get("records", ""))):
+    if now.has_other_records(str(result.get("records", ""))):
         raise UserError(f"{out} holds a run of other records (the files of {experiment.data} have changed): {CURE}")
     return result
 
@@ -94,7 +94,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 def on_trust(out: Path, now: Identity) -> str:
     """Return a warning if the run in ``out`` has no digest of its records or code to compare; empty otherwise."""
-    if not (out / run_directory.CONFIG).exists() or not (unknown := now.untold(run_directory.read_identity(out))):
+    if not (out / run_directory.CONFIG).exists() or not (unknown := now.unverified(run_directory.read_identity(out))):
         return ""
     return (
         f"{out} has no digest of its {unknown} that can be compared here (it is of an older version, or of another "
@@ -120,7 +120,7 @@ def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) 
     return None
 
 
-def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
+def start_or_resume(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     """Create the run directory, or resume the run in it; return the log and the number of the next round.
 
     Raises UserError if the files do not belong together or to the experiment. A run never resumes from incomplete
@@ -159,7 +159,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
     """Return the identity to store: the stored one if it agrees with ``now``, else that of ``now``."""
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
-    return now.written() if now.untold(recorded) or now.changed(recorded) else recorded
+    return now.written() if now.unverified(recorded) or now.changed(recorded) else recorded
 
 
 def has_leftovers(experiment: Experiment, out: Path) -> bool:

@@ -28,7 +28,7 @@ from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import Procedure, Run, Stage, done, prepared_strategy, stages_of, tasks_of
+from fl_sim.simulation.stage import Procedure, Run, Stage, prepared_strategy, run_stage, stages_of, tasks_of
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, Progress, RoundRecord, write_state
@@ -152,7 +152,7 @@ class Rounds(Procedure):
             log.measured_again = log.measured if ends_untested else None
         for stage in log.stages:
             assert isinstance(stage, Stage)
-            done(stage, run, "after")
+            run_stage(stage, run, "after")
 
     def _model(self, server: ServerState, params: Params) -> Params:
         """Return all tensors of the model, with ``params`` as the parameters of the server."""

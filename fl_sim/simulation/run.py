@@ -19,7 +19,7 @@ from fl_sim.kinds import Budgeted, kind_of
 from fl_sim.seeding import process_kept, seeded_alone
 from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
-from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
+from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, start_or_resume
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run_log import Observer, RunLog, Silent, error_fields, result_of
 from fl_sim.simulation.stage import Procedure
@@ -115,7 +115,7 @@ def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
     with seeded_alone(experiment.seed, "beginning"):
-        log, first_round = take_up(procedure, out)
+        log, first_round = start_or_resume(procedure, out)
     log.warnings = [*log.doubts, *_warnings_of_settings(job), *procedure.warnings(log)]
     start = time.perf_counter() - _seconds_before(experiment, log, out)
     error: BaseException | None = None

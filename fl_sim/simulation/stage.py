@@ -244,7 +244,7 @@ class Procedure(ABC):
         return []
 
 
-def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
+def run_stage(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
     """Call ``stage.before`` or ``stage.after``, then check the result fields (``facts``) of all stages.
 
     Raises RunError if two stages use the same field name, or if fields are no JSON values. If the user's own stage
@@ -340,7 +340,7 @@ def prepared_strategy(
     log.stages = stages = stages_of(job)
     for stage in stages:
         strategy.most_examples = held + log.num_pooled
-        done(stage, Run(job, strategy, grid, out, log), "before")
+        run_stage(stage, Run(job, strategy, grid, out, log), "before")
     strategy.most_examples = held + log.num_pooled
     strategy.holders = _holders(job, log)
     log.preprocess_seconds = time.perf_counter() - start
@@ -362,8 +362,8 @@ def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
     if not log.counts_holders:
         log.warnings.append(
             f"this run began with a version that counted the {without:,} clients without records where an algorithm "
-            "divides by the number of clients (SCAFFOLD, FedDyn, FedSpeed), and goes on like this: run it from the "
-            "beginning by --again for the figures of this version"
+            "divides by the number of clients (SCAFFOLD, FedDyn, FedSpeed), and still counts them: repeat the run by "
+            "--again for the results of this version"
         )
         return None
     return holders

@@ -12,7 +12,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
-from fl_sim.simulation.engine_choice import seconds_beforehand
+from fl_sim.simulation.engine_choice import seconds_of_stages
 
 
 class Grey(Settings):
@@ -66,4 +66,4 @@ def test_what_a_check_raises_ends_all() -> None:
 
 def test_an_engine_is_chosen_for_a_generator_that_cannot_be_shortened() -> None:
     chosen = {"kind": "da-fl", "generator": f"{__name__}:Grey"}
-    assert 0 < seconds_beforehand(job_of(experiment_from({"preprocess": chosen}))) < 60
+    assert 0 < seconds_of_stages(job_of(experiment_from({"preprocess": chosen}))) < 60

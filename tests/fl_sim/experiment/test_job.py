@@ -92,7 +92,7 @@ def test_bfloat16_on_a_cpu_needs_a_compiled_trainer_and_a_processor_that_have_it
     cpu, asked = torch.device("cpu"), _made("local.precision=bfloat16")
     for kernel, why_not in (
         (Kernel(ctypes.CDLL(None), 16, has_bfloat16=False), "this processor has no avx512_bf16; leave it out"),
-        (None, "there is none here: it was not compiled"),
+        (None, "no native trainer is here: it was not compiled"),
     ):
         monkeypatch.setattr(job_module, "load_kernel", lambda found=kernel: (found, "it was not compiled"))
         with pytest.raises(UserError, match=f"local.precision=bfloat16 needs the native trainer.*, and {why_not}"):
@@ -248,7 +248,7 @@ class ByLabels(FedAvg):
 
 
 def test_an_own_algorithm_splits_records_and_not_their_labels():
-    with pytest.raises(UserError, match=r"ByLabels: .* split takes indices into the training set"):
+    with pytest.raises(UserError, match=r"ByLabels: .* give it different indices into the training set"):
         job_of(Experiment(algorithm=ByLabels()))
 
 

@@ -192,9 +192,9 @@ def test_what_a_private_run_records_of_its_records_says_nothing_without_the_key(
     table(tmp_path / "t.csv", noise=True)
     other = identity_of(private, None)
     assert other.changed({"records": first}).startswith("other records")
-    assert other.untold({"records": first}) == ""
+    assert other.unverified({"records": first}) == ""
     monkeypatch.setenv("FL_SIM_LEDGERS", str(tmp_path / "of another machine"))
-    assert (other.changed({"records": first}), other.untold({"records": first})) == ("", "records")
+    assert (other.changed({"records": first}), other.unverified({"records": first})) == ("", "records")
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / "of another machine").iterdir()] == [0o600]
 
 

@@ -22,7 +22,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import client_runtime as wiring
 from fl_sim.simulation.client_runtime import as_kept, evaluation_records, fixed_threads, to_generator
-from fl_sim.simulation.engine_choice import seconds_beforehand
+from fl_sim.simulation.engine_choice import seconds_of_stages
 from fl_sim.simulation.rounds import procedure_of, runtime_of
 from fl_sim.simulation.run import run
 from fl_sim.store.tensors import save_by_content
@@ -300,7 +300,7 @@ def test_threads_of_torch_and_of_linear_algebra_are_fixed_and_put_back() -> None
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("at_work", [run, lambda experiment, _: seconds_beforehand(job_of(experiment))])
+@pytest.mark.parametrize("at_work", [run, lambda experiment, _: seconds_of_stages(job_of(experiment))])
 def test_generators_compute_in_one_thread_each_in_a_run_and_where_they_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_work: Callable[..., Any]
 ) -> None:

@@ -16,9 +16,9 @@ from fl_sim.experiment.job import job_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.simulation.engine_choice import (
+    batching_of,
     check_trainer,
     estimated_seconds,
-    together_of,
     trainer_line,
     trains_natively,
 )
@@ -99,7 +99,7 @@ def test_what_is_timed_is_training_by_the_algorithms_own_plan(algorithm: str, mo
 @pytest.mark.skipif(load_kernel()[0] is None, reason="clients are trained one by one without the compiled trainer")
 def test_of_a_smaller_model_more_steps_are_work_enough_for_another_thread():
     jobs = [job_of(experiment_from({"model": model})) for model in ("logistic", "2nn")]
-    small, large = (together_of(job, lambda *_: procedure_of(jobs[0]).runtime(), 1) for job in jobs)
+    small, large = (batching_of(job, lambda *_: procedure_of(jobs[0]).runtime(), 1) for job in jobs)
     assert small is not None
     assert large is not None
     assert small.least_steps > 100
