@@ -1,6 +1,6 @@
-"""The verbs of ``fl-sim privacy``: plan a privacy budget before a run, and audit the mechanism.
+"""The subcommands of ``fl-sim privacy``: plan a privacy budget before a run, and audit the mechanism.
 
-Slow modules are imported only when a verb is called, so that help appears at once.
+Slow modules are imported only when a subcommand runs, so that ``--help`` answers at once.
 """
 
 import json
@@ -30,7 +30,8 @@ _Rate = Annotated[
     float | None, typer.Option(help="Poisson sampling: the probability of a unit in each step, in (0, 1].")
 ]
 _Noise = Annotated[
-    float | None, typer.Option(help="Noise on the sum / clipping norm; without it the noise for --epsilon is computed.")
+    float | None,
+    typer.Option(help="Noise on the sum / clipping norm; without this option the noise for --epsilon is computed."),
 ]
 _Delta = Annotated[float, typer.Option(help="Well below 1 / number of protected units.")]
 _Epsilon = Annotated[float | None, typer.Option(help="The budget to plan for.")]
@@ -55,7 +56,7 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
     ] = None,
     noise_multiplier: _Noise = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds; without them the number that fits --epsilon is computed.")
+        int | None, typer.Option(help="Rounds; without this option the number that fits --epsilon is computed.")
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
@@ -82,10 +83,12 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     *,
     sampling_rate: _Rate = None,
     records: Annotated[int | None, typer.Option(help="Number of records n.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Expected batch B; Poisson sampling with rate B / n.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Expected batch size B; Poisson sampling with rate B / n.")
+    ] = None,
     noise_multiplier: _Noise = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps; without them the number that fits --epsilon is computed.")
+        int | None, typer.Option(help="Steps; without this option the number that fits --epsilon is computed.")
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
@@ -95,8 +98,8 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
 
-    A plan alone: clients of fl-sim run take no private steps in rounds, and there is no secure sum. DP-SGD runs in the
-    generator dp-cgan of preprocess=da-fl.
+    This is a plan for other programs: clients of fl-sim run take no private steps in rounds, and there is no secure
+    sum. In fl-sim, DP-SGD runs only in the generator dp-cgan of preprocess=da-fl.
 
     For example:
 
@@ -111,7 +114,7 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
             raise UserError(f"a batch of {batch_size} does not fit {records} records: choose 1 to {records}")
         sampling_rate = batch_size / records
     if sampling_rate is None:
-        raise UserError("how are records sampled? Give --records N --batch-size B, or --sampling-rate Q")
+        raise UserError("how are records sampled? Give --records N and --batch-size B, or --sampling-rate Q")
     sampling = _sampling("record", sampling_rate, None, records)
     _plan(sampling, noise_multiplier, steps, delta, epsilon, accountant, plot=plot, json_output=json_output)
 
@@ -120,19 +123,21 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 def plan_labels(
     *,
     records: Annotated[int, typer.Option(help="Records of the class, n_k.")],
-    gamma: Annotated[float, typer.Option(help="Synthetic records per record.")],
-    largest: Annotated[int, typer.Option("--range", help="R: the most synthetic records of a class; public.")],
-    epsilon: Annotated[float, typer.Option(help="epsilon_1, the privacy cost of one class's selection.")] = 0.1,
+    gamma: Annotated[float, typer.Option(help="Number of synthetic records per private record.")],
+    largest: Annotated[
+        int, typer.Option("--range", help="R, the largest number of synthetic records of a class; it is public.")
+    ],
+    epsilon: Annotated[float, typer.Option(help="epsilon_1, the privacy cost of the selection for one class.")] = 0.1,
     mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="The noise on the count.")] = (
         "exponential"
     ),
-    classes: Annotated[int, typer.Option(help="Classes L, for the totals.")] = 10,
+    classes: Annotated[int, typer.Option(help="Number of classes L, for the epsilon of all classes.")] = 10,
     false_positive: Annotated[
-        float, typer.Option(help="Probability that an absent class gets labels; 1 drops nothing.")
+        float, typer.Option(help="Probability that a class without records gets labels; 1 means no threshold.")
     ] = 0.01,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of DA-FL's label selection: the number of synthetic labels of a class, and its cost.
+    """Record-level privacy of DA-FL's label selection: the noisy number of synthetic labels of a class, and its cost.
 
     For example:
 
@@ -149,23 +154,27 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
     *,
     votes: Annotated[Path, typer.Option(help="Counts: an integer array, queries x classes.", metavar="COUNTS.npy")],
     mechanism: Annotated[
-        Literal["lnmax", "gnmax", "confident"], typer.Option(help="Laplace noise, Gaussian noise, or with a threshold.")
+        Literal["lnmax", "gnmax", "confident"],
+        typer.Option(help="Laplace noise, Gaussian noise, or Gaussian noise with a threshold."),
     ],
     gamma: Annotated[float | None, typer.Option(help="lnmax: Laplace noise of scale 1 / gamma votes.")] = None,
     sigma: Annotated[float | None, typer.Option(help="gnmax, confident: noise on every count, in votes.")] = None,
     threshold: Annotated[float | None, typer.Option(help="confident: votes that the top count must reach.")] = None,
-    sigma_threshold: Annotated[float | None, typer.Option(help="confident: noise of that test, in votes.")] = None,
+    sigma_threshold: Annotated[
+        float | None, typer.Option(help="confident: noise on the top count in this test, in votes.")
+    ] = None,
     delta: _Delta = 1e-5,
     epsilon: Annotated[
-        float | None, typer.Option(help="Also compute the number of queries that fit this total.")
+        float | None, typer.Option(help="Also compute the number of queries that fit this epsilon.")
     ] = None,
     release: Annotated[
-        bool, typer.Option("--release", help="Also publish the data-dependent epsilon with noise; each call costs.")
+        bool,
+        typer.Option("--release", help="Also publish the data-dependent epsilon with noise; each call costs privacy."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw epsilon over queries.", metavar="FILE.png")] = None,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of labels that teachers voted for: data-dependent (private) and data-independent epsilon.
+    """Record-level privacy of labels by PATE: the data-dependent (private) and the data-independent epsilon.
 
     For example:
 
@@ -189,12 +198,18 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
 @app.command("audit")
 def run_audit(
     *,
-    noise_multiplier: Annotated[float, typer.Option(help="Noise multiplier whose claim is tested.", min=0.1)] = 1.0,
-    runs: Annotated[int, typer.Option(help="Simulated rounds in each of the two worlds.", min=100)] = 4000,
-    seed: Annotated[int | None, typer.Option(help="Repeat an audit; without a seed the noise is fresh.")] = None,
+    noise_multiplier: Annotated[
+        float, typer.Option(help="Noise multiplier whose claimed privacy is tested.", min=0.1)
+    ] = 1.0,
+    runs: Annotated[
+        int, typer.Option(help="Simulated rounds with the audited client, and as many without it.", min=100)
+    ] = 4000,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes the noise repeatable; without a seed every audit has fresh noise.")
+    ] = None,
     json_output: _Json = False,
 ) -> None:
-    """Test the claimed privacy of the Global DP aggregator, and of planted faults, on a worst case.
+    """Test the claimed privacy of the Global DP aggregator, and of faulty variants, on worst-case updates.
 
     For example:
 
@@ -230,18 +245,20 @@ def run_audit(
         bounds = f"{profile.lower_bounds[0]:12.3f}{profile.lower_bounds[2]:12.3f}{profile.epsilon_lower_bound:12.2f}"
         say(f"{finding.mechanism:32}{bounds}  {verdict}")
     say(
-        f"tightness {proven / at_delta:.2f}: had {TRUE_MECHANISM!r} claimed an epsilon below {proven:.2f} (it claims "
-        f"{at_delta:.2f}), these runs would have refuted it"
+        f"tightness {proven / at_delta:.2f}: these runs would refute a claim of {TRUE_MECHANISM!r} below epsilon "
+        f"{proven:.2f}; its claim is {at_delta:.2f}"
     )
 
 
 def _sampling(unit: str, rate: float | None, cohort: int | None, population: int | None) -> "Sampling":
     if rate is None and (cohort is None or population is None):
-        raise UserError(f"how are {unit}s sampled? Give --sampling-rate Q, or --{unit}s K and --cohort m")
+        raise UserError(f"how are {unit}s sampled? Give --sampling-rate Q, or --{unit}s K and --cohort M")
     if rate is not None and cohort is not None:
-        raise UserError("--sampling-rate means Poisson sampling, --cohort a fixed size: give one of them")
+        raise UserError("--sampling-rate means Poisson sampling, --cohort a fixed cohort size: give one of them")
     if rate is not None and not 0 < rate <= 1:
-        raise UserError(f"sampling rate {rate} is not in (0, 1]: give the chance that one {unit} takes part in a step")
+        raise UserError(
+            f"sampling rate {rate} is not in (0, 1]: give the probability that one {unit} takes part in a step"
+        )
     if population is not None and population < 1:
         raise UserError(f"{population} {unit}s: give at least 1")
     return plan_code.Sampling(unit, rate, cohort, population)
@@ -310,13 +327,13 @@ def _label_costs(
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:
-    """Return the result of ``_label_costs`` as lines of text; of a long distribution, only the part around the mean."""
+    """Return the result of ``_label_costs`` as lines of text; a long distribution is shown around its mean only."""
     lines = [
         f"synthetic labels    {found['mean']:.4g} on average, standard deviation {found['standard_deviation']:.4g}",
         f"target              {found['target']:.6g} = gamma x records; at most {found['range']}",
-        f"threshold           {found['threshold']}; fewer count as none",
-        f"  of this class     {found['dropped']:.3g} is the chance to fall below it",
-        f"  of an absent one  {found['false_positive']:g} at most is the chance to reach it",
+        f"threshold           {found['threshold']}; a class with fewer labels gets none",
+        f"  of this class     {found['dropped']:.3g} is the probability to fall below the threshold",
+        f"  of an absent one  {found['false_positive']:g} at most is the probability to reach the threshold",
         f"absent class        {found['mean_of_absent_class']:.3g} labels on average without the threshold",
         f"epsilon             {found['epsilon_parallel']:g} for all classes together, since a record is in one class",
         f"  sequential        {found['epsilon_sequential']:g} added up over {found['classes']} classes",

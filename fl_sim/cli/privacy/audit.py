@@ -1,7 +1,7 @@
 """The code of ``fl-sim privacy audit``: tests of the real Global DP aggregator, and of planted faults.
 
-The audit must find all planted faults. The auditor has everything that a run publishes: all global models, and the run
-directory with the seed.
+A planted fault is a variant of the aggregator that protects less than it claims; the audit must find all of them. The
+auditor has everything that a run publishes: all global models, and the run directory with the seed.
 """
 
 import math
@@ -51,7 +51,11 @@ _SEED: Final = 0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of the audit of one mechanism, the real one or one with a planted fault."""
+    """The result of the audit of one mechanism, the real one or one with a planted fault.
+
+    ``mechanism``: its name. ``profile``: the result of the privacy-profile audit. ``calibration``: p-values of the
+    noise's distribution, by the name of the test; empty where the noise is not tested.
+    """
 
     mechanism: str
     profile: ProfileAudit
@@ -66,7 +70,8 @@ class Finding:
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
     """Audit the aggregator with ``noise_multiplier`` and every planted fault, all against the same claimed guarantee.
 
-    ``only``: the name of a single mechanism to audit; None: all.
+    ``num_runs``: the number of runs in each world. ``only``: the name of a single mechanism to audit; None means
+    all.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
@@ -98,7 +103,7 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds with sampled cohorts against the claimed guarantee amplified by sampling."""
+    """Audit several rounds with sampled cohorts against the claimed guarantee with amplification by sampling."""
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -142,10 +147,11 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism} of the auditor's statistic, for secret cohorts and for cohorts from the published seed.
+    """Return {name: mechanism} for secret cohorts and for cohorts from the published seed; each returns one statistic.
 
-    The auditor samples each cohort again from the published seed, and adds the log likelihood ratios, with the audited
-    client and without it, of the rounds in whose cohort this client would be.
+    The auditor samples each cohort again from the published seed, and takes the rounds in whose cohort the audited
+    client would be. The statistic is the sum, over these rounds, of the log likelihood ratios of the release with
+    and without this client.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)
@@ -155,7 +161,7 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
     def published(server_round: int) -> Coins:
         return rng(_SEED, "sampler", server_round).random
 
-    def looked_at(coins: Callable[[int], Coins], world: World, run: int) -> NDArray[np.float64]:
+    def statistic(coins: Callable[[int], Coins], world: World, run: int) -> NDArray[np.float64]:
         total = 0.0
         for server_round in range(run * _ROUNDS, (run + 1) * _ROUNDS):
             if 1 in sampler.sample(2, published(server_round), server_round):
@@ -166,13 +172,16 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
         return np.array([total])
 
     return {
-        TRUE_SAMPLING: partial(looked_at, rounds.coins),
-        "cohort from the published seed": partial(looked_at, published),
+        TRUE_SAMPLING: partial(statistic, rounds.coins),
+        "cohort from the published seed": partial(statistic, published),
     }
 
 
 def _world(world: World, run: int) -> Cohort:
-    """Return a cohort: one client without changes and, in world 1, the audited client with large changes everywhere."""
+    """Return the cohort of one round in ``world``.
+
+    It has one client without changes and, in world 1, the audited client with large changes of all parameters.
+    """
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)
     replies = (bystander, audited) if world else (bystander,)

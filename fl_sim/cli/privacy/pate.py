@@ -19,8 +19,8 @@ from fl_sim.report.picture import save_plot
 Name: TypeAlias = Literal["lnmax", "gnmax", "confident"]
 
 PRIVATE: Final = (
-    "computed from the votes, so as private as they are: do not publish it. Publish the data-independent epsilon, or "
-    "the noisy one of --release"
+    "this epsilon is computed from the votes and is as private as the votes: do not publish it. Publish the "
+    "data-independent epsilon, or the noisy epsilon of --release"
 )
 _NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "lnmax": ("--gamma",),
@@ -32,7 +32,10 @@ _MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments
 
 @dataclass(frozen=True)
 class LabellingRequest:
-    """A PATE mechanism with the user's parameters. All noise is in units of votes (Laplace noise: scale 1 / gamma)."""
+    """A PATE mechanism with the user's parameters. All noise is in units of votes (Laplace noise: scale 1 / gamma).
+
+    ``target``: an epsilon; None unless the number of queries within it is to be computed.
+    """
 
     mechanism: Name
     gamma: float | None
@@ -43,7 +46,7 @@ class LabellingRequest:
     target: float | None = None
 
     def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
-        """Return the cost model of the mechanism. Raise UserError for a missing, superfluous or invalid parameter."""
+        """Return the cost model of the mechanism. Raises UserError for a missing, superfluous or invalid parameter."""
         given = {
             "--gamma": self.gamma,
             "--sigma": self.sigma,
@@ -53,8 +56,8 @@ class LabellingRequest:
         needed = _NEEDS[self.mechanism]
         for name, value in given.items():
             if (value is None) == (name in needed):
-                state = "missing" if value is None else "not for it"
-                raise UserError(f"mechanism {self.mechanism} takes {' and '.join(needed)}: {name} is {state}")
+                state = "missing" if value is None else "not allowed"
+                raise UserError(f"mechanism {self.mechanism} needs {' and '.join(needed)} only: {name} is {state}")
             if value is not None and not (0 < value < math.inf or (name == "--threshold" and value == 0)):
                 raise UserError(f"{name} {value} gives no guarantee: choose a positive number")
         if self.gamma is not None:
@@ -66,13 +69,13 @@ class LabellingRequest:
 
 
 def read_votes(path: Path) -> labelling_cost.Counts:
-    """Return the vote counts, (queries, classes), from a ``.npy`` file. Raise UserError for any other content."""
+    """Return the vote counts, (queries, classes), from a ``.npy`` file. Raises UserError for any other content."""
     try:
         with path.open("rb") as file:
             votes = np.lib.format.read_array(file, allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (votes are a .npy file, written with numpy.save)") from error
-    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # headers are read as Python
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # a header is a Python dict
         raise UserError(f"{path} is no .npy file of numbers ({error}): write the counts with numpy.save") from error
     try:
         return labelling_cost.valid_counts(votes)
@@ -81,7 +84,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
 
 
 def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return the privacy cost of the queries (the bill) as JSON values."""
+    """Return the privacy cost of all queries as JSON values; this dictionary is called the bill."""
     valid_delta(request.delta)
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
@@ -118,8 +121,8 @@ def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[st
     cost = request.cost()
     if request.mechanism == "confident":
         raise UserError(
-            "--release of confident must know which queries were answered, and votes do not tell: run algorithm=pate "
-            "with algorithm.publish_cost=true, or leave --release out"
+            "for confident, --release needs to know which queries were answered, and the votes do not contain this: "
+            "run algorithm=pate with algorithm.publish_cost=true, or leave --release out"
         )
     shape = {"queries": len(counts), "teachers": int(counts[0].sum()), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, request.delta, **shape)
@@ -128,11 +131,11 @@ def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[st
 
 
 def in_words(bill: dict[str, Any]) -> str:
-    """Return the privacy cost in ``bill`` as lines of text."""
+    """Return the bill, the result of ``answer``, as lines of text."""
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
     is_expected = bill["answers_are"] == "expected"
-    is_private = ". PRIVATE, too: how many answers are expected is computed from the votes" if is_expected else ""
+    is_private = ". PRIVATE, too: the expected number of answers is computed from the votes" if is_expected else ""
     expected = " (expected)" if is_expected else ""
     facts = {
         "mechanism": _mechanism_in_words(bill),
@@ -147,7 +150,7 @@ def in_words(bill: dict[str, Any]) -> str:
         "": f"PRIVATE: {PRIVATE}",
         "as published": f"data-dependent {published['epsilon_data_dependent']:.4f}, data-independent "
         f"{published['epsilon_data_independent']:.4f} ({published['bounds']})",
-        "unit": "record: one record of one teacher's shard is another, or missing",
+        "unit": "record: one record of one teacher's shard is replaced or removed",
     }
     if "queries_that_fit" in bill:
         facts["queries that fit"] = (
@@ -164,7 +167,7 @@ def in_words(bill: dict[str, Any]) -> str:
 
 
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
-    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into ``path``."""
+    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``."""
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -176,9 +179,7 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
             ordered[:, -1] - ordered[:, -2], each[f"epsilon_data_{name}"], ".", markersize=3, label=f"data-{name}{note}"
         )
     left.set(xlabel="queries", ylabel=f"total epsilon at delta {bill['delta']:g}", ylim=(0, None))
-    right.set(
-        xlabel="gap between the first two classes, votes", ylabel="epsilon per query, of it alone", ylim=(0, None)
-    )
+    right.set(xlabel="gap between the first two classes, votes", ylabel="epsilon of each query alone", ylim=(0, None))
     left.legend()
     figure.suptitle(f"{_mechanism_in_words(bill)}; {bill['teachers']} teachers")
     save_plot(figure, path)

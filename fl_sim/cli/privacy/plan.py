@@ -20,18 +20,19 @@ _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
 NOT_IN_RUNS: Final = (
-    "DP-SGD on records that one holder has, as in da-fl's dp-cgan. Clients of fl-sim run take no private steps in "
-    "rounds, and no secure sum hides their updates from the server: a record is protected there by preprocess=da-fl, "
-    "calibrate.epsilon or algorithm=pate, a client by aggregator=global-dp"
+    "DP-SGD on the records of one holder, as in da-fl's dp-cgan. Clients of fl-sim run take no private steps in "
+    "rounds, and no secure sum hides their updates from the server. In fl-sim run a record is protected by "
+    "preprocess=da-fl, calibrate.epsilon or algorithm=pate, and a client by aggregator=global-dp"
 )
-"""The limit of a DP-SGD plan, for output: ``fl-sim run`` does not have this training."""
+"""The limit of a DP-SGD plan, in words: clients of ``fl-sim run`` cannot train in this way."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Poisson sampling of units at ``rate``, or sampling of ``cohort`` out of ``population`` without replacement.
 
-    ``population``: total number of units; it may be None for Poisson sampling, which does not use it.
+    ``unit``: the privacy unit. ``population``: the number of all units; it may be None for Poisson sampling, which
+    does not use it.
     """
 
     unit: str
@@ -40,7 +41,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event ``event`` amplified by this sampling."""
+        """Return the privacy event of ``event`` on a cohort that was sampled in this way."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -50,7 +51,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """The known quantities. One of ``noise`` (noise multiplier), ``steps`` and ``target`` (epsilon) may be None."""
+    """The known quantities of a plan, of which one is to be computed from the others.
+
+    ``noise`` (noise multiplier), ``steps`` or ``target`` (epsilon): at most one of these may be None.
+    """
 
     sampling: Sampling
     noise: float | None
@@ -61,7 +65,7 @@ class BudgetRequest:
 
 
 def answer(request: BudgetRequest) -> dict[str, Any]:
-    """Return the plan as JSON values. Raise UserError if two quantities are missing, or if a value is invalid."""
+    """Return the plan as JSON values. Raises UserError if two quantities are missing, or if a value is invalid."""
     _check(request)
     sampling, delta, accountant = request.sampling, request.delta, request.accountant
     noise, steps = request.noise, request.steps
@@ -97,7 +101,7 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan as lines of text."""
+    """Return the plan, the result of ``answer``, as lines of text."""
     source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
     if plan["no_pld"]:
         source = f"by RDP; {plan['no_pld']}"
@@ -120,7 +124,7 @@ def in_words(plan: dict[str, Any]) -> str:
 def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
     """Draw epsilon over steps, for both accountants, into the file ``path``, in the format of its suffix."""
     if not plan["steps"]:
-        raise UserError("nothing to plot: not one step fits; raise --epsilon or --noise-multiplier")
+        raise UserError("nothing to plot: not one step fits the budget; raise --epsilon or --noise-multiplier")
     event = request.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -146,7 +150,7 @@ def _check(request: BudgetRequest) -> None:
     if request.noise is not None and not 0 < request.noise < math.inf:
         raise UserError(f"noise multiplier {request.noise} gives no guarantee: choose a positive number such as 1.0")
     if request.steps is not None and not 1 <= request.steps <= _MOST_STEPS:
-        steps = str(request.steps) if abs(request.steps) < 10**30 else "that many"
+        steps = str(request.steps) if abs(request.steps) < 10**30 else "so many"
         raise UserError(f"{steps} steps: give 1 to {_MOST_STEPS:g}")
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")

@@ -74,7 +74,7 @@ def test_confident_says_that_its_answers_are_expected_and_what_holds_for_any(vot
     assert found["epsilon_rdp"] > found["epsilon_data_independent"]
     assert found["epsilon"] == found["epsilon_pld"] < found["epsilon_rdp"]
     assert "(expected)" in output(votes, *CONFIDENT)
-    assert "PRIVATE, too: how many answers are expected" in output(votes, *CONFIDENT)
+    assert "PRIVATE, too: the expected number of answers" in output(votes, *CONFIDENT)
     assert "PRIVATE, too" not in output(votes, *GNMAX)
     assert call(votes, *GNMAX)["answers_are"] == "all"
 
@@ -129,8 +129,8 @@ def test_twenty_thousand_queries_take_seconds(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--mechanism", "lnmax"), "--gamma is missing"),
-        (("--mechanism", "gnmax", "--gamma", "1"), "--gamma is not for it"),
-        ((*LNMAX, "--sigma", "3"), "--sigma is not for it"),
+        (("--mechanism", "gnmax", "--gamma", "1"), "--gamma is not allowed"),
+        ((*LNMAX, "--sigma", "3"), "--sigma is not allowed"),
         (("--mechanism", "confident", "--sigma", "40"), "--threshold is missing"),
         (("--mechanism", "gnmax", "--sigma", "0"), "--sigma 0.0 gives no guarantee"),
         (("--mechanism", "lnmax", "--gamma", "nan"), "--gamma nan gives no guarantee"),

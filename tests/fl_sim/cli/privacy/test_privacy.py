@@ -190,7 +190,7 @@ def test_the_audit_command_prints_bounds_for_every_mechanism(
     assert text.count("claimed (epsilon at delta 1e-5)") == 1
     assert text.count("claimed by sampling") == 1
     assert 0 < found["tightness"] < 1
-    assert f"tightness {found['tightness']:.2f}: had '{TRUE_MECHANISM}' claimed an epsilon below" in text
+    assert f"tightness {found['tightness']:.2f}: these runs would refute a claim of '{TRUE_MECHANISM}' below" in text
     for mechanism in found["mechanisms"]:
         assert mechanism["mechanism"] in text
         assert len(mechanism["profile"]["lower_bounds"]) == 4
