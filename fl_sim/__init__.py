@@ -58,7 +58,7 @@ def __dir__() -> list[str]:
 
 
 def _refuse_shadows() -> None:
-    """Raise ImportError if a module of the user's own has the name of a package of fl-sim and hides it."""
+    """Raise ImportError if a user's file or folder, such as ``clients.py``, hides fl-sim's package of the same name."""
     here = Path(__file__).resolve().parents[1]
     for name in ("strategies", "clients", "partitions"):
         spec = importlib.util.find_spec(name)

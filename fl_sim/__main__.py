@@ -25,7 +25,7 @@ def main() -> None:
     try:
         code = app(arguments, standalone_mode=False)
         if code == INTERRUPTED:
-            say("interrupted: what is finished is kept; the same command goes on from there", err=True)
+            say("interrupted: finished work is kept; the same command goes on from there", err=True)
         sys.exit(code)
     except click.ClickException as error:
         error.show()
@@ -40,9 +40,9 @@ def main() -> None:
 
 
 def command() -> None:
-    """Run the command line as a process, and exit without torch's cleanup, which takes a fifth of a second.
+    """Run the command line as a process. Exit without torch's cleanup, which takes a fifth of a second.
 
-    At that time all files are closed, and the command has stopped its Ray instance and its workers.
+    The cleanup is not needed: all files are closed, and the command has stopped its Ray instance and its workers.
     """
     code: object = 0
     _open_standard_files()
@@ -53,21 +53,21 @@ def command() -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # whoever read has gone
+    except OSError:  # the program that read the output, such as ``head``, has ended
         code = 1
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _open_standard_files() -> None:
-    """Open the standard files that the shell closed (``>&-``).
+    """Open stdin, stdout and stderr on the null device where the shell has closed them (``>&-``).
 
-    Otherwise the next file that is opened would receive the output.
+    Otherwise the next file that the program opens would get the number of stdout, and so receive its output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is ``number``
             file = open(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, file)
 

@@ -32,12 +32,15 @@ class RunError(RuntimeError):
         self.private = private
 
 
-class Diverged(RunError):  # noqa: N818 (what happened to the numbers, not a kind of error of ours)
-    """Training produced numbers that are not finite. The caller adds the relevant settings of the algorithm."""
+class Diverged(RunError):  # noqa: N818 (named after the event)
+    """Training produced NaN or infinity. The code that catches this error adds settings that may cure it."""
 
 
-class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wrong with us)
-    """A client's reply that cannot be used. The message states the reason; ``said``: the failed client's message."""
+class Malformed(ValueError):  # noqa: N818 (named after the reply)
+    """A client's reply that the server cannot use, or no reply. The message states the reason and the cure.
+
+    ``said``: the error message of a client that failed; it may quote the client's records.
+    """
 
     def __init__(
         self, reason: str, *, cure: str = "see that it runs the same version of fl-sim", said: str = ""
@@ -46,14 +49,14 @@ class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wro
         self.said = said
 
 
-class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
-    """The next release would exceed the budget. Nothing was charged and nothing may be released."""
+class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error)
+    """The next release would exceed the privacy budget: it was not charged, and must not be made."""
 
     def __init__(self, *, num_releases: int, spent: float, would_be: float, budget: float, delta: float):
         after = f"{would_be:.4g}" if would_be < math.inf else "none (no guarantee)"
         super().__init__(
             f"budget spent after {num_releases} releases: epsilon {spent:.4g} of {budget:g} at delta {delta:g}; "
-            f"one more would make it {after}"
+            f"one more release would make epsilon {after}"
         )
         self.num_releases = num_releases
         self.spent = spent
@@ -61,11 +64,11 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
 
 
 _STEERING: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-"""Control characters except tab and line feed, marks that change the direction of a text, and surrogates."""
+"""Control characters except tab and line feed, Unicode marks that change the writing direction, and surrogates."""
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters replaced by ASCII escapes, so that a terminal does not obey them."""
+    """Return ``text`` with control characters replaced by ASCII escapes, so that a terminal does not execute them."""
     return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -75,16 +78,16 @@ def in_a_line(text: str) -> str:
 
 
 def as_cell(text: str) -> str:
-    """Return ``text`` for a cell of a spreadsheet, with an apostrophe before a formula, so that the formula is not run.
+    """Return ``text`` for a cell of a spreadsheet. A formula gets an apostrophe in front, so that it is not executed.
 
-    Numbers are unchanged.
+    Numbers and other texts are unchanged.
     """
     first = unicodedata.normalize("NFKC", text.lstrip())[:1]
     return f"'{text}" if (first in {"=", "+", "-", "@"} and not _is_number(text)) or text[:1] in {"\t", "\r"} else text
 
 
 def _bounded(message: str) -> str:
-    """Return ``message`` shortened: too long words, and a too long text, lose their middle."""
+    """Return ``message``; words and texts that are too long lose their middle."""
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

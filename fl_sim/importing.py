@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-_LEFT_OUT: Final = Event()  # gc.get_freeze_count counts all objects, which takes as long as a round
+_LEFT_OUT: Final = Event()  # set by leave_out; gc.get_freeze_count, which counts all objects, is as slow as a round
 
 
 @contextmanager
 def importing() -> Iterator[None]:
     """Disable garbage collection in this block, and exclude the imported objects from it until the process ends.
 
-    torch and Flower create a million objects at import. To scan them again and again takes a quarter of a short run's
-    time (see the notes on ``gc.freeze`` in Python's documentation).
+    torch and Flower create a million objects at import. Without this function, garbage collection would scan these
+    objects again and again, for a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).
     """
     before = len(sys.modules)
     gc.disable()
@@ -58,8 +58,8 @@ def leave_out() -> None:
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection in this block.
 
-    If ``leave_out`` was called before, they stay excluded after the block: a collection at the end takes most of a
-    second.
+    If ``leave_out`` was called before, the objects stay excluded after the block, which saves a garbage collection of
+    most of a second.
     """
     if _LEFT_OUT.is_set():
         yield

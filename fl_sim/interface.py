@@ -85,7 +85,7 @@ class TableResult:
 
         return markdown(self.table)
 
-    _repr_markdown_ = to_markdown  # what a notebook shows
+    _repr_markdown_ = to_markdown  # called by Jupyter
 
     def to_pandas(self) -> Any:
         """Return ``table.csv`` as a pandas DataFrame with one row per run; shares are in percent.
@@ -126,9 +126,9 @@ def run(
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
         observers = tracking.of(directory, _ProgressObserver(shown), shown.say, observer)
         if again and (aside := set_aside(chosen, directory)):
-            shown.say(f"what {directory} held is in {aside} now")
+            shown.say(f"the earlier files of {directory} are in {aside} now")
         if out is None and (shorter := begin_with_shorter(chosen, directory, root)):
-            shown.say(f"the rounds of {shorter} are the first of this run")
+            shown.say(f"the first rounds of this run are those of {shorter}, an equal run with fewer rounds")
         shown.say(f"results go to {directory}")
         facts = simulation.run(chosen, directory, root, observers)
         if not observers.has_started:
@@ -152,12 +152,15 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     """
     out, root = Path(directory), _data_root(data_root)
     if not (out / run_directory.CONFIG).exists():
-        raise UserError(f"{out} holds no run ({run_directory.CONFIG} is missing): name the directory that --out named")
+        raise UserError(
+            f"{out} holds no run ({run_directory.CONFIG} is missing): give the run directory, as in --out of the run"
+        )
     experiment, facts = experiment_of_run(read_table(out / run_directory.CONFIG)), run_directory.read_result(out)
     if facts is None or facts.get("status") != "finished":
         done = len(read_rounds(out))
         raise UserError(
-            f"{out} holds an unfinished run ({done} of {experiment.rounds} rounds): the command that began it goes on"
+            f"{out} holds an unfinished run ({done} of {experiment.rounds} rounds): repeat the run's command to finish "
+            "it"
         )
     path = out / run_directory.MODEL
     if not path.exists():
@@ -171,14 +174,17 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:
         raise UserError(
             f"{path} does not fit model {experiment.model}: tensor {wrong[0]} is {found.get(wrong[0], 'missing')} "
-            f"there and {wanted.get(wrong[0], 'unknown')} in the model: put the code of that run back"
+            f"there and {wanted.get(wrong[0], 'unknown')} in the model: restore the code with which the run was made"
         )
     model.load_state_dict(tensors, strict=False)
     return model.eval()
 
 
 def directory_of(experiment: Experiment, out: Path | None, data_root: Path | None) -> tuple[Experiment, Path]:
-    """Return (experiment with all defaults, run directory): ``out``, or a directory named after the settings."""
+    """Return (``experiment`` with all defaults filled in, run directory).
+
+    The run directory is ``out``, or, if ``out`` is None, a directory in ``results`` that is named after the settings.
+    """
     chosen = resolved(experiment, data_root)
     return chosen, out or RESULTS / run_name(chosen, load(chosen.data, data_root, chosen.features))
 
@@ -221,7 +227,7 @@ def table(
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), RESULTS / name if out is None else Path(out)
     board = TableState(settings, plan_table(settings, root))
-    with suppress(TimeIsUp):  # the table says what it has
+    with suppress(TimeIsUp):  # then the table has the cells finished so far
         fill(board, directory, jobs, root, deadline=deadline, progress=progress, tracking=tracking, again=again)
     return TableResult(directory, conclude(board, directory)[0])
 
@@ -240,11 +246,9 @@ class _ProgressObserver(Silent):
         self._progress.started(first_round)
 
     def replied(self, replies: int) -> None:
-        """Show the number of replies."""
         self._progress.replied(replies)
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Show the round."""
         self._progress.finished_round(record)
 
     def preparing(self, what: str) -> None:
@@ -252,7 +256,7 @@ class _ProgressObserver(Silent):
         self._progress.preparing(what)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Show the warnings that are new since the start. The caller shows the result."""
+        """Show the run's warnings that were not shown at its start. ``fl_sim.run`` returns the result."""
         for warning in facts["warnings"]:
             if warning not in self._shown:
                 self._progress.say(warning)
@@ -261,12 +265,14 @@ class _ProgressObserver(Silent):
 def _data_root(given: str | Path | None) -> Path | None:
     root = None if given is None else Path(given)
     if root is not None and not root.is_dir():
-        raise UserError(f"data_root={str(root)!r} is no directory: name the one that data sets lie in, or leave it out")
+        raise UserError(
+            f"data_root={str(root)!r} is no directory: give the directory of the data sets, or leave data_root out"
+        )
     return root
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of a plan in which each settings object is replaced by its table."""
+    """Return ``value``, a part of a table's plan, with settings objects replaced by dicts, as a TOML file has them."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):

@@ -1,4 +1,7 @@
-"""Kinds, the variants of a setting: names, fields and short forms of their classes, protocols of optional members."""
+"""Kinds, the variants of a setting, such as the algorithm ``fedprox``. Each kind is a settings class.
+
+This module has the protocols of the classes' optional members, and functions for names, fields and short forms.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -10,11 +13,11 @@ from fl_sim.own_code import PACKAGES
 
 
 class LocalChoices(Protocol):
-    """The settings of local training that a kind's ``check`` may read."""
+    """The settings of local training that the ``check`` of another setting may read."""
 
     @property
     def label_smoothing(self) -> float:
-        """The share of a label that is spread over all classes."""
+        """The share of a label that label smoothing distributes over all classes."""
 
     @property
     def batch_norm(self) -> str:
@@ -26,7 +29,7 @@ class LocalChoices(Protocol):
 
 
 class Harm(Protocol):
-    """The settings of an attack that a kind's ``check`` may read."""
+    """The settings of an attack that the ``check`` of another setting may read."""
 
     @property
     def clients(self) -> int:
@@ -34,23 +37,23 @@ class Harm(Protocol):
 
 
 class Compressing(Protocol):
-    """The settings of compression that a kind's ``check`` may read."""
+    """The settings of compression that the ``check`` of another setting may read."""
 
     @property
     def keeps_error(self) -> bool:
-        """True if the unsent rest of an update is sent in a later round (error feedback)."""
+        """True for error feedback: a later round sends the part of an update that compression left out."""
 
 
 class Choices(Protocol):
-    """The experiment in the form that a kind's ``check`` may read."""
+    """The parts of an experiment that the ``check`` of a setting may read."""
 
     @property
     def clients(self) -> int:
-        """The number of clients of the experiment."""
+        """The number of clients."""
 
     @property
     def rounds(self) -> int:
-        """The number of rounds of the experiment."""
+        """The number of rounds."""
 
     @property
     def partition(self) -> object:
@@ -70,7 +73,7 @@ class Choices(Protocol):
 
     @property
     def sampling_seed(self) -> int | None:
-        """The seed from which cohorts are sampled, if it is set."""
+        """The seed from which cohorts are sampled; None if the setting is not given."""
 
     @property
     def local(self) -> LocalChoices:
@@ -98,18 +101,18 @@ class Choices(Protocol):
 
     @property
     def hides_time(self) -> bool:
-        """True if durations of clients would reveal private facts and are therefore hidden."""
+        """True if the run hides how long each client takes, because a duration would reveal private facts."""
 
 
 class Staged(Protocol):
-    """A kind that adds a stage before the first round or after the last round."""
+    """A settings class that adds a stage before the first round or after the last round."""
 
     stage: ClassVar[str]
     """Import path of the stage, as "module:Class"."""
 
 
 class Proceeding(Protocol):
-    """A kind of server that runs a procedure of its own in place of the rounds."""
+    """The settings class of a server that replaces the usual rounds by another procedure, such as FedBuff's."""
 
     procedure: ClassVar[str]
     """Import path of the procedure (fl_sim.simulation.stage.Procedure), as "module:Class"."""
@@ -117,38 +120,39 @@ class Proceeding(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """A kind that excludes some values of other settings."""
+    """A settings class that is incompatible with some values of other settings."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, in one line with the cure, if ``experiment`` is incompatible with this kind."""
+        """Raise ValueError, in one line with the cure, if ``experiment`` is incompatible with these settings."""
 
 
 @runtime_checkable
 class Completing(Protocol):
-    """A kind that can compute a missing setting from the whole experiment, such as noise from a budget."""
+    """A settings class that computes a missing value from the experiment, such as the noise from a privacy budget."""
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return the table ``given`` of this kind's settings, with missing values computed.
+        """Return ``given``, the user's values for the fields of this class, with the missing values computed.
 
-        ``made``: a function from such a table to the experiment with it. Raises UserError if no value fits.
+        ``made``: a function that returns the whole experiment with such a dict of values in it. Raises UserError if no
+        value is possible.
         """
 
 
 @runtime_checkable
 class Sealing(Protocol):
-    """A kind that reads a file of the user and stores the file's digest, which detects changes of the file."""
+    """A settings class that reads a file of the user. It stores the file's digest, so that a change is detected."""
 
     def sealed(self) -> Self:
-        """Return these settings with the digest of the file. Raises UserError if the file cannot be read."""
+        """Return these settings with the digest of the user's file. Raises UserError if the file cannot be read."""
 
 
 @runtime_checkable
 class Budgeted(Protocol):
-    """A kind with a privacy budget of its own."""
+    """A settings class with a privacy budget."""
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if the budget is too small for the first release. Called before any training.
+        """Raise UserError if the privacy budget is too small for the first release. Called before any training.
 
         ``records``: the number of records of each client. The check takes seconds at most.
         """
@@ -156,40 +160,43 @@ class Budgeted(Protocol):
 
 @runtime_checkable
 class Remarking(Protocol):
-    """A kind with settings that have no effect, or an unexpected effect, in some experiments."""
+    """A settings class that may warn the user about its values."""
 
     def remarks(self, experiment: Choices) -> Sequence[str]:
-        """Return sentences for the user about settings without effect or with an unexpected one, each in one line."""
+        """Return warnings, one line each, about settings with no effect or a surprising effect in this experiment."""
 
 
 @runtime_checkable
 class Promising(Protocol):
-    """A kind that may promise privacy: then a run shows nothing about single clients, not even durations."""
+    """A settings class that may protect clients. If ``is_private``, a run shows no facts about a single client.
+
+    Even the durations of single clients are then hidden.
+    """
 
     is_private: ClassVar[bool]
 
 
 @runtime_checkable
 class Supplying(Protocol):
-    """A kind that gives all clients additional training records."""
+    """A settings class of a stage that gives training records, such as synthetic records, to all clients."""
 
     @property
     def replaces_records(self) -> bool:
-        """True if clients train only on the supplied records, not on their own records."""
+        """True if clients train on the supplied records alone, not on their own records."""
 
 
 def replaces_records(kind: object) -> bool:
-    """Return True if clients train only on the records that ``kind`` supplies, not on their own records."""
+    """Return True if clients train only on records that the stage ``kind`` gives them, not on their own records."""
     return isinstance(kind, Supplying) and kind.replaces_records
 
 
 @runtime_checkable
 class Captioned(Protocol):
-    """A kind that adds captions to a table."""
+    """A settings class that adds captions to a table of results."""
 
     @classmethod
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return captions, one sentence each, for the settings of this kind that occur in a table.
+        """Return captions, one sentence each. ``chosen``: all settings of this class in the table's runs.
 
         ``values``: a function that writes the values of one field as text, each value once.
         """
@@ -197,47 +204,51 @@ class Captioned(Protocol):
 
 @runtime_checkable
 class Choosing(Protocol):
-    """The marker of a field that accepts more kinds than the union in its annotation."""
+    """The marker of a settings field that accepts several settings classes, not only those of its annotation."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
-        """Return {kind: settings class} of all kinds that are known for the field."""
+        """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``."""
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the valid kind names."""
+        """Return the names that a user may choose for the field with this ``annotation``."""
 
 
 @runtime_checkable
 class Computing(Protocol):
-    """A kind that may compute with the numbers of a record; tokens are numbers with which this makes no sense."""
+    """A settings class whose code may do arithmetic with the numbers in records, such as averages.
+
+    If ``computes_with_records``, the class is refused for text: an average of tokens has no meaning.
+    """
 
     computes_with_records: ClassVar[bool]
 
 
 def hides_clients(aggregator: object) -> bool:
-    """Return True if an aggregator hides the cohort; then the set of clients with records is secret, too.
+    """Return True if ``aggregator`` hides which clients take part. The set of clients with records is then secret, too.
 
-    In this case a client without records sends zeros, even if there is a pool of synthetic records, and counts as any
-    other client does.
+    In this case a client without records sends zeros, even if there is a pool of synthetic records. The mean counts it
+    as any other client.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 
 
 def is_none(kind: object) -> bool:
-    """Return True if a setting has the kind "none", such as no compression, no attack, no virtual clock, no stage."""
+    """Return True if a setting has the value "none": no compression, no attack, no virtual clock, or no stage."""
     return kind_of(kind) == "none"
 
 
 def path_in(kind: type, name: str) -> str:
-    """Return the import path ``module:Class`` of a kind's ``stage``, ``layer`` or ``procedure``; empty if it has none.
+    """Return the import path ``module:Class`` in the attribute ``name`` of a settings class; empty if there is none.
 
-    A parameter of the same name in a user's own kind is not an import path.
+    ``name``: "stage", "layer" or "procedure". A user's own class may have a parameter of this name with another
+    meaning; its value is not returned.
     """
     path = getattr(kind, name, "")
     return path if isinstance(path, str) and ":" in path else ""
 
 
 def off(setting: str, instead: str) -> str:
-    """Return a remark for the user about a setting without effect.
+    """Return a warning for the user about a setting without effect. ``instead``: the actual behaviour.
 
     >>> off("algorithm.mu=0", "the run is one of fedavg")
     'algorithm.mu=0 has no effect: the run is one of fedavg'
@@ -246,7 +257,7 @@ def off(setting: str, instead: str) -> str:
 
 
 def kinds(union: Any) -> dict[str, type]:
-    """Return {kind: class} of the members of a union of settings classes (or of one class)."""
+    """Return {name: class} of the members of a union of settings classes (or of one class)."""
     members = get_args(union) if get_origin(union) is not None else (union,)
     return {field_defaults(member)["kind"]: member for member in members}
 
@@ -267,26 +278,26 @@ def is_settings(settings: type) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a settings object: the name of a kind of fl-sim, or the import path of the user's own class.
+    """Return the name of the class of a settings object: fl-sim's short name, or the import path of a user's own class.
 
-    A class that inherits from a class of fl-sim is the user's own, and its kind is its own import path.
+    A user's class that inherits from a class of fl-sim also has its import path as its name.
     """
     settings = type(value)
     return f"{settings.__module__}:{settings.__qualname__}" if is_own_kind(value) else str(value.kind)
 
 
 def is_own_kind(value: object) -> bool:
-    """Return True if the class of ``value`` is the user's own."""
+    """Return True if the class of ``value`` is the user's own, from outside of fl-sim's packages."""
     return is_own(type(value))
 
 
 def is_own(kind: type) -> bool:
-    """Return True if ``kind`` is a class of the user's own, from outside of fl-sim's packages."""
+    """Return True if the class ``kind`` is the user's own, from outside of fl-sim's packages."""
     return kind.__module__.partition(".")[0] not in PACKAGES
 
 
 def title_of(value: Any) -> str:
-    """Return the title of a kind: its attribute ``title``, or the name of its class if it has none."""
+    """Return the title of a settings object for people: the class attribute ``title``, or the name of the class."""
     return str(value.title) if "title" in vars(type(value)) else type(value).__name__
 
 
@@ -301,5 +312,5 @@ def short_form(value: Any) -> str:
 
 
 def is_numbered(kind: str, settings: type) -> bool:
-    """Return True if the kind's name contains a number, as in ``label-2``, which is ``label-k`` with ``k`` = 2."""
+    """Return True if users write the parameter ``k`` into the name: ``label-2`` means ``label-k`` with ``k`` = 2."""
     return kind.endswith("-k") and "k" in field_defaults(settings)

@@ -16,7 +16,7 @@ from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 @dataclass(frozen=True)
 class Mix:
-    """A loss that mixes each batch with one averaged record of the pool (FedMix, NaiveMix).
+    """The loss of FedMix and NaiveMix: each batch is mixed with one averaged record of the pool.
 
     ``inputs``: (pool size, *input shape), normalised. ``labels``: (pool size, classes), the class proportions of each
     averaged record. ``linearise``: True selects FedMix's first-order expansion, False NaiveMix's plain interpolation.
@@ -32,7 +32,7 @@ class Mix:
         if len(self.inputs) != len(self.labels):
             raise RunError(
                 f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
-                "proportions: a client shared more of one than of the other"
+                "proportions: a client shared unequal numbers of them"
             )
 
 
@@ -41,13 +41,13 @@ class Batch:
     """The inputs of a loss term: one SGD step of one client on a batch of n records.
 
     ``inputs``: (n, *input shape), normalised. ``labels``: (n,). ``weights``: (n,), the weight of each record in a mean
-    over the batch. The weights sum to 1. Stacked clients have batches of one size: a smaller batch is filled up with
-    records of weight 0. ``logits``: (n, classes), the output of the model in training mode. ``params``: the parameters
-    of that model, to be differentiated. ``anchor``: the model that the client received. ``data``: the tensors of
-    ``LossTerm.data``. ``logits_of(params, inputs)``: a function that returns the logits of the same architecture with
-    other parameters, without dropout. ``features``: (n, d), the inputs of the model's last linear layer, if
-    ``LossTerm.features`` asks for them. ``features_of(params, inputs)``: a function that returns these features with
-    other parameters.
+    over the batch. The weights sum to 1. Clients that train as a stack have batches of one size: a smaller batch is
+    padded with records of weight 0. ``logits``: (n, classes), the model's output in training mode. ``params``: the
+    parameters of that model, to be differentiated. ``anchor``: the model that the client received. ``data``: the
+    tensors of ``LossTerm.data``. ``logits_of(params, inputs)``: a function that returns the logits of the same
+    architecture with other parameters, without dropout. ``features``: (n, d), the inputs of the model's last linear
+    layer, if ``LossTerm.features`` is True. ``features_of(params, inputs)``: a function that returns these features
+    with other parameters.
     """
 
     inputs: torch.Tensor
@@ -207,7 +207,7 @@ class LocalAlgorithm(Protocol):
 
 @runtime_checkable
 class Sharing(Protocol):
-    """An algorithm whose clients share tensors derived from their records before the first round."""
+    """An algorithm whose clients share tensors with all clients before the first round: FedMix's averaged records."""
 
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
@@ -217,7 +217,7 @@ class Sharing(Protocol):
 
 @runtime_checkable
 class Sending(Protocol):
-    """An algorithm whose clients send a part of the model and keep the rest for themselves.
+    """An algorithm whose clients send a part of the model. The other parameters stay on each client (personal layers).
 
     The client trains the whole model. ``finish``, the server, the mean, clipping and noise handle the sent part only.
     """
@@ -227,32 +227,38 @@ class Sending(Protocol):
 
 
 def sent_by(algorithm: object, params: Params) -> Params:
-    """Return the sent part of ``params``, a model's trained parameters. Raises UserError for unknown names."""
+    """Return the parameters of ``params`` that clients of ``algorithm`` send; all of them by default.
+
+    ``params``: the model's trained parameters. Raises UserError if the algorithm names unknown parameters or none.
+    """
     if not isinstance(algorithm, Sending):
         return params
     names = set(algorithm.sends(params))
     if not names or not names <= set(params):
         what = ", ".join(sorted(names - set(params))) or "nothing"
         raise UserError(
-            f"sends of {type(algorithm).__name__} names {what}, and the model trains {', '.join(params)}: return some "
-            "of these names"
+            f"sends of {type(algorithm).__name__} returned {what}, but the model trains {', '.join(params)}: return "
+            "some of these names"
         )
     return {name: value for name, value in params.items() if name in names}
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of the fields that differ from their defaults, and of the fields without a default."""
+    """Return the names of the fields that differ from their defaults, and of the fields without a default.
+
+    A trainer compares them with the fields that it supports.
+    """
     if isinstance(values, LocalSettings):
         return _settings_in_use(values)
     kind: Any = type(values)
     used, held = [], vars(values)
-    for name, default in _defaults(kind):  # most are the default itself, and every client's plan is compared
+    for name, default in _defaults(kind):  # most values are the default object: the comparison by ``is`` is fast
         if held[name] is not default and (held[name] == default) is not True:  # tensor == number is a tensor
             used.append(name)
     return frozenset(used)
 
 
-@lru_cache(maxsize=64)  # all clients of a round have the same
+@lru_cache(maxsize=64)  # all clients of a round have equal settings
 def _settings_in_use(settings: LocalSettings) -> frozenset[str]:
     kind: Any = type(settings)
     return frozenset(name for name, default in _defaults(kind) if getattr(settings, name) != default)
@@ -272,6 +278,6 @@ def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
         return
     if settings.momentum or plan.momentum_buffers:
         raise UserError(
-            f"momentum={settings.momentum:g} or momentum_buffers have no place beside optimizer={settings.optimizer}, "
+            f"momentum={settings.momentum:g} or momentum_buffers cannot be used with optimizer={settings.optimizer}, "
             "whose running means start anew in every round: leave them out"
         )

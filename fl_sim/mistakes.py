@@ -10,11 +10,11 @@ from fl_sim.kinds import Choosing, field_defaults, is_settings, kinds
 from fl_sim.other_words import bare, elsewhere, not_offered
 
 MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
-"""Limits of one message: mistakes; and characters of the message, of one mistake, and of one quoted value."""
+"""Limits of one message: the number of mistakes; and the characters of all mistakes, of one, and of a quoted value."""
 
 
 def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ' (did you mean ...?)' with the valid name closest to ``name``, empty if none is close.
+    """Return ' (did you mean ...?)' with the valid name that is most similar to ``name``; empty if none is similar.
 
     Case, hyphens and underscores do not count: MNIST is close to mnist, and CIFAR-10 to cifar10.
     """
@@ -26,7 +26,10 @@ def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def explain(error: ValidationError, settings: type, what: str) -> str:
-    """Return the message for a validation error: the first mistakes, and the number of further mistakes."""
+    """Return the message for the user about a validation error: the first mistakes, and the number of further ones.
+
+    ``settings``: the class that was validated. ``what``: its place in the experiment, such as "local"; may be empty.
+    """
     details = error.errors()
     told = [_cut(_explain_one(detail, settings, what), MOST_OF_A_MISTAKE) for detail in details[:MOST_MISTAKES]]
     while len(told) > 1 and len("; ".join(told)) > MOST_CHARACTERS:
@@ -70,9 +73,10 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
-    """Return (the keys as the user wrote them, the settings class that contains the last key).
+    """Return (the keys that the user wrote, the settings class that contains the last key).
 
-    pydantic also puts the chosen kind into ``location``, after the key of the union. This name is removed.
+    ``location``: pydantic's location of a mistake. After the key of a field with several classes, it has the name of
+    the chosen class, which the user did not write; that name is removed.
     """
     path: list[str] = []
     parts = iter(location)
@@ -93,7 +97,7 @@ def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
 
 
 def _field(settings: type, name: str) -> tuple[Any, Choosing | None]:
-    """Return the annotation of a field, and its ``Choosing`` marker (None for a field without several kinds)."""
+    """Return the annotation of a field, and its ``Choosing`` marker (None if the field has no such marker)."""
     if not issubclass(settings, BaseModel):
         return get_type_hints(settings)[name], None
     field = settings.model_fields[name]

@@ -1,4 +1,4 @@
-"""Models: functions from (input shape, number of classes) to a new ``nn.Module``; and models of the user's own."""
+"""fl-sim's models, as functions from (input shape, number of classes) to ``nn.Module``; and models of the user."""
 
 import inspect
 import math
@@ -36,14 +36,14 @@ def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 def niid_mlp(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return NIID-Bench's perceptron for tables of numbers: three hidden layers, 32, 16 and 8 wide."""
+    """Return NIID-Bench's perceptron for tables of numbers, with three hidden layers of 32, 16 and 8 units."""
     return _perceptron(input_shape, (32, 16, 8), num_classes)
 
 
 def dafl_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
     """Return DA-FL's classifier: two 3x3 convolutions (32, 64 channels, padded) with pooling, and two linear layers.
 
-    The paper says "2 conv + 2 FC" and no sizes. Images of at least 4x4, so it also fits the embedded 8x8 digits.
+    The paper states "2 conv + 2 FC" without sizes. Images need at least 4x4 pixels; fl-sim's 8x8 digits have enough.
     """
     channels, height, width = _image(input_shape, "dafl-cnn", 4)
     return nn.Sequential(
@@ -54,12 +54,12 @@ def dafl_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 def mlp(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return a perceptron with two hidden layers, 600 and 100 wide (784-600-100-10 on MNIST)."""
+    """Return a perceptron with two hidden layers of 600 and 100 units (784-600-100-10 on MNIST)."""
     return _perceptron(input_shape, (600, 100), num_classes)
 
 
 def two_nn(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return the "2NN" of McMahan et al. 2017 (section 3) and of FedVLS' program: two hidden layers of 200 units."""
+    """Return the "2NN" of McMahan et al. 2017, section 3, with two hidden layers of 200 units. FedVLS' code uses it."""
     return _perceptron(input_shape, (200, 200), num_classes)
 
 
@@ -99,7 +99,7 @@ class GatedRecurrent(nn.Module):
     """A recurrent model for tokens: an embedding of size 8 as in LEAF, a GRU (Cho et al. 2014) and a linear head.
 
     A record is a row of whole numbers, stored as float32 like all records: tokens from 1, then zeros as padding. The
-    head receives the GRU's state after the last token, before any padding: padding has exactly no effect.
+    head receives the GRU's state after the last token, so padding does not change the logits.
     """
 
     def __init__(self, vocabulary: int, num_classes: int) -> None:
@@ -124,7 +124,11 @@ MODELS: dict[str, Factory] = {
 
 
 def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
-    """Return a default model: a CNN (NIID-Bench's, DA-FL's for small images), mlp for features, gru for tokens."""
+    """Return the name of the default model for records of ``input_shape``.
+
+    Images get NIID-Bench's CNN, or DA-FL's if they are smaller than 16x16. Feature vectors get "mlp". Sequences of
+    tokens get "gru"; ``vocabulary`` is above 0 for them alone.
+    """
     if vocabulary:
         return GRU
     if len(input_shape) != 3:
@@ -144,10 +148,10 @@ def build(
 ) -> nn.Module:
     """Return the model called ``name``: a model of fl-sim, or ``package.module:factory`` of the user's own.
 
-    ``vocabulary``: above 0, records are sequences of tokens below this number, for "gru" or a model of the user's own.
-    ``trial``: two records with which a user's own model is tried. Initial weights depend on ``seed`` alone. Raises
-    UserError for an unknown name, for a user's own model that cannot be trained here (``_build_own``), and for a model
-    without BatchNorm layers if ``batch_norm`` is set.
+    Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
+    number, for "gru" or a user's own model. ``trial``: two records; a user's own model is tested on them. Raises
+    UserError for an unknown name, for a user's own model that cannot be trained here, and for a model without BatchNorm
+    layers if ``batch_norm`` is set.
     """
     own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
@@ -157,7 +161,7 @@ def build(
     if own is not None:
         return own
     if (known_model(name) == GRU) != (vocabulary > 0):
-        what = "these records are no other" if vocabulary else "it is given none here"
+        what = "these records are such sequences" if vocabulary else "these records are no such sequences"
         raise UserError(
             f"model {GRU!r} alone is for sequences of tokens, and {what}: leave model out, or take another method"
         )
@@ -190,14 +194,14 @@ def _build_own(
     vocabulary: int,
     trial: torch.Tensor | None,
 ) -> nn.Module:
-    """Return the model of the user's factory at the import path ``path``, after a trial with two records.
+    """Return the model from the user's factory at the import path ``path``, after a test on two records.
 
     ``trial``: two records of the data set as models receive them, with real tokens and categories (None: random ones).
 
     Raises UserError, which names the model and the requirement, if the factory fails or the model does not fit. A model
     must be a module that maps (n, *input_shape) float32 records to (n, classes) float32 logits. Its parameters must be
-    float32, of known sizes, and at least some of them trained. Its buffers must never change, because they are not
-    averaged; only running statistics of BatchNorm layers may, if ``batch_norm`` says so.
+    float32 and have known sizes; at least one must be trained. Its buffers must never change, because they are not
+    averaged. Only the running statistics of BatchNorm layers may change, unless ``batch_norm`` is "none".
     """
     factory = _factory(path)
     if trial is None:
@@ -218,22 +222,22 @@ def _build_own(
             _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
         if not torch.equal(logits, _logits(path, model, trial)):  # after the buffers, whose message is clearer
             raise UserError(
-                f"model {path!r} makes other logits of the same records the second time, with the generators of torch, "
-                f"NumPy and Python seeded alike: {_CURE}"
+                f"model {path!r} returned different logits for the same records in a second call, with the generators "
+                f"of torch, NumPy and Python seeded alike: {_CURE}"
             )
         with torch.no_grad():
-            for name, buffer in running_in(model).items():  # which the trial has changed
+            for name, buffer in running_in(model).items():  # changed by the trial
                 buffer.copy_(before[name])
     return model
 
 
 _WANTED: Final = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
 _CURE: Final = (
-    "draw from the global generators of torch, NumPy or Python, which are seeded for it, not from one that seeds "
-    "itself or goes on from call to call"
+    "draw random numbers from the global generators of torch, NumPy or Python, which fl-sim seeds before each call, "
+    "not from a generator of its own"
 )
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
-"""Import paths and factories that are already checked: calling them twice gave equal models."""
+"""Pairs (import path, factory) that are checked already: two calls with one seed gave equal models."""
 
 
 def _factory(path: str) -> Callable[..., Any]:
@@ -243,7 +247,7 @@ def _factory(path: str) -> Callable[..., Any]:
     factory: Callable[..., Any] = found
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # some functions that are written in C have no signature
         return factory
     try:
         signature.bind((), 0)
@@ -276,14 +280,14 @@ def _check_parameters(path: str, model: nn.Module) -> None:
         raise UserError(f"model {path!r} has {has}: there is nothing to train")
     if lazy := [name for name, value in (*named.items(), *model.named_buffers()) if is_lazy(value)]:
         raise UserError(
-            f"model {path!r} leaves sizes open until the first batch ({lazy[0]}): give them, such as nn.Linear instead "
-            "of nn.LazyLinear, from input_shape"
+            f"model {path!r} has parameters without a size before the first batch ({lazy[0]}): compute the sizes from "
+            "input_shape, for example with nn.Linear instead of nn.LazyLinear"
         )
     if other := [(name, weight.dtype) for name, weight in named.items() if weight.dtype != torch.float32]:
         name, dtype = other[0]
         raise UserError(
-            f"model {path!r} holds {str(dtype).removeprefix('torch.')} parameters ({name}): they must be float32; "
-            "local.precision chooses what products are computed in"
+            f"model {path!r} has {str(dtype).removeprefix('torch.')} parameters ({name}): they must be float32; "
+            "local.precision sets the number format of matrix products"
         )
 
 
@@ -291,12 +295,12 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
     first, second = model.state_dict(), again.state_dict()
     if other := [name for name, value in first.items() if name not in second or not torch.equal(value, second[name])]:
         raise UserError(
-            f"model {path!r} is another one each time it is made of the same seed ({other[0]} differs): {_CURE}"
+            f"model {path!r} differs between two calls of its factory with the same seed (in {other[0]}): {_CURE}"
         )
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of two records in training mode, always with the same random numbers."""
+    """Return the logits of the two records ``trial`` in training mode. Every call seeds the generators alike."""
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:
@@ -311,40 +315,45 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
 def _check_logits(path: str, logits: Any, num_classes: int) -> None:
     if not isinstance(logits, torch.Tensor):
         raise UserError(
-            f"model {path!r} makes {type(logits).__name__} of a batch, not a tensor of logits: return these alone"
+            f"model {path!r} returns {type(logits).__name__} for a batch, not a tensor of logits: return only logits"
         )
     if tuple(logits.shape) != (2, num_classes) or logits.dtype != torch.float32:
         raise UserError(
-            f"model {path!r} makes {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} of 2 "
+            f"model {path!r} returns {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} for 2 "
             f"records, not float32 logits of shape (2, {num_classes})"
         )
     if not logits.requires_grad:
         raise UserError(
-            f"model {path!r} makes logits that depend on none of its trained parameters: is there a torch.no_grad or a "
-            "detach in its forward?"
+            f"model {path!r} returns logits that depend on none of its trained parameters: remove torch.no_grad or "
+            "detach from its forward"
         )
 
 
 def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], batch_norm: BatchNorm) -> None:
-    """Raise UserError if a forward pass has changed a buffer since ``before``, unless such buffers are averaged."""
+    """Raise UserError if the test has changed a buffer; ``before``: the buffers before the test.
+
+    Running statistics of BatchNorm layers may change, unless ``batch_norm`` is "none".
+    """
     running = running_in(model)
     for name, buffer in model.named_buffers():
         if (name in before and torch.equal(buffer, before[name])) or (name in running and batch_norm != "none"):
             continue
         if name in running:
             raise UserError(
-                f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: say what "
-                "becomes of them with local.batch_norm=average or personal, or use nn.GroupNorm, or a norm with "
-                "track_running_stats=False"
+                f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: set "
+                "local.batch_norm=average or personal, or use nn.GroupNorm, or a norm with track_running_stats=False"
             )
         raise UserError(
-            f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: of layers with "
-            "such fl-sim knows those of nn.BatchNorm alone; use a norm without them, such as nn.GroupNorm"
+            f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: fl-sim supports "
+            "only those of nn.BatchNorm; use a norm without running statistics, such as nn.GroupNorm"
         )
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError if a buffer of ``other``, a model built with another seed, differs from ``before``."""
+    """Raise UserError if a buffer depends on the seed: clients would build models with different buffers.
+
+    ``before``: the buffers of a model. ``other``: the same model, built with another seed.
+    """
     for name, buffer in other.named_buffers():
         if name not in before or not torch.equal(buffer, before[name]):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Moved modules: an old import path works for one release, with a warning that names the new path."""
+"""Moved modules: the old import path still works for one release, with a warning that names the new path."""
 
 import importlib
 import sys
@@ -248,11 +248,11 @@ MOVED: Final[Mapping[str, str]] = {
     "strategies.pate.student_gan": "strategies.pate.semi_supervised",
     "strategies.pate.student_resnet": "strategies.pate.student",
 }
-"""{old path of a module: path of the module that now has its content}."""
+"""{old import path of a module: import path of the module with its content}."""
 
 
 class _Moved(Loader):
-    """A loader that loads the module of the new path in place of the old one."""
+    """The import of an old path: it imports the module at the new path."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Return None: Python then creates an empty module, which ``exec_module`` replaces."""
@@ -263,19 +263,19 @@ class _Moved(Loader):
         """Import the module at its new path, and warn that the old path is deprecated."""
         old, new = module.__name__, MOVED[module.__name__]
         sys.modules[old] = importlib.import_module(new)
-        told = f"{old} has moved to {new}: import it from there, as the old path goes with the next release"
-        warnings.warn(told, DeprecationWarning, stacklevel=2)
+        warning = f"{old} has moved to {new}: import {new}, because the next release removes the old path"
+        warnings.warn(warning, DeprecationWarning, stacklevel=2)
 
 
 class Finder(MetaPathFinder):
-    """A finder for modules at their old paths.
+    """An entry of ``sys.meta_path`` that finds modules at their old import paths.
 
-    It must come before Python's finders: else a submodule of a moved folder would be loaded a second time.
+    It must come before Python's finders. Otherwise a submodule of a moved folder would be loaded a second time.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that has moved; None for all others."""
+        """Return the spec of the moved module ``fullname``; None if no module of this name has moved."""
         del path, target
         return spec_from_loader(fullname, _Moved(), is_package=True) if fullname in MOVED else None

@@ -1,10 +1,10 @@
-"""Fields that accept any kind: fl-sim's, one by import path or by a name from an installed package, or an object.
+"""Settings fields with several variants (kinds), such as ``algorithm``. A user may add own variants.
 
 A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``. It accepts
-``scaffold``, ``dirichlet:0.05`` (sets the first parameter), ``label-2``, a table with a ``kind``, an import path
-(``my_pkg.fed:FedDyn``), a table with an import path as its kind, a name that an installed package gives to a kind of
-its own, and a Python object. Only the chosen kind is imported. A package's metadata list the names in a group and their
-import paths, which can be read without an import; fl-sim's are in pyproject.toml.
+a name (``scaffold``), a name with its first parameter (``dirichlet:0.05``, ``label-2``), an import path
+(``my_pkg.fed:FedDyn``), a table whose ``kind`` is a name or an import path, and a Python object. Installed packages may
+define further names by entry points. Only the chosen class is imported: names and import paths are read from the
+packages' metadata, fl-sim's own from pyproject.toml.
 """
 
 import importlib.metadata
@@ -31,28 +31,28 @@ from fl_sim.own_code import IMPORT_PATH, load_object
 Json: TypeAlias = dict[str, Any]
 
 OURS: Final = "fl-sim"
-"""The name of fl-sim's package in entry points; the kinds that it names come with fl-sim."""
+"""The name of fl-sim's own package in the metadata of entry points."""
 
 PROTOCOLS: Final = "fl_sim.protocol"
-"""The entry-point group with the Protocol, for each setting, that a user's own kind must satisfy."""
+"""The entry-point group with one Protocol for each setting: a user's own class must satisfy it."""
 
 SHORT_NAMES: Final = "fl_sim.kinds"
-"""The entry-point group of short names for kinds of any setting."""
+"""The entry-point group in which a package may define short names of its own classes, for any setting."""
 
 _SHORT_IMPORT_PATH: Final = re.compile(rf"({IMPORT_PATH.pattern})(?::(.+))?")
 _PYPROJECT: Final = Path(__file__).parents[1] / "pyproject.toml"
 _PREFIX: Final = "fl_sim."
-_AGAIN: Final = "run 'pip install' again where its code is, for example 'pip install -e .'"
+_AGAIN: Final = "run 'pip install' again in the folder of fl-sim's code, for example 'pip install -e .'"
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marks a field that accepts every form of a kind; ``kind`` tells the forms apart.
+    """The marker of a settings field that accepts several settings classes (kinds), such as all algorithms.
 
     ``what``: the field's name in messages. ``wants``: a Protocol; a user's own class is accepted if it has the
-    Protocol's members. ``group``: the entry-point group with the names of fl-sim's kinds and of other packages' kinds;
-    the Protocol is then the entry point called ``what`` in the group PROTOCOLS. Without ``group``, fl-sim's kinds are
-    the union of settings classes in the field's annotation, and user's own classes are refused if ``wants`` is None.
+    Protocol's members. ``group``: the entry-point group with the names of fl-sim's classes and of other packages'
+    classes; the Protocol is then the entry point called ``what`` in the group PROTOCOLS. Without ``group``, fl-sim's
+    classes are the union in the field's annotation, and a user's own class is refused if ``wants`` is None.
     """
 
     what: str
@@ -60,7 +60,7 @@ class OneOf:
     group: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a pydantic schema that imports a kind's class only when the kind is chosen."""
+        """Return the field's pydantic schema, which imports a settings class only when a user chooses it."""
         del handler
 
         def validate(value: Any) -> Any:
@@ -80,20 +80,21 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(validate, serialization=shown)
 
     def known(self, annotation: Any) -> Mapping[str, type]:
-        """Return {kind: class} of fl-sim's kinds for a field with this ``annotation``.
+        """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``.
 
-        If the field has a group, a class is imported when it is read.
+        If the field has an entry-point group, a class is imported at its first access.
         """
         return OurKinds(self.group) if self.group else kinds(annotation)
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose: fl-sim's kinds and, for a field with a group, other packages'."""
+        """Return the names that a user may choose: fl-sim's and, for a field with a group, other packages' names."""
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
-        """Return the table that a short form or an import path stands for, as in ``dirichlet:0.05``.
+        """Return a setting that is given as ``text`` as a table: ``dirichlet:0.05`` is kind "dirichlet", alpha "0.05".
 
-        Raises UserError for an unknown kind; the message lists the valid kinds and suggests a similar one.
+        ``union``: the field's annotation. Raises UserError for an unknown name; the message lists the valid names and
+        suggests a similar one.
         """
         known = self.known(union)
         name, colon, value = text.partition(":")
@@ -102,7 +103,7 @@ class OneOf:
         has_number = dash and number.isdigit() and numbered in known and is_numbered(numbered, known[numbered])
         if name not in known and has_number:
             name, colon, value = numbered, ":", number
-        names_class = self._is_open and value[:1].isupper()  # of a file that is called like a kind of ours
+        names_class = self._is_open and value[:1].isupper()  # fedavg:Mine is a class in the user's file fedavg.py
         path = self._path_of(name)
         if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}
@@ -119,7 +120,7 @@ class OneOf:
         )
 
     def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
-        """Return the settings class of the kind in ``table``; None if the kind is unknown."""
+        """Return the settings class that the ``kind`` of ``table`` names; None for an unknown name."""
         kind = str(table.get("kind"))
         path = self._path_of(kind)
         return self._load(path) if path else self.known(union).get(kind)
@@ -147,7 +148,7 @@ class OneOf:
         return _plain(known[kind], kind) if len(table) == 1 else _tagged(known[kind], kind).validate_python(dict(table))
 
     def _path_of(self, name: str) -> str:
-        """Return the import path of a kind from outside fl-sim; empty for fl-sim's own kinds and for unknown names.
+        """Return the import path of a class from outside fl-sim; empty for fl-sim's own names and for unknown names.
 
         ``name``: an import path, or a short name that an installed package defines. Raises UserError if two packages
         define the same name.
@@ -160,9 +161,9 @@ class OneOf:
         return "" if point is None or point.package == OURS else point.path
 
     def _load(self, path: str, instead: Iterable[str] = ()) -> Any:
-        """Return the settings class at the import path ``path``.
+        """Return the settings class at the import path ``path``. Raises UserError unless this field accepts the class.
 
-        Raises UserError unless this field accepts the class; the message suggests a similar name among ``instead``.
+        ``instead``: valid names; the message for a missing module suggests a similar name among them.
         """
         try:
             loaded = load_object(path, self.what)
@@ -174,7 +175,7 @@ class OneOf:
         return loaded
 
     def _checked(self, value: Any) -> Any:
-        """Return ``value``, a settings object, unchanged. Raises UserError unless this field accepts it."""
+        """Return the settings object ``value`` unchanged. Raises UserError unless this field accepts its class."""
         if isinstance(value, type):
             raise UserError(f"{self.what} is the class {value.__name__}: give an object, {value.__name__}()")
         if not self._is_open or not is_settings(type(value)):
@@ -182,8 +183,8 @@ class OneOf:
         self._check(type(value), kind_of(value))
         if "<locals>" in type(value).__qualname__:
             raise UserError(
-                f"{self.what} {type(value).__name__} is defined inside a function, where no other process finds it: "
-                "define it at the top level of a module"
+                f"{self.what} {type(value).__name__} is defined inside a function, where other processes cannot import "
+                "it: define it at the top level of a module"
             )
         return value
 
@@ -199,7 +200,7 @@ class OneOf:
         if taken := [name for name in own if name in methods]:
             raise UserError(
                 f"{self.what} {path!r} has a field {taken[0]!r}, which is the name of an optional method: "
-                "call the field otherwise"
+                "rename the field"
             )
         try:
             _adapter(settings).rebuild(raise_errors=True)
@@ -219,7 +220,7 @@ class OneOf:
 
     @property
     def _is_open(self) -> bool:
-        """True if this field accepts kinds of the user's own."""
+        """True if this field accepts classes of the user's own."""
         return self.wants is not None or bool(self.group)
 
     def _protocol(self) -> type:
@@ -228,7 +229,10 @@ class OneOf:
 
 
 def as_table(value: Any, mode: str = "python", *, exclude_none: bool = False) -> Json:
-    """Return the table with a ``kind`` that describes a settings object; other arguments are those of pydantic."""
+    """Return the settings object ``value`` as a dict with its ``kind``, as it is written to a TOML or JSON file.
+
+    ``mode``, ``exclude_none``: the arguments of pydantic's ``dump_python``.
+    """
     settings: Any = type(value)
     content: Json = _adapter(settings).dump_python(
         value, mode="json" if mode == "json" else "python", exclude_none=exclude_none
@@ -240,7 +244,7 @@ def as_table(value: Any, mode: str = "python", *, exclude_none: bool = False) ->
 
 
 class OurKinds(Mapping[str, type]):
-    """A mapping {kind: class} of fl-sim's own kinds in one entry-point group; a class is imported at its first use."""
+    """A mapping {name: settings class} of fl-sim's classes in an entry-point group. It imports a class at first use."""
 
     def __init__(self, group: str) -> None:
         self._points = entry_points_of_ours(group)
@@ -260,13 +264,13 @@ class OurKinds(Mapping[str, type]):
 
 @cache
 def _plain(settings: type, kind: str) -> Any:
-    """Return the settings object of a kind with default values; it is frozen, so the same object is always returned."""
+    """Return the settings object of a kind with its default values, always the same frozen object."""
     return _tagged(settings, kind).validate_python({"kind": kind})
 
 
 @cache
 def _tagged(settings: Any, kind: str) -> TypeAdapter[Any]:
-    """Return the pydantic adapter for tables of one kind, which reports the kind in the location of each mistake."""
+    """Return the pydantic adapter for tables of one kind. Its errors have the kind in the location of each mistake."""
     tagged: Any = Annotated[settings, _Tagged(kind)]
     return TypeAdapter(tagged)
 
@@ -296,7 +300,7 @@ def _members(protocol: type) -> list[str]:
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """An entry point: a ``package`` gives the object at an import ``path`` a ``name`` in a ``group``."""
+    """A Python entry point: in a ``group``, a ``package`` gives a ``name`` to the object at an import ``path``."""
 
     group: str
     name: str
@@ -304,12 +308,11 @@ class EntryPoint:
     package: str
 
     def __str__(self) -> str:
-        """Return a description for error messages."""
         return f"entry point {self.name!r} of the package {self.package} in the group {self.group}"
 
 
 def names_in(group: str) -> list[str]:
-    """Return the names in a group: fl-sim's names, then those of other packages, each part in alphabetical order.
+    """Return the names in an entry-point group: fl-sim's, then those of other packages, both in alphabetical order.
 
     Raises UserError if fl-sim's installed metadata is older than its code.
     """
@@ -319,19 +322,21 @@ def names_in(group: str) -> list[str]:
 
 @cache
 def entry_points_of_ours(group: str) -> Mapping[str, EntryPoint]:
-    """Return {name: entry point} of the kinds of fl-sim in ``group``. Raises UserError as ``names_in`` does."""
+    """Return {name: entry point} of fl-sim's own names in ``group``, in alphabetical order.
+
+    Raises UserError if fl-sim's installed metadata is older than its code.
+    """
     named = _installed().get(group, {})
     own = {name: point for name, points in named.items() for point in points if point.package == OURS}
     if not own:
         raise UserError(
-            f"fl-sim's installation is older than its code, or there is none: it names no kinds in the group {group}; "
-            f"{_AGAIN}"
+            f"fl-sim's installation is missing, or older than its code: its metadata lacks the group {group}; {_AGAIN}"
         )
     return dict(sorted(own.items()))
 
 
 def find_entry_point(group: str, name: str) -> EntryPoint | None:
-    """Return the entry point ``name`` in ``group``, or the short name ``name`` of any setting; None if there is none.
+    """Return the entry point ``name`` in ``group`` or in the group SHORT_NAMES; None if no package defines the name.
 
     Raises UserError if two packages define the name, so that no package silently overrides another.
     """
@@ -342,14 +347,14 @@ def find_entry_point(group: str, name: str) -> EntryPoint | None:
         first, second = list(found.values())[:2]
         raise UserError(
             f"{name!r} is the name of two kinds: {first.path} by the package {first.package}, and {second.path} by the "
-            f"package {second.package}; uninstall one of the two, or name a kind by its import path"
+            f"package {second.package}; uninstall one of the two packages, or write the import path instead of the name"
         )
     return next(iter(found.values()), None)
 
 
 @cache
 def load_entry_point(point: EntryPoint) -> Any:
-    """Return the object of an entry point of fl-sim. Raises UserError, with the cure, if it cannot be imported."""
+    """Return the object of an entry point of fl-sim. Raises UserError if the object cannot be imported."""
     try:
         return load_object(point.path, "entry point")
     except UserError as error:
@@ -358,7 +363,7 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 @cache
 def _loaded_kind(point: EntryPoint) -> type:
-    """Return the settings class of a kind of fl-sim. Raises UserError, with the cure, if there is no such class."""
+    """Return the settings class of an entry point of fl-sim. Raises UserError if its object is no such class."""
     loaded = load_entry_point(point)
     if not (isinstance(loaded, type) and is_settings(loaded) and field_defaults(loaded).get("kind") == point.name):
         raise UserError(f"{point}: {point.path} is no settings class of the kind {point.name!r}; {_AGAIN}")
@@ -367,7 +372,7 @@ def _loaded_kind(point: EntryPoint) -> type:
 
 @cache
 def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
-    """Return {group: {name: entry points}} of all installed packages and of fl-sim, even if it is not installed."""
+    """Return {group: {name: entry points}} of all installed packages, and of fl-sim even if it is not installed."""
     found: dict[str, dict[str, tuple[EntryPoint, ...]]] = defaultdict(dict)
     in_checkout = _in_checkout()
     for point in (*in_checkout, *_in_metadata({OURS} if in_checkout else set())):
@@ -378,8 +383,8 @@ def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 def _in_checkout() -> list[EntryPoint]:
     """Return fl-sim's entry points from the pyproject.toml beside the code; empty if there is no such file.
 
-    In a checkout, and in Flower's copy of it, the code runs without an installation, or beside an installation of
-    another version.
+    There is one in a checkout, and in Flower's copy of the code for its processes. This code may run without an
+    installation of fl-sim, or beside an installation of another version.
     """
     if not _PYPROJECT.exists():
         return []

@@ -1,4 +1,7 @@
-"""Terms of other frameworks, and the settings of fl-sim for them. Imports no slow module: typos get a fast answer."""
+"""Names of settings in other frameworks, and the equal settings of fl-sim, for messages about unknown names.
+
+Imports no slow module, so that the message for a typo comes at once.
+"""
 
 from typing import Final
 
@@ -36,7 +39,7 @@ _OTHER_WORDS: Final = {
 }
 
 OTHER_WORDS: Final = {word: setting for setting, words in _OTHER_WORDS.items() for word in words.split()}
-"""{term of other frameworks: settings of fl-sim}; used only for unknown names."""
+"""{name of a setting in other frameworks: setting of fl-sim}, for messages about unknown names."""
 
 
 def bare(name: str) -> str:
@@ -54,15 +57,15 @@ _NOT_OFFERED: Final = {
 }
 
 NOT_OFFERED: Final = {bare(word): reason for reason, words in _NOT_OFFERED.items() for word in words.split()}
-"""{term for a feature that fl-sim does not have: the alternative in fl-sim}; used only for unknown names."""
+"""{name of a feature that fl-sim lacks: alternatives in fl-sim}, for messages about unknown names."""
 
 
 def not_offered(word: str) -> str:
-    """Return the alternative to a feature ``word`` that fl-sim does not have; empty for all other words."""
+    """Return the alternatives to the feature ``word``, which fl-sim lacks; empty for all other words."""
     return NOT_OFFERED.get(bare(word), "")
 
 
 def elsewhere(word: str) -> str:
-    """Return ' (here: ...)' with fl-sim's settings for a ``word`` of another framework; empty for all other words."""
+    """Return ' (here: ...)' with fl-sim's setting for ``word``, a name of another framework; empty for other words."""
     plain = word.lower().replace("-", "_")
     return f" (here: {OTHER_WORDS[plain]})" if plain in OTHER_WORDS else ""

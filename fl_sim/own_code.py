@@ -1,4 +1,4 @@
-"""The user's own code: import by path, digests of its source, and file and line of its errors."""
+"""The user's own code: imports by path, digests that detect changes of its source, and places of errors in it."""
 
 import ast
 import hashlib
@@ -22,27 +22,27 @@ IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """The pattern of ``package.module:name``."""
 
 PACKAGES: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
-"""Top-level packages of fl-sim itself: neither they nor installed packages are the user's own code."""
+"""The top-level packages of fl-sim. All modules outside of them that are not installed are the user's own code."""
 
 MAIN: Final = "__main__"
-"""The module of a script or notebook. Its code changes from line to line, so its digest is empty."""
+"""The module of a script or notebook. A notebook's code has no file, so the digest of this module is empty."""
 
 _MOST_LETTERS: Final = 300
-"""Length, in characters, at which the error message of foreign code is cut."""
+"""The maximum length, in characters, of an error message from the user's code."""
 
 _PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
-_imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, which a reload replaces; digest of what was imported)}
+_imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, which a reload replaces; digest of the imported file)}
 
 
 def load_object(path: str, what: str) -> Any:
-    """Return the object at the import path ``path``; each error message begins with ``what`` ("model", "algorithm").
+    """Return the object at the import path ``path``, such as "my_package.my_module:MyModel".
 
-    The module may be in the current folder. This folder is added to the import path of this process and of its workers,
-    after all installed packages. Raises UserError, in one line, for an invalid path, for a module that does not exist
-    or fails during its import, and for an unknown name.
+    ``what``: the setting, such as "model", for error messages. The module may be in the current folder, which is added
+    to Python's search path after all installed packages. Raises UserError, in one line, for an invalid path, for a
+    module that does not exist or fails during its import, and for an unknown name.
     """
     module_name, _, name = path.partition(":")
     if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -75,7 +75,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def in_one_line(said: BaseException | str) -> str:
-    """Return the type and text of an error, or a text, in one line and cut to a reasonable length."""
+    """Return the type and text of an error, or a text, in one line of at most about 300 characters."""
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
     line = " ".join(text.split()).removesuffix(":")
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
@@ -83,12 +83,12 @@ def in_one_line(said: BaseException | str) -> str:
 
 def _failed(path: str, what: str, error: BaseException) -> UserError:
     return UserError(
-        f"{what} {path!r} cannot be imported: its module failed with {in_one_line(error)}; mend the module"
+        f"{what} {path!r} cannot be imported: its module failed with {in_one_line(error)}; correct the module"
     )
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last file and line of the user's own code in the traceback of ``error``, empty if there is none."""
+    """Return file, line and function of the innermost frame of user code in the traceback of ``error``, or empty."""
     for frame in reversed(extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES
@@ -98,7 +98,7 @@ def place_of(error: BaseException) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """Return an error's type, text and place in the user's own code, in one line."""
+    """Return the type and text of ``error``, and the file and line of the user's code that raised it, in one line."""
     place = place_of(error)
     return in_one_line(error) + (f" ({place})" if place else "")
 
@@ -111,38 +111,47 @@ def name_of(method: Callable[..., Any]) -> str:
 
 
 def check_returned(value: object, kind: type, method: Callable[..., Any]) -> None:
-    """Raise RunError if ``value``, which ``method`` returned, is not of type ``kind``; ``value`` is not quoted."""
+    """Raise RunError if ``value``, which the user's ``method`` returned, is not of type ``kind``.
+
+    The message does not quote ``value``, which may contain private records.
+    """
     if not isinstance(value, kind):
         raise RunError(
-            f"{name_of(method)} returned an object of type {type(value).__name__}, not a {kind.__name__}: mend it, and "
-            "start the same command again"
+            f"{name_of(method)} returned an object of type {type(value).__name__}, not a {kind.__name__}: correct it, "
+            "and start the same command again"
         )
 
 
 @contextmanager
 def error_context(what: str) -> Iterator[None]:
-    """Convert an exception of the user's own code in this block into a RunError that names its file and line.
+    """Convert an exception of the user's own code in this block into a RunError that names file and line.
 
-    ``what``: the code, such as "merge of FedMine". Errors with a message for the user pass unchanged.
+    ``what``: the code in the block, such as "merge of FedMine", for the message. RunError, UserError and OSError pass
+    unchanged, because their messages are written for users.
     """
     try:
         yield
     except (RunError, UserError, OSError):
         raise
     except Exception as error:
-        raise RunError(f"{what} failed with {with_place(error)}: mend it, and start the same command again") from error
+        raise RunError(
+            f"{what} failed with {with_place(error)}: correct it, and start the same command again"
+        ) from error
 
 
 def digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return {module: SHA-256 of its source} of the user's own ``modules`` and of the user's modules that they import.
+    """Return {module: SHA-256 of its file} for the user's own ``modules`` and for the user's modules that they import.
 
-    For a module that this process has imported, the digest is that of the file when it was imported.
+    If the process has imported a module, the digest is the one at the time of the import.
     """
     return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
 
 
 def edited(modules: Iterable[str]) -> list[str]:
-    """Return the files of the modules in ``digests`` that have changed since this process imported them."""
+    """Return the files that have changed since this process imported them.
+
+    Only files of the user's own ``modules``, and of the user's modules that they import, are compared.
+    """
     return [str(path) for name, path in _with_imports(modules) if path and _as_imported(name, path) != _digest(path)]
 
 
@@ -154,7 +163,7 @@ def remember(module: str) -> None:
 
 
 def _with_imports(modules: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
-    """Yield (name, file) of the user's own modules among ``modules`` and of all user modules they import, each once."""
+    """Yield (name, file) of the user's own modules among ``modules``, and of the user's modules that they import."""
     waiting, seen = sorted(set(modules)), set[str]()
     while waiting:
         name = waiting.pop(0)
@@ -194,7 +203,10 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
-    """Return the names of all modules that ``source`` may import; some may be names inside of a module."""
+    """Return the names of all modules that ``source`` may import. Some may be functions or classes in a module.
+
+    ``package``: the package of the source's module, for relative imports.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

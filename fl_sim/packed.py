@@ -1,6 +1,6 @@
-"""Compression of updates: the client compresses the payload of its algorithm, and the server decompresses it.
+"""Compression of updates: the client compresses its payload before it is sent, and the server decompresses it.
 
-Algorithms and aggregators therefore never handle a compressed update.
+Algorithms and aggregators never see a compressed update.
 """
 
 from __future__ import annotations
@@ -20,40 +20,46 @@ from fl_sim.types import Packed, Params, Payloads, Size
 __all__ = ["Coins", "Compressor", "Held", "Packed", "Packing", "Size"]
 
 Coins: TypeAlias = Callable[[], np.random.Generator]
-"""A function that returns, on each call, a fresh random generator, equal on client and server, for one packed group."""
+"""A function that returns a new random generator at each call, with the same stream on client and server.
+
+Each compressed group of tensors of an update has its own stream.
+"""
 
 Held: TypeAlias = Mapping[str, Payloads]
-"""Tensors that a client keeps for its next round, by group of its update: {"delta": {"error": ...}}."""
+"""The tensors that a compressor stores on a client until its next round: {group of the update: {name: tensor}}.
+
+With error feedback it is the part of the update that was not sent: {"delta": {"error": ...}}.
+"""
 
 
 class Compressor(Protocol):
-    """A compressor of updates, defined by its settings alone: client and server each have a copy of it."""
+    """A compressor of updates: a settings object without other state. Client and server each have a copy."""
 
     @property
     def keeps_error(self) -> bool:
-        """True if later rounds send the unsent rest of an update (error feedback): sums over rounds are right."""
+        """True for error feedback: later rounds send the unsent part of an update, so no part is lost."""
 
     def size(self, layout: Layout) -> Size:
-        """Return the compressed size of every update with this layout; the size must not depend on the numbers."""
+        """Return the compressed size of an update with this layout. The size must not depend on the update's values."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the compressed update of a client, and the tensors that the client keeps for its next round.
+        """Return the compressed ``update`` of a client, and the tensors that the client stores for its next round.
 
-        ``held``: the tensors kept from the client's previous round; empty in its first round. Names and shapes of kept
-        tensors never change. Numbers that are not finite must be among the sent ones.
+        ``held``: the stored tensors of the client's previous round; empty in its first round. Names and shapes of
+        stored tensors must never change. If the update has NaN or infinity, so must the compressed update.
         """
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the decompressed update; ``size`` is checked already. Raises Malformed if ``packed`` is invalid."""
+        """Return the decompressed update. Raises Malformed if ``packed`` is invalid; its size is checked already."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The compression of one run. ``seed``: the seed of the random numbers that client and server share.
+    """The compression of updates in one run. ``seed``: the seed of the random numbers that client and server share.
 
-    A group of an update is compressed if its tensors have the names and shapes of the model's parameters: the model's
-    change, and SCAFFOLD's change of a control variate. Each such group is compressed separately. All other groups are
-    sent uncompressed.
+    An update consists of named groups of tensors. A group is compressed if its tensors have the names and shapes of the
+    model's parameters: the model's change, and SCAFFOLD's change of a control variate. Each such group is compressed
+    separately. All other groups are sent uncompressed.
     """
 
     compressor: Compressor
@@ -68,7 +74,10 @@ class Packing:
     def pack(
         self, payloads: Payloads, model: Params, held: Held, client: int, server_round: int
     ) -> tuple[Payloads, dict[str, Packed], dict[str, Payloads]]:
-        """Return (uncompressed groups, compressed groups, tensors that the client keeps, by compressed group)."""
+        """Return (groups to send uncompressed, compressed groups, tensors to store on the client, by group).
+
+        ``payloads``: the client's update. ``held``: the tensors that the client stored in its previous round.
+        """
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
@@ -83,7 +92,7 @@ class Packing:
         return self.compressor.unpack(packed, layout, self._coins(name, client, server_round))
 
     def held_back(self, template: Payloads, model: Params) -> dict[str, Payloads]:
-        """Return a template (names and shapes) of the tensors that a client keeps between rounds."""
+        """Return zeros with the names and shapes of the tensors that the compressor stores on a client."""
         blank = {name: zeros_like(flattened(params)) for name, params in template.items()}
         return self.pack(blank, model, {}, 0, 1)[2]
 

@@ -1,4 +1,4 @@
-"""Named tensors: arithmetic, trained parameters, running statistics, and a guard against writes by foreign code."""
+"""Named tensors: arithmetic, a model's trained parameters and running statistics, and detection of forbidden writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
 
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of consecutive tensors in a vector."""
+"""The names and shapes of tensors that follow each other in one vector, in order."""
 
 
 class FlatParams(Params):
@@ -37,15 +37,12 @@ class FlatParams(Params):
         self._views: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the tensor ``name``."""
         return self._by_name()[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
         return iter(self._by_name())
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self.layout)
 
     def items(self) -> ItemsView[str, torch.Tensor]:
@@ -64,7 +61,7 @@ class FlatParams(Params):
 
 
 def flattened(params: Params) -> FlatParams:
-    """Return ``params`` as a FlatParams: unchanged if they are one already, else a copy without gradients."""
+    """Return ``params`` as a FlatParams: the same object if it is one already, else a copy without gradients."""
     if isinstance(params, FlatParams):
         return params
     return FlatParams(_joined(params.values()), layout_of(params))
@@ -133,8 +130,8 @@ def zeros_like(params: Params) -> Params:
 def is_finite(payloads: Payloads) -> bool:
     """Return True if every number of every tensor is finite.
 
-    The check sums in float64: a sum of float32 numbers cannot overflow there, and it preserves NaN and infinity. It
-    needs one pass over the numbers; torch.isfinite needs three.
+    The check looks at the float64 sum of each tensor: NaN and infinity remain in a sum, and a sum of float32 numbers
+    cannot overflow float64. This takes one pass over the numbers; torch.isfinite takes three.
     """
     for params in payloads.values():
         for value in [params.flat] if isinstance(params, FlatParams) else params.values():
@@ -158,8 +155,8 @@ def head_shape(params: Params) -> tuple[int, int]:
     matrices = {name: value for name, value in params.items() if value.ndim == 2}
     if not matrices:
         raise UserError(
-            "the algorithm needs features, which are what enters the last linear layer of a model, and this model has "
-            "no weight matrix: take another model, or another algorithm, such as fedavg"
+            "the algorithm needs features, the inputs of a model's last linear layer, and this model has no linear "
+            "layer: take another model, or another algorithm, such as fedavg"
         )
     classes, features = matrices.get("head.weight", list(matrices.values())[-1]).shape
     return classes, features
@@ -173,21 +170,24 @@ def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trained parameters of ``model`` by name (no copies).
 
-    Only trained parameters are sent, aggregated, clipped and noised. A frozen parameter (``requires_grad=False``) is
-    part of the architecture, as a buffer is.
+    Only trained parameters are sent, aggregated, clipped and noised. A frozen parameter (``requires_grad=False``) stays
+    at its initial value on every client, as a buffer does.
     """
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return a model's parameters (``params``, replaced where ``layers`` has them) and its running statistics."""
+    """Return (parameters, running statistics) of a model with BatchNorm layers.
+
+    ``layers``: the running statistics of the BatchNorm layers, and parameters that replace those of ``params``.
+    """
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
     return ({**params, **own} if own else params), statistics
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return the parameters called ``names`` and the running statistics of a ``trained`` model."""
+    """Return tensors of a ``trained`` model's BatchNorm layers: running statistics, and the parameters ``names``."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
@@ -197,9 +197,9 @@ def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torc
 
 
 def copy_into(weights: Params, params: Params) -> None:
-    """Copy ``params`` into a model's ``weights``. Raises ValueError for other names or shapes.
+    """Copy ``params`` into a model's ``weights``. Raises ValueError if names or shapes differ.
 
-    Without this check, PyTorch would broadcast a smaller tensor.
+    Without this check, PyTorch would broadcast a smaller tensor without an error.
     """
     check_layout("the weights", params, layout_of(weights))
     for name, weight in weights.items():
@@ -207,7 +207,7 @@ def copy_into(weights: Params, params: Params) -> None:
 
 
 def _vectors(left: Params, right: Params) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return ``left`` and ``right`` as vectors; None if neither is a FlatParams or if their layouts differ."""
+    """Return ``left`` and ``right`` as two vectors; None if neither is a FlatParams or if their layouts differ."""
     if not isinstance(left, FlatParams) and not isinstance(right, FlatParams):
         return None
     if layout_of(left) != layout_of(right):
@@ -255,7 +255,10 @@ def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fixed_in(model: torch.nn.Module) -> Params:
-    """Return CPU copies of the fixed tensors of a fresh ``model``: frozen parameters and never updated statistics."""
+    """Return CPU copies of the tensors that training never changes, from a newly built ``model``.
+
+    These are frozen parameters, and running statistics of BatchNorm layers that stay in evaluation mode.
+    """
     trained = norms_in(model)
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
@@ -279,9 +282,9 @@ def statistics_of(model: torch.nn.Module) -> Params:
 
 
 def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
-    """Copy ``statistics`` into ``model``; reset the model's running statistics if ``statistics`` is empty.
+    """Copy ``statistics`` into the BatchNorm layers of ``model``; reset the layers if ``statistics`` is empty.
 
-    The count of batches, which may be a mean over clients, is rounded. Raises ValueError for other names or shapes.
+    The count of batches, which may be a mean over clients, is rounded. Raises ValueError if names or shapes differ.
     """
     if not statistics:
         for layer in norms_in(model).values():
@@ -296,13 +299,13 @@ def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
 
 @dataclass(frozen=True)
 class WriteGuard:
-    """A guard that detects writes to tensors that foreign code may only read.
+    """A guard that detects writes to tensors that an algorithm's code must only read.
 
-    Several objects of one process may share one tensor: a write to it would change the server's model for all clients
-    of a round. ``writes``: PyTorch's counts of writes to each tensor, writes to its views included. ``sums``: sums over
-    the bits of each tensor. They detect writes that PyTorch does not count, such as writes through NumPy, and take a
-    hundredth of the time of the shortest round. If ``sums`` is empty, no bits are compared. ``found``: messages of
-    writes found, the first one first: code that runs later is not to blame.
+    The clients of a process may share these tensors: a write would change the global model for all of them.
+    ``writes``: PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over the bits
+    of each tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums take a
+    hundredth of the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the messages of
+    all detected writes; errors show the first one, which names the code that wrote first.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
@@ -312,7 +315,7 @@ class WriteGuard:
 
     @classmethod
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
-        """Return a guard of the present content of ``groups``; ``by_bits`` False omits the bit sums."""
+        """Return a guard of the tensors in ``groups``, by name of the group. ``by_bits``: False omits the bit sums."""
         tensors: list[tuple[str, torch.Tensor]] = []
         writes, sums = [], []
         for name, params in groups.items():
@@ -324,22 +327,21 @@ class WriteGuard:
         return cls(tuple(tensors), tuple(writes), tuple(sums))
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if PyTorch has counted a write; the message names ``methods``, the code that ran since."""
+        """Raise RunError if PyTorch has counted a write to a tensor. ``methods``: the code to name in the message."""
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
                 raise self._wrote(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if the bits of a tensor have changed, by any means; the message names ``methods``."""
+        """Raise RunError if the bits of a tensor have changed. ``methods``: the code to name in the message."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
                 raise self._wrote(name, methods)
 
     def _wrote(self, name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
         self.found.append(
-            f"{' or '.join(map(name_of, methods))} wrote into {name}, which it was handed to read: others in this "
-            "process hold the same numbers, so the run would be wrong; make new tensors there, such as by "
-            "tensor.clone()"
+            f"{' or '.join(map(name_of, methods))} wrote into {name}, which must only be read: other clients in this "
+            "process use the same tensor, so the run would be wrong; write into a copy, such as tensor.clone()"
         )
         return RunError(self.found[0])
 

@@ -1,16 +1,16 @@
-"""Random generators derived by purpose: each is a pure function of the seed, the purpose, and integers.
+"""Random generators: each is derived from a seed, a purpose (a text such as "batches") and integers, and nothing else.
 
-An experiment has several seeds with different purposes, so that variances can be attributed:
+An experiment has several seeds, so that the variance from the partition, for example, can be measured alone:
 
 ``partition_seed``: "partition", "validation", PATE's "public pool", and changes of records by a partition:
 "feature-noise", also of "test" and "validation". ``model_seed``: "model", which draws initial weights, and those of
 PATE's networks, "teacher". ``sampling_seed``: "sampler". ``seed``: all other purposes, such as "batches", "local"
 (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a forest's "teacher" and
-students; and seeded noise of privacy. Secret noise, and the cohorts of Global DP, come from no seed.
+students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. They are seeded for the purposes above,
 for "data set" (by 0), for "plan" and "finish" of a client in a round, and for "sampling", "merging" and "evaluation" in
-a round. For code that makes synthetic records they are not seeded.
+a round. They are not seeded for code that makes synthetic records.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 
 from fl_sim.importing import torch
 
-_ONE_AT_A_TIME = RLock()  # a user's factory may build one of our models inside its own
+_ONE_AT_A_TIME = RLock()  # reentrant, because a user's model factory may call ``fl_sim.models.build``
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """Return the generator for ``purpose``, independent of all others.
+    """Return the random generator for ``purpose``, independent of the generators for other purposes and keys.
 
-    ``keys`` are integers such as (client, server_round). The same arguments give the same stream in every
-    process; nothing is shared or global. These streams are for simulation, not for noise that protects people.
+    ``keys``: integers such as (client, server_round). The same arguments give the same stream in every process. These
+    streams are for simulation, not for noise that protects people.
 
     >>> rng(0, "batches", 3, 1).integers(100) == rng(0, "batches", 3, 1).integers(100)
     np.True_
@@ -47,8 +47,8 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    The caller must own the generators of the process or wrap its work in ``torch_kept``. (``torch.manual_seed`` would
-    also queue a call with a whole stack trace for every unused GPU.)
+    Call it only in a process of fl-sim's own, or inside ``torch_kept``. ``torch.manual_seed`` is slower: it also queues
+    a call with a stack trace for every unused GPU.
     """
     number = _key(seed, purpose, keys) >> 193  # 63 bits
     torch.default_generator.manual_seed(number)
@@ -60,8 +60,7 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
 def seed_process(seed: int, purpose: str, *keys: int) -> None:
     """Seed the global generators of torch, NumPy and Python, from which a user's own code may draw.
 
-    The caller wraps its work in ``process_alone`` or ``process_kept``. Never use this around code that draws noise for
-    privacy.
+    Call it only inside ``process_alone`` or ``process_kept``. Never use it for code that draws noise for privacy.
     """
     seed_torch(seed, purpose, *keys)
     number = _key(seed, purpose, keys)
@@ -72,14 +71,14 @@ def seed_process(seed: int, purpose: str, *keys: int) -> None:
 class _Key(ISeedSequence):
     """A seed sequence that passes a key to Philox unchanged; numpy's SeedSequence would hash the key again.
 
-    The stream is that of ``Philox(key=key)``, but without its unnecessary request to the operating system for a seed.
+    The stream is that of ``Philox(key=key)``, which would first ask the operating system for a seed that it never uses.
     """
 
     def __init__(self, key: int) -> None:
         self._words = np.array([key & (2**64 - 1), key >> 64], np.uint64)
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[np.uint64]:
-        """Return the two words of Philox's key."""
+        """Return the key of Philox as two 64-bit words."""
         assert (n_words, dtype) == (2, np.uint64), "a key is for Philox alone"
         return self._words
 
@@ -90,7 +89,7 @@ def _key(seed: int, purpose: str, keys: tuple[int, ...]) -> int:
 
 @contextmanager
 def torch_kept() -> Iterator[None]:
-    """Restore the states of torch's global generators at the end of this block."""
+    """Restore torch's global generators, after this block, to their states before it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         yield
@@ -98,7 +97,7 @@ def torch_kept() -> Iterator[None]:
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Restore the states of the global generators of torch, NumPy and Python at the end of this block."""
+    """Restore the global generators of torch, NumPy and Python, after this block, to their states before it."""
     ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (put back, not drawn from)
     with torch_kept():
         try:
@@ -112,7 +111,7 @@ def process_kept() -> Iterator[None]:
 def process_alone() -> Iterator[None]:
     """Lock the global generators of torch, NumPy and Python in this block, and restore their states afterwards.
 
-    The block calls a user's own code, which may draw from these generators.
+    For blocks that call a user's own code, which may draw from these generators.
     """
     with _ONE_AT_A_TIME, process_kept():
         yield
@@ -127,7 +126,7 @@ def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
 
 
 def process_state() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, NumPy and Python; they change with every draw."""
+    """Return the states of the global generators of torch, NumPy and Python, to detect whether code draws from them."""
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, words, *place = state
     return kind, words.tobytes(), *place, random.getstate(), torch.random.get_rng_state().numpy().tobytes()
@@ -135,6 +134,6 @@ def process_state() -> tuple[object, ...]:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Lock the global generators in this block, which builds a model, and restore torch's generators afterwards."""
+    """Lock the global generators in this block, which builds a model, and then restore the states of torch's."""
     with _ONE_AT_A_TIME, torch_kept():
         yield

@@ -1,4 +1,4 @@
-"""Settings: frozen values, fields marked with ``OneOf`` that accept any kind, names of models, and TOML files."""
+"""The base class of settings, functions for its fields, names of models, and the reading of TOML files."""
 
 import re
 import stat
@@ -20,21 +20,21 @@ from fl_sim.one_of import Json, OurKinds, entry_points_of_ours, load_entry_point
 from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (said so for mypy: settings are declared with it)
 
 CHECKS: Final = "fl_sim.check"
-"""The entry-point group of functions that check one setting, of fl-sim or the user's own, against all others."""
+"""The entry-point group of functions that check whether one setting is compatible with all others."""
 
 
 @dataclass(frozen=True)
 class InOneLine:
-    """Marks a text field that also accepts a table: ``to_table`` parses the text, ``to_text`` writes it.
+    """The marker of a text field that also accepts a table: ``to_table`` parses the text, ``to_text`` writes it.
 
-    Thus ``data.label=outcome`` sets a part of ``data``, which is one line of text in every file.
+    So a user can set a part of the text: ``data.label=outcome`` changes one option of ``data``. Files contain the text.
     """
 
     to_table: Callable[[str], Json]
     to_text: Callable[[Mapping[str, Any]], str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the text; a table is converted to text before validation."""
+        """Return the field's pydantic schema; a table is converted to text before validation."""
 
         def joined(value: Any) -> Any:
             return self.to_text(value) if isinstance(value, Mapping) else value
@@ -43,10 +43,10 @@ class InOneLine:
 
 
 class Settings(BaseModel):
-    """A frozen group of settings that refuses unknown keys, NaN, infinity, and whole numbers beyond 64 bits."""
+    """The base class of settings: frozen; refuses unknown keys, NaN, infinity, and integers of more than 64 bits."""
 
     model_config = ConfigDict(
-        defer_build=True,  # reports a mistake without building validators of kinds that nobody chose
+        defer_build=True,  # builds no validators of classes that the user did not choose
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -56,10 +56,10 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _completed_table(cls, table: Any) -> Any:
-        """Return ``table`` with missing kinds and with lists in place of comma-separated texts.
+        """Return ``table`` with the kinds that the user left out, and with lists in place of comma-separated texts.
 
-        ``generator.batch_size=64`` gets the kind of the default generator. ``classifiers=discriminant,mlp`` becomes a
-        list.
+        ``generator.batch_size=64`` without a kind sets the batch size of the default generator.
+        ``classifiers=discriminant,mlp`` becomes a list.
         """
         if not isinstance(table, dict):
             return table
@@ -76,22 +76,22 @@ class Settings(BaseModel):
     def _whole_numbers_have_64_bits(self) -> Self:
         for name in type(self).model_fields:
             if isinstance(value := getattr(self, name), int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"{name} is a whole number of {len(str(abs(value)))} digits: it must have 64 bits")
+                raise ValueError(f"{name} is a whole number of {len(str(abs(value)))} digits: it must fit into 64 bits")
         return self
 
 
 def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[Json, type[BaseModel] | None]:
-    """Return the group ``name`` of ``table`` as a table, and the settings class of this group.
+    """Return the entry ``name`` of ``table`` as a table, and the settings class of this inner table.
 
-    ``settings``: the class whose fields ``table`` holds. A short form (``algorithm=fedprox``) becomes a table. The
-    class is None for an unknown group, which validation reports later. Raises UserError if ``name`` is a single value.
+    ``settings``: the settings class of ``table``. A short form (``algorithm=fedprox``) becomes a table. The returned
+    class is None for an unknown name, which validation reports later. Raises UserError if the entry is a single value.
     """
     field = settings.model_fields.get(name) if settings is not None else None
     marks = field.metadata if field is not None else []
     one_of = next((mark for mark in marks if isinstance(mark, OneOf)), None)
     inner = table.get(name, {})
     if isinstance(inner, BaseModel) or is_dataclass(inner):
-        raise UserError(f"{name} is an object: set its parameters where you make it")
+        raise UserError(f"{name} is a Python object: set its parameters where you create it")
     if isinstance(inner, str) and field is not None and one_of is not None:
         inner = one_of.expand(inner, field.annotation)
     in_one_line = next((mark for mark in marks if isinstance(mark, InOneLine)), None)
@@ -107,13 +107,14 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 
 
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
-    """Return the class of the kind that ``table`` chooses, in any form, for the field ``name`` of ``settings``.
+    """Return the settings class that ``table`` chooses for the field ``name`` of ``settings``, such as FedProx.
 
-    Returns None for an unknown kind, which validation reports later.
+    The choice may be a name, a table or an object; a missing one is the default. None for an unknown name, which
+    validation reports later.
     """
     field = settings.model_fields[name]
     given, one_of = table.get(name, field.default), _one_of(field)
-    assert one_of is not None, "a field of one kind alone"
+    assert one_of is not None, "a field without several classes"
     try:
         if isinstance(given, str):
             given = one_of.expand(given, field.annotation)
@@ -126,7 +127,7 @@ def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str)
 
 
 def by_default(text: str) -> Any:
-    """Return a pydantic field whose default is the short form of a kind; its class is imported when it is needed."""
+    """Return a pydantic field with a default in short form, such as ``fedavg``. Its class is imported when needed."""
     return Field(text, validate_default=True)
 
 
@@ -142,17 +143,17 @@ def default_of(settings: type[BaseModel], name: str) -> Any:
 
 
 def kinds_of(field: str) -> dict[str, type]:
-    """Return {kind: class} of fl-sim's kinds of a setting, as in ``kinds_of("algorithm")``; imports all classes."""
+    """Return {name: settings class} of all of fl-sim's choices for a setting, such as all algorithms. Imports all."""
     return dict(OurKinds(f"fl_sim.{field}"))
 
 
 def choices_in(settings: type[BaseModel]) -> list[str]:
-    """Return the names of the fields of ``settings`` that accept one of several kinds."""
+    """Return the names of the fields of ``settings`` that accept several settings classes, such as ``algorithm``."""
     return [name for name, field in settings.model_fields.items() if _one_of(field) is not None]
 
 
 def check_choices(experiment: BaseModel) -> None:
-    """Raise ValueError if a setting of any kind but "none" is incompatible with the rest of ``experiment``."""
+    """Raise ValueError if two settings of ``experiment`` are incompatible, by the functions in the group CHECKS."""
     checks = entry_points_of_ours(CHECKS)
     for field in choices_in(type(experiment)):
         if field in checks and not is_none(getattr(experiment, field)):
@@ -164,11 +165,11 @@ def _one_of(field: FieldInfo) -> OneOf | None:
 
 
 def _default_kind(field: FieldInfo) -> str:
-    """Return the kind of a field's default value."""
+    """Return the name of the settings class of a field's default value."""
     if not isinstance(field.default, str):
         return str(field.default.kind)
     one_of = _one_of(field)
-    assert one_of is not None, "a field of one kind alone"
+    assert one_of is not None, "a field without several classes"
     return str(one_of.expand(field.default, field.annotation)["kind"])
 
 
@@ -195,10 +196,10 @@ def known_model(name: str) -> str:
 
 
 MOST_BYTES: Final = 2**20
-"""Maximum size of a settings file in bytes. The longest real files, with 10,000 numbers, have a tenth of it."""
+"""The maximum size of a settings file in bytes. A real file with 10,000 numbers has a tenth of this size."""
 
 MOST_LEVELS: Final = 16
-"""Maximum depth of nested tables. No setting is nested so deeply, and each level costs the parser one more call."""
+"""The maximum depth of nested tables. It protects the parser, which is recursive, and is more than settings need."""
 
 _DEEP_KEY: Final = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_LEVELS}}}""")
 _INT64: Final = range(-(2**63), 2**63)
@@ -208,7 +209,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """Return the table in a TOML file. Raises UserError if the file is missing, not regular, too long, or not TOML."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path} is no file: settings are read from a TOML file, or given as key=value")
+            raise UserError(f"{path} is no regular file: give the path of a TOML file, or settings as key=value")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
@@ -216,7 +217,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: no path can hold this character
         raise UserError(f"{str(path)!r} cannot be read ({error}): name a TOML file, or give key=value") from error
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES:,} bytes: that is no file of settings")
+        raise UserError(f"{path} has more than {MOST_BYTES:,} bytes: give a TOML file of settings")
     try:
         return parse_table(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
@@ -228,7 +229,7 @@ def flat(
     is_value: Callable[[Any], bool] = lambda value: not isinstance(value, Mapping),
     prefix: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested tables. ``is_value``: True where to stop; by default all but tables.
+    """Yield (dotted key, value) of nested tables. ``is_value``: a function that is False for inner tables to open.
 
     >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
     {'rounds': 3, 'local.epochs': 1}
@@ -241,8 +242,11 @@ def flat(
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:
-    """Return the table of a TOML ``text``. Raises UserError if it is invalid or too deep; ``where``: its source."""
-    deep = UserError(f"{where} is nested more than {MOST_LEVELS} levels deep: no setting is")
+    """Return the content of a TOML ``text`` as a dict. ``where``: the text's file, for messages.
+
+    Raises UserError if the text is not TOML, or if its tables are nested too deeply.
+    """
+    deep = UserError(f"{where} is nested more than {MOST_LEVELS} levels deep: no setting has so many levels")
     if _DEEP_KEY.search(text):
         raise deep
     try:
@@ -257,7 +261,7 @@ def parse_table(text: str, where: str) -> dict[str, Any]:
 
 def _check(value: Any, where: str, levels: int, deep: UserError) -> None:
     if isinstance(value, int) and value not in _INT64:
-        raise UserError(f"{where} holds a whole number of {len(str(abs(value)))} digits: TOML's have 64 bits")
+        raise UserError(f"{where} holds a whole number of {len(str(abs(value)))} digits: it must fit into 64 bits")
     if isinstance(value, dict | list):
         if not levels:
             raise deep

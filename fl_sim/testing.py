@@ -1,9 +1,10 @@
-"""``check`` and ``check_compressor``: test that an algorithm or compressor, of fl-sim or your own, keeps the laws.
+"""``check`` and ``check_compressor``: tests of the laws that every algorithm and every compressor must keep.
 
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
 
-A test takes a few seconds on embedded data. It does not test the algorithm's formulas: test those against the paper.
+A test takes a few seconds on fl-sim's small digits. It does not test the algorithm's formulas: compare those with the
+paper.
 """
 
 import tempfile
@@ -42,22 +43,25 @@ from strategies.algorithm import Algorithm, Sharing, groups_of, payload_template
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
-"""Largest relative distance between the models of two engines: they sum float32 numbers in different orders."""
+"""The largest relative distance between the models of two trainers, which sum float32 numbers in different orders."""
 
 
-class BrokenLaw(AssertionError):  # noqa: N818 (what was found out, not what went wrong)
-    """An error: the algorithm breaks a law. The message is one sentence that names the law."""
+class BrokenLaw(AssertionError):  # noqa: N818 (named after the finding)
+    """An algorithm, compressor or run breaks a law of ``check``, ``check_compressor`` or ``check_run``.
+
+    The message names the law.
+    """
 
 
 def check(algorithm: Algorithm) -> None:
     """Test ``algorithm``, a settings object, against the laws. Raises BrokenLaw for the first broken law.
 
-    1. Written to JSON and read back, it is equal. 2. Every client, also one without records, sends the same names and
-    shapes, and finite numbers. 3. A client without records has no weight. 4. The server state keeps its names and
-    shapes. 5. The compiled trainer, PyTorch and stacks of clients end in the same model except for float32 rounding. 6.
-    An interrupted run, when resumed, ends in the same bits. 7. Under Global DP no client changes the mean by more than
-    the clipping norm allows, or the algorithm is refused there. 8. The algorithm writes to none of its inputs: not to
-    the server state, a client state or the pool.
+    1. Written to JSON and read back, it is equal. 2. Every client, even without records, sends tensors of the same
+    names and shapes, with finite numbers. 3. A client without records has weight 0 in the mean. 4. The server state
+    keeps its names and shapes. 5. The compiled trainer, PyTorch and stacks of clients train equal models, except for
+    float32 rounding. 6. A run that is interrupted and resumed ends in the same bits. 7. Under Global DP no client
+    changes the mean by more than the clipping norm allows, unless the experiment refuses the algorithm. 8. The
+    algorithm does not write to its inputs: the server state, the client states and the pool.
     """
     laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
     for law in laws:
@@ -70,7 +74,7 @@ def check(algorithm: Algorithm) -> None:
 def _is_written_down(algorithm: Algorithm) -> None:
     experiment = Experiment(algorithm=algorithm)
     if experiment_from(experiment.model_dump(mode="json")) != experiment:
-        raise BrokenLaw(f"{title_of(algorithm)} written down and read back is another one: {algorithm!r}")
+        raise BrokenLaw(f"{title_of(algorithm)}: written to JSON and read back, it differs from {algorithm!r}")
 
 
 def _sends_the_same_shapes(algorithm: Algorithm) -> None:
@@ -80,8 +84,8 @@ def _sends_the_same_shapes(algorithm: Algorithm) -> None:
         _expect_payloads(algorithm, update.payloads, wanted, f"a client with {records} records")
         if update.num_examples != records:
             raise BrokenLaw(
-                f"{title_of(algorithm)}: a client with {records} records says it has {update.num_examples}: its "
-                "num_examples must be the task's, so that a client without records counts nothing"
+                f"{title_of(algorithm)}: a client with {records} records sends num_examples={update.num_examples}: "
+                "return the task's num_examples, so that a client without records has no weight in the mean"
             )
         again = _update(algorithm, server, records, update.state)
         _expect_payloads(algorithm, again.payloads, wanted, f"a client with {records} records in its second round")
@@ -96,9 +100,11 @@ def _sends_the_same_shapes(algorithm: Algorithm) -> None:
     states = [{"params": one.params, **one.broadcast, **one.memory} for one in (server, merged)]
     before, after = ({name: dict(layout_of(params)) for name, params in state.items()} for state in states)
     if before != after:
-        raise BrokenLaw(f"{title_of(algorithm)}: merge turned a server state of {before} into one of {after}")
+        raise BrokenLaw(
+            f"{title_of(algorithm)}: merge changed the names or shapes of the server state from {before} to {after}"
+        )
     if not is_finite({"params": merged.params}):
-        raise BrokenLaw(f"{title_of(algorithm)}: merge made numbers that are not finite")
+        raise BrokenLaw(f"{title_of(algorithm)}: merge returned numbers that are not finite")
 
 
 def _engines_agree(algorithm: Algorithm) -> None:
@@ -130,8 +136,9 @@ def _resumes_to_the_same_bits(algorithm: Algorithm) -> None:
             resumed = _trained(algorithm, Path(folder) / "broken off", InProcess(stack=1))
     if any(not torch.equal(whole[name], resumed[name]) for name in whole):
         raise BrokenLaw(
-            f"{title_of(algorithm)}: a run that was interrupted after round 2 ended in other bits than an undisturbed "
-            "one: all that rounds hand on must be in ServerState (server) and ClientUpdate.state (clients)"
+            f"{title_of(algorithm)}: a run that was interrupted after round 2 ended in other bits than an "
+            "uninterrupted run: keep everything for later rounds in ServerState (server) and ClientUpdate.state "
+            "(clients)"
         )
 
 
@@ -140,7 +147,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     try:
         Experiment(algorithm=algorithm, aggregator=aggregator, clients=4)
     except ValueError:
-        return  # refused, which keeps the law
+        return  # Global DP refuses the algorithm, so the law holds
     server, wanted = _started(algorithm)
     honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
     loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
@@ -156,7 +163,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 
 
 def _architecture(algorithm: Algorithm) -> str:
-    """Return the model name for a test: a model with several layers if clients keep a part of it, else "logistic"."""
+    """Return the name of the model for a test: one with several layers if clients send only a part of the model."""
     return "mlp" if isinstance(algorithm, Sending) else "logistic"
 
 
@@ -243,7 +250,10 @@ def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silen
 def _expect_payloads(algorithm: Algorithm, sent: Payloads, wanted: Payloads, who: str) -> None:
     layouts = [{name: dict(layout_of(params)) for name, params in one.items()} for one in (sent, wanted)]
     if layouts[0] != layouts[1]:
-        raise BrokenLaw(f"{title_of(algorithm)}: {who} sends {layouts[0]}, one without records sends {layouts[1]}")
+        raise BrokenLaw(
+            f"{title_of(algorithm)}: {who} sends {layouts[0]}, but a client without records sends {layouts[1]}: all "
+            "clients must send the same names and shapes"
+        )
     if not is_finite(sent):
         raise BrokenLaw(f"{title_of(algorithm)}: {who} sends numbers that are not finite")
 
@@ -253,8 +263,8 @@ def _expect_close(algorithm: Algorithm, who: str, one: Params, other: Params, st
     moved = _distance({"": other}, {"": start})
     if gap > ROUNDING * max(moved, 1e-3):
         raise BrokenLaw(
-            f"{title_of(algorithm)}: {who} ends {gap:.3g} away from PyTorch, one client at a time, where training "
-            f"moved the model by {moved:.3g}: a part of the plan is not trained alike"
+            f"{title_of(algorithm)}: the model of {who} is at distance {gap:.3g} from that of PyTorch, one client at a "
+            f"time, and training moved the model by {moved:.3g}: the two treat a part of the local plan differently"
         )
 
 
@@ -268,21 +278,21 @@ LAYOUTS: tuple[Layout, ...] = (
     (("only", (1,)),),
 )
 MANY, OFF = 1000, 0.25
-"""Number of rounds, and largest relative distance between the sums of received and of sent updates after them."""
+"""The number of rounds, and the largest relative distance after them between all received and all sent updates."""
 
 
 def check_compressor(way: Compressor) -> None:
     """Test ``way``, the settings object of a compressor, against the laws. Raises BrokenLaw for the first broken law.
 
     1. Written to JSON and read back, it is equal. 2. Every compressed update has the size that ``size`` returns. 3. The
-    compressed update depends only on the update, on the tensors kept from earlier rounds and on ``coins``. 4. A finite
-    update is finite after decompression, and an update that is not finite stays so. 5. The kept tensors always have the
-    same names and shapes. 6. Over many rounds the received updates add up to the sent ones: by error feedback, or on
-    average.
+    compressed update depends only on the update, on the client's stored tensors and on ``coins``. 4. A finite update is
+    finite after decompression, and an update with NaN or infinity is not. 5. The client's stored tensors always have
+    the same names and shapes. 6. Over many rounds, the sum of the received updates approaches the sum of the sent
+    updates, by error feedback or because compression is unbiased.
     """
     experiment = Experiment(compress=way)
     if experiment_from(experiment.model_dump(mode="json")) != experiment:
-        raise BrokenLaw(f"{title_of(way)} written down and read back is another one: {way!r}")
+        raise BrokenLaw(f"{title_of(way)}: written to JSON and read back, it differs from {way!r}")
     for layout in LAYOUTS:
         _packs_to_its_size(way, layout)
         _tells_what_is_not_finite(way, layout)
@@ -296,16 +306,26 @@ def _packs_to_its_size(way: Compressor, layout: Layout) -> None:
         packed, kept = way.pack(update, held, _coins(number))
         size = way.size(layout)
         if (len(packed.numbers), len(packed.bits)) != size or packed.numbers.dtype != torch.float32:
-            raise BrokenLaw(f"{title_of(way)} packs {len(packed.numbers)} numbers and {len(packed.bits)} bytes: {size}")
+            raise BrokenLaw(
+                f"{title_of(way)} packs {len(packed.numbers)} numbers ({packed.numbers.dtype}) and {len(packed.bits)} "
+                f"bytes, not the float32 numbers and bytes that size returns: {size}"
+            )
         again, _ = way.pack(update, held, _coins(number))
         if not (torch.equal(packed.numbers, again.numbers) and np.array_equal(packed.bits, again.bits)):
-            raise BrokenLaw(f"{title_of(way)} packs the same update in two ways: draw random numbers from coins alone")
+            raise BrokenLaw(
+                f"{title_of(way)} packs the same update differently in a second call: draw random numbers from coins "
+                "alone"
+            )
         if number and _shapes(kept) != _shapes(held):
-            raise BrokenLaw(f"{title_of(way)} holds back {_shapes(kept)} after {_shapes(held)}")
+            raise BrokenLaw(
+                f"{title_of(way)}: the tensors that a client stores change from {_shapes(held)} to {_shapes(kept)}: "
+                "keep their names and shapes"
+            )
         arrived = way.unpack(packed, layout, _coins(number))
         if layout_of(arrived) != layout or not torch.isfinite(arrived.flat).all():
             raise BrokenLaw(
-                f"{title_of(way)}: a finite update of {layout} arrives as {arrived.flat} of {layout_of(arrived)}"
+                f"{title_of(way)}: a finite update of {layout} is {arrived.flat} of {layout_of(arrived)} after "
+                "decompression"
             )
         held = kept
 
@@ -316,7 +336,9 @@ def _tells_what_is_not_finite(way: Compressor, layout: Layout) -> None:
     packed = packing.pack({"delta": update}, update, {}, 0, 1)[1]["delta"]
     arrived = packing.unpack("delta", packed, layout, 0, 1)
     if torch.isfinite(torch.cat([value.reshape(-1) for value in arrived.values()])).all():
-        raise BrokenLaw(f"{title_of(way)}: an update of which numbers are NaN arrives finite, so nobody learns of it")
+        raise BrokenLaw(
+            f"{title_of(way)}: an update with NaN is finite after decompression, so the server cannot detect it"
+        )
 
 
 def _adds_up(way: Compressor, layout: Layout) -> None:
@@ -328,8 +350,9 @@ def _adds_up(way: Compressor, layout: Layout) -> None:
     off = float(torch.linalg.vector_norm(total / MANY - update.flat) / torch.linalg.vector_norm(update.flat))
     if not off <= OFF:
         raise BrokenLaw(
-            f"{title_of(way)}: of an update that is sent {MANY} times what arrives on average lies {off:.2g} of its "
-            "length away: hold back what is left out (strategies.compression.error_feedback), or be right on average"
+            f"{title_of(way)}: an update is sent {MANY} times, and the mean of the received updates differs from it by "
+            f"{off:.2g} of its norm: use error feedback (strategies.compression.error_feedback), or compress without "
+            "bias"
         )
 
 

@@ -1,8 +1,8 @@
-"""Fixtures for pytest: coarse privacy accounting, a fake clock, no waiting for disks.
+"""Fixtures for pytest that make tests of fl-sim faster: coarse privacy accounting, a fake clock, no fsync.
 
-``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. Only this module knows which
-private names of fl-sim they replace, so tests name nothing private. The engine for tests is
-``fl_sim.testing_runs.FakeEngine``. Modules that take seconds to import are imported at their first use.
+``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. They replace private names of
+fl-sim, so that tests need no private names. The engine for tests is ``fl_sim.testing_runs.FakeEngine``. Modules that
+take seconds to import are imported at their first use.
 """
 
 import os
@@ -15,14 +15,20 @@ import pytest
 
 
 class SetFineness(Protocol):
-    """A function that sets the resolution of the privacy accountants."""
+    """A function that sets the resolution of the privacy accountants: coarser ones are faster."""
 
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
-        """Make the grid of privacy losses ``losses`` times coarser; sum series only at every ``orders``-th order."""
+        """Make the PLD accountant's grid of privacy losses ``losses`` times coarser.
+
+        The RDP accountant computes its series only at every ``orders``-th order, and interpolates between these orders.
+        """
 
 
 class FewerImages(Protocol):
-    """A function that sets how many images the images of features are computed from, and clears their caches."""
+    """A function that reduces the work for ``fl_sim.data.images_of_features``, and clears the caches of this module.
+
+    The module fits a regression to made images, and improves images by descent steps.
+    """
 
     def __call__(
         self,
@@ -32,7 +38,7 @@ class FewerImages(Protocol):
         at_a_time: int | None = None,
         whitened: int | None = None,
     ) -> None:
-        """Set the number of descent steps, of ``made`` images, of images ``at_a_time``, and of images for whitening.
+        """Set the number of descent steps, of images for the regression, of images in a batch, and for the whitening.
 
         None leaves a number unchanged.
         """
@@ -67,7 +73,7 @@ class FakeClock:
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeClock]:
-    """Return a function that replaces ``time`` in a module by a FakeClock, which it returns."""
+    """Return a function that replaces ``time`` in a module by a FakeClock, and returns this clock."""
 
     def replaced(module: ModuleType) -> FakeClock:
         clock = FakeClock()
@@ -79,13 +85,13 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync after every round and charge: it takes most of a small run's time."""
+    """Disable ``os.fsync``, which runs call after every round and every charge, for most of a small run's time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")
 def set_fineness() -> Iterator[SetFineness]:
-    """Yield a function that makes both accountants coarser and faster, with larger upper bounds on epsilon.
+    """Yield a function that makes the PLD and the RDP accountant coarser and faster. Their epsilons are then larger.
 
     Each change clears the caches of the accountants.
     """
@@ -109,7 +115,7 @@ def set_fineness() -> Iterator[SetFineness]:
 
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
-    """Yield a function that reduces the number of images that images of features are computed from, for one test."""
+    """Yield a function that reduces, for one test, the work for images of features."""
     from fl_sim.data import images_of_features, reading, scattering  # noqa: PLC0415
 
     remembered = images_of_features._regression, scattering.whitening_of, reading._features_once  # noqa: SLF001

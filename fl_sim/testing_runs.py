@@ -1,9 +1,9 @@
-"""``check_run``: test that a run with a layer or a stage keeps the laws of runs. Also an engine for tests.
+"""``check_run``: a test of the laws that a run must keep, for a user's own layer or stage. Also an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
 
-The laws of algorithms are in ``fl_sim.testing``. A test takes some seconds on embedded data.
+The laws of algorithms are in ``fl_sim.testing``. A test takes some seconds on fl-sim's small digits.
 """
 
 import json
@@ -40,12 +40,12 @@ from fl_sim.types import Params
 from partitions import Iid
 
 _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_loss", "epsilon"}
-"""Names of the fields in a round's line that measure the model or its privacy cost."""
+"""The fields of a round in ``rounds.jsonl`` that measure the model or its privacy cost."""
 
 
 @dataclass(frozen=True)
 class Without:
-    """The partition ``iid``, with an empty shard for one ``client``; -1 means no empty shard."""
+    """The partition ``iid``, but the shard of ``client`` is empty; -1 means no empty shard."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -53,7 +53,7 @@ class Without:
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
     ) -> Sequence[NDArray[np.int64]]:
-        """Return the record indices of every client."""
+        """Return the indices of the records of every client."""
         parts = [*Iid().split(labels, num_partitions, rng)]
         return [part[:0] if client == self.client else part for client, part in enumerate(parts)]
 
@@ -62,17 +62,17 @@ def check_run(*, ray: bool = False, **settings: Any) -> None:
     """Test a run with these ``settings`` against the laws. Raises BrokenLaw for the first broken law.
 
     1. Written to JSON and read back, the settings are equal. 2. A second run, and a run with two workers, end in the
-    same bits; with ``ray`` a run on Ray does, too. 3. A run that is interrupted after any round and resumed ends in the
-    same bits: model, log and result. 4. If rounds or stages declare their privacy costs, no client answers before a
-    cost is charged. 5. If a run promises privacy, its visible output, except measures of the model, does not depend on
-    whether one client has records: neither texts nor whole numbers of the log and the result.
+    same bits; with ``ray``, so does a run on Ray. 3. A run that is interrupted after any round and resumed ends in the
+    same bits: model, log and result. 4. If rounds or stages declare privacy costs, no client is asked before a charge
+    to a ledger. 5. If a run promises privacy, its log and its result do not reveal whether one client has records:
+    texts and whole numbers in them are equal with and without these records, except for measures of the model.
 
     Settings that are not given are small: three rounds of four clients with a linear model. Noise must be seeded.
     """
     usual = {"model": "logistic", "clients": 4, "rounds": 3, "partition": Without(), "engine": {"kind": "inprocess"}}
     experiment = experiment_from({**usual, **settings})
     if experiment_from(experiment.model_dump(mode="json")) != experiment:
-        raise BrokenLaw("settings written down and read back are others")
+        raise BrokenLaw("written to JSON and read back, the settings differ")
     with tempfile.TemporaryDirectory() as folder:
         try:
             _check(experiment, Path(folder), ray=ray)
@@ -96,7 +96,7 @@ def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
         try:
             run(experiment, out, observer=_Break(last))
         except KeyboardInterrupt:
-            _expect_same(f"a run that was broken off after round {last}", first, _ran(experiment, out))
+            _expect_same(f"a run that was interrupted after round {last}", first, _ran(experiment, out))
     if experiment.is_private and isinstance(experiment.partition, Without):
         lacking = experiment_from({**experiment.model_dump(), "partition": Without(client=1)})
         _expect_as_shown(first, _ran(lacking, folder / "lacking"))
@@ -118,7 +118,7 @@ def _ran(experiment: Experiment, out: Path) -> _Ran:
 
 
 def _lasting(told: Any) -> Any:
-    """Return JSON values without the fields that differ between runs of one experiment: times, ids, the engine."""
+    """Return JSON values without the fields that differ between two runs of one experiment: times, ids, the engine."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
         return {name: _lasting(value) for name, value in told.items() if name not in passing}
@@ -132,7 +132,6 @@ class _Break(Silent):
     last: int
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Interrupt the run after the round ``last``."""
         if record.round == self.last:
             raise KeyboardInterrupt
 
@@ -140,20 +139,20 @@ class _Break(Silent):
 def _expect_same(who: str, one: _Ran, other: _Ran) -> None:
     if any(not torch.equal(one.model[name], other.model[name]) for name in one.model):
         raise BrokenLaw(
-            f"{who} ends in another model: what rounds hand on must be in the states of server, clients and layers, "
-            "and all that is random follow from the seed, never from a clock"
+            f"{who} ends in another model: keep everything for later rounds in the states of server, clients and "
+            "layers, and derive all random numbers from the seed, never from a clock"
         )
     for number, (line, again) in enumerate(zip(one.rounds, other.rounds, strict=False), start=1):
         if changed := _changed(line, again):
-            raise BrokenLaw(_said(f"{who} says in round {number}", changed[0], line, again))
+            raise BrokenLaw(_said(f"{who} differs in round {number}", changed[0], line, again))
     if len(one.rounds) != len(other.rounds):
         raise BrokenLaw(f"{who} has {len(other.rounds)} rounds, not {len(one.rounds)}")
     if changed := _changed(one.result, other.result):
-        raise BrokenLaw(_said(f"{who} says in its result", changed[0], one.result, other.result))
+        raise BrokenLaw(_said(f"{who} differs in its result", changed[0], one.result, other.result))
 
 
 def _said(who: str, name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    return f"{who} of {name}: {shortened(repr(other.get(name)))}, not {shortened(repr(one.get(name)))}"
+    return f"{who}: {name} is {shortened(repr(other.get(name)))}, not {shortened(repr(one.get(name)))}"
 
 
 def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -162,7 +161,7 @@ def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
-    """Raise BrokenLaw if a run that declares privacy costs receives a client's reply before any charge."""
+    """Raise BrokenLaw if the run in this block declares privacy costs and asks clients before any charge."""
     job = job_of(experiment)
     payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
     send = LocalGrid.send_and_receive
@@ -171,7 +170,7 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
         asked = [*messages]
         answers = [*send(grid, asked, **how)]
         if any(one.metadata.message_type == wire.TRAIN for one in asked) and not _charges(folder):
-            raise BrokenLaw("clients answered before anything was charged to a ledger of the run, which says it costs")
+            raise BrokenLaw("clients answered before any charge to a ledger, in a run that declares privacy costs")
         return answers
 
     if not payments:
@@ -182,7 +181,7 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
 
 
 def _charges(folder: Path) -> int:
-    """Return the number of charges on all ledgers in ``folder``; the first line of a ledger is its header."""
+    """Return the number of charges in all ledgers in ``folder``. A ledger has one line per charge after its header."""
     lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
     return sum(max(0, number - 1) for number in lines)
 
@@ -190,19 +189,20 @@ def _charges(folder: Path) -> int:
 def _expect_as_shown(one: _Ran, other: _Ran) -> None:
     for number, (line, again) in enumerate(zip(one.rounds, other.rounds, strict=False), start=1):
         if changed := _told_apart(line, again, _MEASURED):
-            raise BrokenLaw(f"round {number} tells whether a client has records: {changed}")
+            raise BrokenLaw(f"round {number} reveals whether a client has records: {changed}")
     if len(one.rounds) != len(other.rounds):
-        raise BrokenLaw("how many rounds there were tells whether a client has records")
+        raise BrokenLaw("the number of rounds reveals whether a client has records")
     if changed := _told_apart(
         one.result, other.result, {"partition", "identity", "best_round", "confusion", "reached"}
     ):
-        raise BrokenLaw(f"the result tells whether a client has records: {changed}")
+        raise BrokenLaw(f"the result reveals whether a client has records: {changed}")
 
 
 def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
-    """Return the path of the first text or whole number that differs between two JSON values; empty if none does.
+    """Return the path of the first text or whole number that differs between two JSON values; empty if all are equal.
 
-    Floats may differ: they are measures of a noised model. ``apart``: names of fields that may differ, at any depth.
+    Two floats may differ, because they measure a noised model. ``apart``: names of fields that may differ, at any
+    depth.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
@@ -218,16 +218,17 @@ def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
 
 
 Answer: TypeAlias = Callable[[int, Message], RecordDict | Message | None]
-"""A function from (client number, message) to the client's reply: a message, its content, or ``None`` for a lost reply.
+"""A function (client number, message) -> the client's reply, as a message or its content; None is a lost reply.
 
-An exception becomes the reply of a failed client, and ``TimeoutError`` the reply of a late client.
+If the function raises an exception, the reply is that of a failed client; ``TimeoutError`` means a late client.
 """
 
 
 class FakeEngine(LocalGrid):
-    """A Grid for tests: ``answering`` computes the clients' replies, and ``order`` permutes the replies of an exchange.
+    """A Flower Grid for tests, without clients: ``answering`` computes the reply to each message.
 
-    ``asked``: all messages sent so far. ``waits``: the timeout of each exchange.
+    ``order``: a function that reorders or drops the replies of an exchange. ``asked``: all messages sent so far.
+    ``waits``: the timeout of each exchange.
     """
 
     def __init__(
@@ -255,5 +256,5 @@ class FakeEngine(LocalGrid):
 
 
 def played_by(app: ClientApp, num_clients: int) -> Answer:
-    """Return an ``Answer`` that executes each message with the Flower ``app``."""
+    """Return a function for ``FakeEngine`` that computes each client's reply with the Flower ``app``."""
     return lambda _, message: answer(app, message, num_clients)

@@ -1,4 +1,4 @@
-"""The values of a run: frozen data classes, independent of algorithms, engines and all libraries except torch."""
+"""The basic data classes of a run, such as records, tasks and updates. They depend on no algorithm or engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_sim.importing import torch
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
-    Params = Mapping  # settings are read before torch is there
+    Params = Mapping  # torch is not imported yet when settings are read
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
 The tensors are read-only, because many objects of one process share them. Many are views of one vector
@@ -34,7 +34,10 @@ Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
 """Optimiser of local training, with the formulas of torch.optim."""
 
 BatchNorm: TypeAlias = Literal["none", "average", "personal"]
-"""Treatment of BatchNorm layers: refused; running statistics averaged; or layers of its own for each client."""
+"""Treatment of BatchNorm layers: "none" refuses them; "average" averages their running statistics over clients.
+
+"personal" leaves these layers on each client: neither parameters nor statistics are averaged (FedBN).
+"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Examples:
 
     @property
     def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        """Return inputs, labels and, if there are any, groups, in the order of a digest of the records."""
+        """Return inputs, labels and, if they are known, groups. A digest of the records reads them in this order."""
         return (self.inputs, self.labels) if self.groups is None else (self.inputs, self.labels, self.groups)
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
@@ -99,7 +102,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Column:
-    """The public facts of one column of a table. A column is one feature of a record, or several neighbouring features.
+    """The public facts about one column of a table, which is one feature of a record or several neighbouring features.
 
     A column of numbers is one feature, which may be rounded to ``values``, in ascending order and in the units of the
     records. A column of categories has one feature for each of its ``categories``; at most one of them is 1, and none
@@ -117,7 +120,7 @@ class Column:
 
     @property
     def cells(self) -> int:
-        """The number of different entries; for a category it includes one for all unlisted categories."""
+        """The number of different entries. All unlisted categories together count as one entry."""
         return len(self.values) or self.categories + 1
 
 
@@ -129,14 +132,14 @@ class Dataset:
     models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``: one float per
     channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). They are published constants of the
     data set, never computed from the clients' records. ``note``: facts about this copy that a reader must know (a
-    subset, generated stand-in data), shown beside all results. ``counted``: counts and oddities of the user's own
-    records, such as the number of records left out; shown only if nobody is promised privacy. ``columns``: the columns
+    subset, generated stand-in data), shown beside all results. ``counted``: private facts about the user's own records,
+    such as the number of records left out; shown only if the run promises no privacy. ``columns``: the columns
     of a table, in order, if they are known; public as the constants are. ``classes``: the names of the classes, if
-    known. ``names``: the names of the numbers of a record, if known. ``shown``: pairs (content found in a file, its
-    use). ``read_off``: the facts that were read off the records and show in results or in the model's shape, each with
-    the setting that makes it public, if there is one; every privacy statement lists them. ``inferred``: assumptions
-    about a file that no setting states, such as the decimal sign of its numbers, one line each. ``vocabulary``: above
-    0, records are sequences of whole numbers below ``vocabulary`` (fl_sim.models). ``validation``: records that no
+    known. ``names``: the names of a record's features, if known. ``shown``: pairs (content found in a file, its use).
+    ``read_off``: facts that were computed from the records and are visible in results or in the model's shape, each
+    with the setting that makes it public, if there is one; every privacy statement lists them. ``inferred``:
+    assumptions about a file that no setting states, such as its decimal separator, one line each. ``vocabulary``: if
+    above 0, records are sequences of whole numbers below it (tokens). ``validation``: records that no
     client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the shape of the
     original images if features have replaced them; else empty.
     """
@@ -169,16 +172,19 @@ FINER: Final = {"cifar100-coarse": "cifar100"}
 """{data set: the data set with the same records in more classes}."""
 
 _SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
-"""The separator between the location of a data set and its reading options."""
+"""The colon between the location of a data set and its reading options, as in "table:FILE:label=COLUMN"."""
 
 
 def called(data: str) -> str:
-    """Return the name of the records of ``data`` in accounts of privacy costs, without classes and reading options."""
+    """Return the name under which ledgers know the records of ``data``, without classes and reading options."""
     return _SETTINGS.split(records_of(data))[0]
 
 
 def records_of(data: str) -> str:
-    """Return the data set with the same records in more classes, mostly ``data`` itself. Releases about both add up."""
+    """Return the data set that has the same records with finer classes, else ``data`` itself.
+
+    Privacy costs add up over all data sets with the same records.
+    """
     return FINER.get(data, data)
 
 
@@ -189,11 +195,11 @@ class LocalSettings:
     Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
     ``learning_rate``: that of this round, after any schedule. ``momentum``: in [0, 1). ``batch_size``: at least 1; the
     last batch of an epoch may be smaller. ``epochs``: may have a fraction, which is a part of the last epoch.
-    ``steps``: if not 0, the number of steps, whatever ``epochs`` is; when all records are used, they are shuffled
-    again. ``label_smoothing``: the share of every label that is spread evenly over all classes. ``clip_norm``: the
+    ``steps``: if not 0, the number of steps, in place of ``epochs``; when all records are used, they are shuffled
+    again. ``label_smoothing``: the share of every label that is distributed evenly over all classes. ``clip_norm``: the
     maximum L2 norm of a step's gradient over all parameters (0: no maximum). The gradient is clipped after all
     additions of the local plan, and before weight decay and momentum. So a correction that cancels the gradient at the
-    optimum still cancels it, as in FedDyn's program, which puts the correction into the loss; that program adds alpha w
+    optimum still cancels it, as in FedDyn's program, which puts the correction into the loss. That program adds alpha w
     as weight decay, and so does not clip it. ``augment``: the random augmentation of images, drawn anew for each use of
     a record.
     """
@@ -213,9 +219,9 @@ class LocalSettings:
         """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
-        if self.epochs % 1 == 0:  # the usual case, asked for several times a client and round
+        if self.epochs % 1 == 0:  # the usual case, without the slow Fraction
             return int(self.epochs) * self.num_batches(num_examples)
-        # As the decimal that it is written as: 0.7 * 10 is more than 7 in binary, and would be rounded up to 8.
+        # The decimal that the user wrote: in binary, 0.7 * 10 is more than 7, and would be rounded up to 8.
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:
@@ -223,7 +229,7 @@ class LocalSettings:
         return -(-num_examples // self.batch_size)
 
     def num_passes(self, num_examples: int) -> int:
-        """Return the number of times that the records are shuffled: once for each epoch that is begun."""
+        """Return the number of times that the records are shuffled: once for each epoch, also for a partial one."""
         return -(-self.num_steps(num_examples) // max(1, self.num_batches(num_examples)))
 
 
@@ -235,8 +241,8 @@ class LocalTask:
     of its training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: the
     client state after this client's last round. ``pool``: the tensors that all clients shared before the first round.
     ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic ones
-    included; only the client knows it. ``statistics``: the received running statistics of BatchNorm layers; if they are
-    empty, the statistics are reset.
+    included; only the client knows them. ``statistics``: the received running statistics of BatchNorm layers; if they
+    are empty, the client resets its statistics.
     """
 
     server_round: int
@@ -271,7 +277,7 @@ class Trained:
 
 
 class Size(NamedTuple):
-    """The size of a compressed group: the count of float32 ``numbers`` and the count of bytes in ``bits``."""
+    """The size of a compressed group of tensors: the count of its float32 ``numbers``, and of the bytes in ``bits``."""
 
     numbers: int
     bits: int = 0
@@ -279,7 +285,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A compressed group of tensors. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
+    """A compressed group of an update's tensors, as ``numbers``, float32 (n,), and ``bits``, uint8 (m,)."""
 
     numbers: torch.Tensor
     bits: NDArray[np.uint8]
@@ -292,7 +298,7 @@ class Packed:
 
     @staticmethod
     def blank(size: Size) -> Packed:
-        """Return a compressed group of this size that holds zeros."""
+        """Return a compressed group of this size that consists of zeros."""
         return Packed(torch.zeros(size.numbers), np.zeros(size.bits, np.uint8))
 
 
@@ -301,7 +307,7 @@ class ClientUpdate:
     """The update of a client: its payload (``payloads``), and the client state for its next round (``state``).
 
     ``num_examples``: the client's weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if
-    any. ``packed``: groups that are sent compressed, and are therefore not in ``payloads``.
+    any. ``packed``: the groups of tensors that are sent compressed; they are not in ``payloads``.
     """
 
     payloads: Payloads
@@ -313,7 +319,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's update as the server received it. ``packed``: groups that are still compressed."""
+    """One client's update as the server received it. ``packed``: the groups of tensors that are still compressed."""
 
     client: int
     payloads: Payloads
@@ -338,7 +344,7 @@ class Cohort:
     num_holders: int | None = None
 
     def participation(self, num_trained: int) -> float:
-        """Return |S|/K for ``num_trained`` clients S; K are the clients that can ever take part."""
+        """Return |S|/K for ``num_trained`` clients S; K are the clients that can take part (``num_holders``)."""
         return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 
@@ -363,9 +369,9 @@ class Aggregate:
     """The means over clients: the only view of a round that the server side of an algorithm has.
 
     ``payloads``: the means of the clients' payloads, by group. ``participation``: |S|/K, where S are the clients behind
-    the means, and K the clients with records. Under privacy the set of clients with records is secret: then
-    ``participation`` is the public expectation, and K are all clients. ``without_effect``: a sentence if the aggregator
-    returned just the plain mean of these updates, else empty.
+    the means, and K the clients with records. Under Global DP the set of clients with records is secret: then
+    ``participation`` is the public expectation, and K are all clients. ``without_effect``: a warning if the aggregator
+    had no effect, because it returned the plain mean of these updates; else empty.
     """
 
     payloads: Payloads

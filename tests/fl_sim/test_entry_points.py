@@ -167,5 +167,5 @@ def test_an_entry_point_of_ours_that_leads_nowhere_is_named(
 def test_metadata_that_are_older_than_the_code_are_told(without_pyproject: None, install_package: Any) -> None:
     install_package("fl-sim", {"console_scripts": {"fl-sim": "fl_sim.__main__:command"}})
     for settings in ({}, {"algorithm": "fedprox"}):
-        with pytest.raises(UserError, match=r"fl-sim's installation is older than its code.*run 'pip install' again"):
+        with pytest.raises(UserError, match=r"is missing, or older than its code.*run 'pip install' again"):
             experiment_from(settings)

@@ -18,7 +18,7 @@ def test_an_old_path_leads_to_the_new_module_and_names_it(old: str, monkeypatch:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = importlib.import_module(old)
-    assert any(str(one.message).startswith(f"{old} has moved to {MOVED[old]}: import it from there") for one in told)
+    assert any(str(one.message).startswith(f"{old} has moved to {MOVED[old]}: import {MOVED[old]}") for one in told)
     assert {one.category for one in told} == {DeprecationWarning}
     assert found is importlib.import_module(MOVED[old])
     assert found.__name__ == MOVED[old]

@@ -287,7 +287,7 @@ class Halving(Averaging):
         (
             "algorithm",
             f"{HERE}:Halving",
-            "Halving' has a field 'share', which is the name of an optional method: call the field otherwise$",
+            "Halving' has a field 'share', which is the name of an optional method: rename the field$",
         ),
         ("algorithm", "nowhere.fed:FedDyn", "cannot be imported: there is no module 'nowhere'"),
         ("algorithm", "fedprx:Mine", r"did you mean 'fedprox'\?"),

@@ -62,7 +62,7 @@ def test_a_module_in_the_current_folder_serves_and_hides_nothing_that_is_install
         ("users_fine:bild", r"module 'users_fine' \(.*users_fine.py\) has no 'bild'; did you mean 'build'\?"),
         ("users_fine:zzz", "has no 'zzz'; its names are build, number"),
         ("users_empty:build", "has no 'build'; its names are none"),
-        ("users_needy:build", "ModuleNotFoundError: No module named 'users_absent'; mend the module"),
+        ("users_needy:build", "ModuleNotFoundError: No module named 'users_absent'; correct the module"),
         ("users_raising:build", "ValueError: first line second line xxx"),
         ("users_leaving:build", "SystemExit: 3"),
         ("users_broken:build", "SyntaxError: "),

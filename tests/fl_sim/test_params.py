@@ -141,7 +141,7 @@ def test_every_way_to_write_is_found(how: str, form: Callable[[], Params]) -> No
     write_guard.check_bits(write)
     write(params)
     if is_counted:
-        with pytest.raises(RunError, match=r"wrote into the global model, which it was handed to read.*clone"):
+        with pytest.raises(RunError, match=r"wrote into the global model, which must only be read.*clone"):
             write_guard.check(write)
     if how != "of the same numbers":
         with pytest.raises(RunError, match=rf"<lambda> \({HERE}:\d+\) wrote into the global model"):

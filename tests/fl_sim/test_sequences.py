@@ -106,12 +106,12 @@ def test_what_are_no_tokens_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "mlp"}, "model 'gru' alone is for sequences of tokens, and these records are no other"),
-        ({"algorithm": "fedmix"}, "algorithm fedmix computes with the numbers of records"),
-        ({"preprocess": "da-fl"}, "preprocess da-fl computes with the numbers of records"),
+        ({"model": "mlp"}, "model 'gru' alone is for sequences of tokens, and these records are such sequences"),
+        ({"algorithm": "fedmix"}, "algorithm fedmix computes with the numbers in records"),
+        ({"preprocess": "da-fl"}, "preprocess da-fl computes with the numbers in records"),
         ({"algorithm": "pate"}, "algorithm pate has students that compute with the numbers of records"),
-        ({"partition": "feature-noise:0.1"}, "partition feature-noise computes with the numbers of records"),
-        ({"local": {"augment": "flip"}}, r"local\.augment=flip moves images"),
+        ({"partition": "feature-noise:0.1"}, "partition feature-noise computes with the numbers in records"),
+        ({"local": {"augment": "flip"}}, r"local\.augment=flip changes images"),
     ],
 )
 def test_what_computes_with_numbers_has_no_place_with_tokens(tmp_path, settings, message):

@@ -215,7 +215,7 @@ def test_messages_stay_short_whatever_was_given():
 
 
 def test_whole_numbers_beyond_64_bits_are_refused():
-    with pytest.raises(UserError, match="seed is a whole number of 19 digits: it must have 64 bits"):
+    with pytest.raises(UserError, match="seed is a whole number of 19 digits: it must fit into 64 bits"):
         experiment_from({"seed": 2**63})
     assert experiment_from({"seed": 2**63 - 1}).seed == 2**63 - 1
 
@@ -288,7 +288,7 @@ def test_what_is_no_file_is_refused_without_being_read(tmp_path: Path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(UserError, match="is no file: settings are read from a TOML file"):
+        with pytest.raises(UserError, match="is no regular file: give the path of a TOML file"):
             read_table(path)
     with pytest.raises(UserError, match=r"no such file: .*missing.toml"):
         read_table(tmp_path / "missing.toml")

@@ -89,14 +89,14 @@ class Restless(Averaging):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (Silent(), "a client with 1 records sends .*, one without records sends {}"),
-        (Everybody(), "a client with 0 records says it has 1"),
+        (Silent(), "a client with 1 records sends .*, but a client without records sends {}"),
+        (Everybody(), "a client with 0 records sends num_examples=1"),
         (PerStep(), "a client with 0 records sends numbers that are not finite"),
         (Growing(), "in its second round sends"),
-        (Forgetting(), "merge turned a server state of"),
-        (Exploding(), "merge made numbers that are not finite"),
-        (Elsewhere(), "a run that was interrupted after round 2 ended in other bits|a stack of clients ends"),
-        (Restless(), "ends .* away from PyTorch, .* not trained alike"),
+        (Forgetting(), "merge changed the names or shapes of the server state"),
+        (Exploding(), "merge returned numbers that are not finite"),
+        (Elsewhere(), "a run that was interrupted after round 2 ended in other bits|the model of a stack of clients"),
+        (Restless(), "at distance .* from that of PyTorch, .* local plan differently"),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Averaging) else "",
 )
@@ -165,8 +165,8 @@ class Infinite(RandK):
     ("way", "law"),
     [
         (Forgetful(share=0.05), "sent 1000 times"), (Longer(share=0.5), "packs 513 numbers"),
-        (Careless(), "coins alone"), (Quiet(), "NaN arrives finite"), (Moody(), "holds back"),
-        (Infinite(), "arrives as"),
+        (Careless(), "coins alone"), (Quiet(), "NaN is finite after"), (Moody(), "tensors that a client stores"),
+        (Infinite(), "after decompression"),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

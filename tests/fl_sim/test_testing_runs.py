@@ -98,7 +98,7 @@ class Random(OwnMean):
 @pytest.mark.parametrize(
     ("aggregator", "told"),
     [
-        (Forgetful(), "broken off after round 1 ends in another model"),
+        (Forgetful(), "interrupted after round 1 ends in another model"),
         (Timed(), "a second run ends in another model"),
         (Random(), "a second run ends in another model"),
     ],
@@ -123,13 +123,13 @@ class Notes(Settings):
 
 
 def test_a_stage_whose_facts_go_by_the_clock_is_found() -> None:
-    with pytest.raises(BrokenLaw, match="a second run says in its result of noted"):
+    with pytest.raises(BrokenLaw, match="a second run differs in its result: noted is"):
         check_run(preprocess=Notes())
 
 
 def test_rounds_that_are_not_charged_before_clients_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private.PrivateRounds, "pay", lambda self, server_round: None)
-    with pytest.raises(BrokenLaw, match="answered before anything was charged"):
+    with pytest.raises(BrokenLaw, match="answered before any charge"):
         check_run(aggregator=PRIVATE)
 
 
@@ -143,7 +143,7 @@ def test_a_private_run_that_shows_who_has_records_is_found(monkeypatch: pytest.M
 
     monkeypatch.setattr(private.PrivateRounds, "metrics", metrics)
     monkeypatch.setattr(private.PrivateRounds, "received", received)
-    with pytest.raises(BrokenLaw, match="round 1 tells whether a client has records: late"):
+    with pytest.raises(BrokenLaw, match="round 1 reveals whether a client has records: late"):
         check_run(aggregator=PRIVATE, sampler="full")
 
 

@@ -61,7 +61,7 @@ def test_a_finished_run_says_so_and_shows_its_summary_and_again_repeats_it_besid
     assert "this run is finished already, and nothing was done: --again (again=True) runs it once more" in told
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     _, told = command("--again")
-    assert f"what {out} held is in {tmp_path / 'run-before-1'} now" in told
+    assert f"the earlier files of {out} are in {tmp_path / 'run-before-1'} now" in told
     assert "round 2/2" in told
     assert {path.name: path.read_bytes() for path in (tmp_path / "run-before-1").iterdir()} == before
     assert (out / "model.safetensors").read_bytes() == before["model.safetensors"]

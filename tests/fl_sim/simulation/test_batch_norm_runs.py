@@ -193,7 +193,7 @@ def test_control_variates_leave_personal_layers_alone(tmp_path: Path) -> None:
         ({"model": "mlp"}, "model 'mlp' has no BatchNorm layers: leave local.batch_norm=average out"),
         (
             {"local": {}},
-            r"keeps running statistics \(2.running_mean\).* with local.batch_norm=average or personal, or use",
+            r"keeps running statistics \(2.running_mean\).* set local.batch_norm=average or personal, or use",
         ),
         ({"engine": {"kind": "inprocess", "stack": 2}}, "engine.stack=2: this model cannot be trained on many clients"),
     ],

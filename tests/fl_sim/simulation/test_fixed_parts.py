@@ -125,14 +125,14 @@ def test_a_stack_of_clients_leaves_it_alone(tmp_path: Path) -> None:
 
 
 def test_a_frozen_head_is_refused_where_it_would_have_to_learn(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"algorithm fedproto looks at .* is frozen"):
+    with pytest.raises(UserError, match=r"algorithm fedproto needs a trainable head .* is frozen"):
         trained(tmp_path / "a", "frozen_head", algorithm=FedProto())
     with pytest.raises(UserError, match=r"calibrate needs a head that .* or is frozen"):
         trained(tmp_path / "b", "frozen_head", calibrate="ccvr")
 
 
 def test_a_frozen_parameter_that_every_process_would_draw_for_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"another one each time it is made of the same seed \(body differs\)"):
+    with pytest.raises(UserError, match=r"differs between two calls of its factory with the same seed \(in body\)"):
         trained(tmp_path / "run", "fresh_each_time")
 
 

@@ -210,9 +210,12 @@ def test_the_same_command_ends_in_the_same_bits(
     [
         (
             {"model": "own_draws:own_start"},
-            r"another one each time it is made of the same seed \(1.bias differs\)",
+            r"differs between two calls of its factory with the same seed \(in 1.bias\)",
         ),
-        ({"model": "own_draws:own_noise"}, "makes other logits of the same records the second time.*: draw from the"),
+        (
+            {"model": "own_draws:own_noise"},
+            "returned different logits for the same records.*: draw random",
+        ),
         ({"partition": "own_draws:SelfSeeded"}, "SelfSeeded splits in another way each time, from the same seed: take"),
     ],
 )

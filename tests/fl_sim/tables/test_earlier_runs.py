@@ -50,7 +50,7 @@ def test_a_run_without_out_goes_on_from_the_longest_shorter_one_which_stays(
     before = files(shorter)
     longer = fl_sim.run({**QUICK, "rounds": 4})
     told = capsys.readouterr().err
-    assert f"the rounds of {shorter} are the first of this run" in told
+    assert f"the first rounds of this run are those of {shorter}" in told
     assert "resuming this run after round 3" in told
     assert files(shorter) == before
     whole = fl_sim.run({**QUICK, "rounds": 4}, out="whole", progress=False)

@@ -244,5 +244,5 @@ def test_adam_starts_anew_in_every_round_of_a_stack() -> None:
 def test_adam_has_no_place_for_momentum_nor_a_warm_start(trained_by: Any) -> None:
     warm = LocalPlan(momentum_buffers=detached(model().named_parameters()))
     for given in (jobs(replace(SETTINGS, optimizer="adam")), jobs(replace(SETTINGS, **ADAM), warm)):
-        with pytest.raises(UserError, match=r"no place beside optimizer=adam"):
+        with pytest.raises(UserError, match=r"cannot be used with optimizer=adam"):
             trained_by(given)
