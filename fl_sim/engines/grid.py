@@ -65,7 +65,7 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Return a new message: Flower's interface for apps that do not call ``Message(...)`` themselves."""
+        """Return a new message, as ``Message(...)`` does. Flower's class Grid requires this method."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> range:

@@ -65,7 +65,7 @@ def node_gone(address: str) -> str:
 
 
 def is_there(address: str) -> bool:
-    """Return True if a process accepts connections at host:port."""
+    """Return True if a process accepts connections at ``address`` (host:port)."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()

@@ -172,7 +172,6 @@ def _start_cleanup(folder: str) -> "subprocess.Popen[bytes]":
 
 
 def _send_address(cleanup: "subprocess.Popen[bytes]") -> None:
-    """Send the address of Ray's node to the cleanup process."""
     assert cleanup.stdin is not None
     cleanup.stdin.write(node_address().encode())
     cleanup.stdin.flush()

@@ -1,8 +1,8 @@
 """Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
-This file has the form of their messages, encryption, signed tickets (proofs that a release was charged to its ledger),
-and the import of modules that are sent along. It does not import Ray. Messages are encrypted because Ray keeps objects
-in the memory of a node, and writes them to the node's disk if memory runs short.
+This file defines the form of their messages, the encryption, signed tickets (proofs that a release was charged to its
+ledger), and the import of modules that are sent along. It does not import Ray. Messages are encrypted because Ray keeps
+objects in the memory of a node, and writes them to the node's disk if memory runs short.
 """
 
 import hashlib
@@ -251,7 +251,6 @@ class _ModulesInMemory(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the import spec of a module in the dictionary, or None for any other module."""
         del path, target
         name = self._file(fullname)
         if name is None:
@@ -259,14 +258,12 @@ class _ModulesInMemory(MetaPathFinder, InspectLoader):
         return importlib.util.spec_from_loader(fullname, self, origin=f"<sent along: {name}>")
 
     def get_source(self, fullname: str) -> str:
-        """Return the source code of a module. Raises ImportError if the dictionary does not have it."""
         name = self._file(fullname)
         if name is None:
             raise ImportError(f"{fullname} was not sent along")
         return importlib.util.decode_source(self._sources[name])
 
     def is_package(self, fullname: str) -> bool:
-        """Return True if a module in the dictionary is a package."""
         return (self._file(fullname) or "").endswith("/__init__.py")
 
     def _file(self, fullname: str) -> str | None:

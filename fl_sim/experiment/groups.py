@@ -42,7 +42,7 @@ class Constant(Settings):
     kind: Literal["constant"] = "constant"
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate."""
+        """Return the factor by which ``local.learning_rate`` is multiplied in this round."""
         del server_round, rounds
         return 1.0
 
@@ -59,7 +59,7 @@ class Exponential(Settings):
         return [] if self.decay < 1 else [off("local.schedule.decay=1", _CONSTANT)]
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate."""
+        """Return the factor by which ``local.learning_rate`` is multiplied in this round."""
         del rounds
         return float(self.decay ** (server_round - 1))
 
@@ -80,7 +80,7 @@ class Step(Settings):
         return [off(f"local.schedule.every={self.every}", f"rounds={experiment.rounds}, and {_CONSTANT}")]
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate."""
+        """Return the factor by which ``local.learning_rate`` is multiplied in this round."""
         del rounds
         return float(self.decay ** ((server_round - 1) // self.every))
 
@@ -97,7 +97,7 @@ class Cosine(Settings):
         return [] if self.final < 1 else [off("local.schedule.final=1", _CONSTANT)]
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate."""
+        """Return the factor by which ``local.learning_rate`` is multiplied in this round."""
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * (server_round - 1) / rounds)) / 2
 
 

@@ -145,9 +145,10 @@ class ClientStore:
     def _own(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return the records for one client only (its state, or a signed ticket), or its answer if known already.
+        """Return the records that only this client gets, or the client's answer if no worker is needed for it.
 
-        ``content``: the part of the message that all clients share.
+        The records are its client state, or a signed ticket (proof of a charge). ``content``: the part of the message
+        that all clients share.
         """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)

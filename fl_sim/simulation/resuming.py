@@ -317,7 +317,7 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
 
 
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError if the experiment has no more rounds than the run, or other learning rates in these rounds."""
+    """Raise UserError unless ``experiment`` has more rounds than ``records``, and the same learning rates in them."""
     if len(records) >= experiment.rounds:
         raise UserError(
             f"{out} holds {len(records)} rounds of this run already, so it cannot be extended to "

@@ -306,7 +306,7 @@ _ROUNDS: Final = "fl_sim.simulation.rounds:Rounds"
 
 
 def procedure_of(job: Job) -> Procedure:
-    """Return the procedure of a run of ``job``.
+    """Return the procedure of a run of ``job``: the code that executes the whole run, such as ``Rounds``.
 
     Raises UserError if ``devices`` is set and the algorithm has no rounds whose time could be simulated.
     """

@@ -129,7 +129,7 @@ class Stopwatch:
 
     @property
     def told(self) -> tuple[tuple[str, Timing], ...]:
-        """Return (description, timing) for each kind of work."""
+        """Return (description, timing) for each kind of work that was to be timed."""
         return tuple((what, self.timings[kind]) for kind, what in self._what.items())
 
     def timing(self, work: Work) -> Timing:
@@ -177,7 +177,7 @@ class _GrowingTiming:
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
     def _next(self, left: float) -> int:
-        """Return the number of records of the next piece; 0 if the remaining ``left`` seconds are too few for one."""
+        """Return the number of records of the piece to time next; 0 if the remaining ``left`` seconds are too few."""
         records = self.work.records
         if not self._size:
             return min(_FEWEST, records) if left > 0 else 0

@@ -256,7 +256,6 @@ class _Slots:
 
     @cached_property
     def size(self) -> int:
-        """The number of elements in a state."""
         return sum(num_in(layout) for _, layout in self.groups)
 
     def place(self, client: int, slot: int) -> int:
