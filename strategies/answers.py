@@ -17,8 +17,8 @@ from fl_sim.types import Params, Payloads
 Read = TypeVar("Read")
 
 UNQUOTED: Final = (
-    "what clients say may hold their records, so the reason is in private-errors.log in the run directory, which "
-    "nobody but you can read"
+    "a client's error message may contain its records, so the reason is in private-errors.log in the run directory, "
+    "which only you can read"
 )
 
 _POLL_SECONDS: Final = 0.05
@@ -48,9 +48,9 @@ class Population:
 class Asking:
     """One client task that is sent to every client. ``order``: the task and its settings.
 
-    ``quoted``: True if an error message may quote a client's words; False if they are private. ``timeout``: seconds for
-    the whole exchange. ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the
-    model.
+    ``quoted``: True if an error message may quote a client's error message; False if that is private. ``timeout``:
+    seconds for the whole exchange. ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent
+    with the model.
     """
 
     order: wire.TaskConfig
@@ -104,7 +104,7 @@ def by_client(
         if (client := client_of(node)) is not None:
             answers.setdefault(client, []).append(reply)
         elif strict:
-            raise RunError(f"node {node} answered, which plays no client: find out what else is on this federation")
+            raise RunError(f"node {node} answered, which is no client's: see which other nodes are in this federation")
     return answers
 
 
@@ -114,7 +114,7 @@ def content_of(replies: Sequence[Message]) -> RecordDict:
         raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
     if len(replies) > 1:
         raise Malformed(
-            f"answered {len(replies)} times", cure="it would count more than once, so see that it runs once"
+            f"answered {len(replies)} times", cure="its update would count more than once: start each client only once"
         )
     if said := wire.error_of(replies[0]):
         raise Malformed("failed", cure="", said=said)
@@ -124,7 +124,7 @@ def content_of(replies: Sequence[Message]) -> RecordDict:
 def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
     """Return the error that ends a run because of one client's answer.
 
-    ``quoted``: True if the message may quote the client's words; otherwise they go to a private file.
+    ``quoted``: True if this error may quote the client's error message, which otherwise goes to a private file.
     """
     if not error.said:
         return RunError(f"{who} {error}")
@@ -134,7 +134,7 @@ def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
 
 
 def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
-    """Return a text with one line per failed client, including the client's own words. PRIVATE."""
+    """Return a text with one line per failed client, including the client's own error message. PRIVATE."""
     return "\n".join(
         f"{who} {number} {reason}" + (f": {reason.said}" if reason.said else "")
         for number, reason in sorted(failed.items())
@@ -153,7 +153,8 @@ def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
     while len(nodes := list(grid.get_node_ids())) < num_clients:
         if time.monotonic() > deadline:
             raise RunError(
-                f"only {len(nodes)} of {num_clients} nodes came in {timeout:.0f} s: start as many supernodes as clients"
+                f"only {len(nodes)} of {num_clients} nodes connected in {timeout:.0f} s: start as many supernodes as "
+                "clients"
             )
         time.sleep(_POLL_SECONDS)
     if len(nodes) > num_clients:

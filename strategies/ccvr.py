@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from clients.private_moments import Protection
 
-_LONGEST: Final = 2**28  # bytes of a client's moments; messages of Flower's runtime may have twice as many
+_LONGEST: Final = 2**28  # most bytes of a client's moments: half of the most bytes of a message on Flower's runtime
 
 
 class CCVR(Settings):
@@ -36,9 +36,9 @@ class CCVR(Settings):
     starts from the trained head, by plain SGD for ``epochs`` over the samples, with this ``learning_rate`` and
     ``batch_size``.
 
-    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost for a record of its client's
-    moments, which then are one Gaussian release. Features are then clipped to ``clipping_norm``. ``noise``: "secret"
-    is real protection and differs from run to run, "seeded" is repeatable and protects in simulation only.
+    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of a client's moments for each of
+    its records; the moments are then one Gaussian release. Features are then clipped to ``clipping_norm``. ``noise``:
+    "secret" is real protection and differs from run to run, "seeded" is repeatable and protects in simulation only.
     """
 
     kind: Literal["ccvr"] = "ccvr"
@@ -91,28 +91,28 @@ class CCVR(Settings):
         return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if there is no common head to train, or if sending moments contradicts other settings."""
+        """Raise ValueError if there is no common head to train, or if other settings forbid to send moments."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(
-                f"calibrate ccvr undoes what differing labels of clients do to the head of their common model, and "
-                f"algorithm {kind_of(algorithm)} has no model that clients train together: leave calibrate out"
+                f"calibrate ccvr corrects the head of a model that clients train together, and algorithm "
+                f"{kind_of(algorithm)} has no such model: leave calibrate out"
             )
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "calibrate ccvr cannot run under aggregator global-dp, which protects all records of a client together:"
-                " moments leave each client by itself, and their noise hides single records at most; set calibrate=none"
-                " or another aggregator"
+                "calibrate ccvr cannot run under aggregator global-dp, which protects all records of a client "
+                "together: each client sends its own moments, whose noise hides single records at most; set "
+                "calibrate=none or another aggregator"
             )
         if experiment.attack.clients:
             raise ValueError(
-                f"calibrate ccvr has no place beside attack {kind_of(experiment.attack)}: moments are added up, and one"
-                " hostile client may move their sum anywhere; set calibrate=none or attack=none"
+                f"calibrate ccvr cannot run with attack {kind_of(experiment.attack)}: moments are summed, and one "
+                "hostile client could change the sum arbitrarily; set calibrate=none or attack=none"
             )
         if replaces_records(preprocess) and self.epsilon is None:
             raise ValueError(
                 "calibrate ccvr sends moments of the clients' own features without noise, and preprocess.train_on="
-                "synthetic promises that nothing leaves them but synthetic records: set calibrate.epsilon, or "
+                "synthetic promises that only synthetic records leave the clients: set calibrate.epsilon, or "
                 "calibrate=none"
             )
 
@@ -143,7 +143,7 @@ def with_trained_head(
 ) -> Params:
     """Return ``params`` with a head trained on ``features`` (n, d) and ``labels`` (n,), which are shuffled each epoch.
 
-    ``model``: used for its architecture; its head is overwritten. Raises Diverged if the trained head is not finite.
+    ``model``: gives the architecture; its head is overwritten. Raises Diverged if the trained head is not finite.
     """
     from fl_sim.training.features import head_of  # noqa: PLC0415 (loads torch, and settings come from here)
 

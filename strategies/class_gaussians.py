@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from clients.moments import Array, shrunk, symmetric
 
-_TELLABLE: Final = 4.0  # standard deviations of the noise on a count; below, a class may have no record at all
+_TELLABLE: Final = 4.0  # below 1 + this many standard deviations of the noise, a class may be absent
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ClassGaussian:
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
         """Return ``number`` samples, shape (number, d). Negative eigenvalues of the covariance count as 0."""
-        # By torch, as its number of threads, on which last bits depend, is the run's.
+        # torch, not numpy: rounding depends on the number of threads, which the run fixes for torch.
         values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
         root = vectors * values.clamp(min=0).sqrt()
         normal = torch.from_numpy(generator.standard_normal((number, len(self.mean))))
@@ -48,8 +48,8 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
     (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
 
     ``std``: standard deviation of the noise on each number. With noise, only classes that certainly have more than one
-    record are used, and covariances are shrunk towards a multiple of the identity, as far as the difference may be
-    noise.
+    record are used, and covariances are shrunk towards a multiple of the identity, by the share of the difference that
+    noise may explain.
     """
     found = []
     for label, (count, *rest) in enumerate(moments):

@@ -13,10 +13,11 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedDisco(Averaging):
-    """FedAvg with weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
+    """FedAvg with client weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
 
-    d_i: the divergence KL(label shares || uniform) that a client sends, divided by the cohort's sum. ``a`` 0.5 and
-    ``b`` 0.1 are the values of the released scripts. If all weights would be 0, the weights are the p_i.
+    n_i is the number of records of client i, and n their sum over the cohort. d_i is the divergence
+    KL(label shares || uniform) that client i sends, divided by the cohort's sum. ``a`` 0.5 and ``b`` 0.1 are the values
+    of the released scripts. If all weights would be 0, the weights are the p_i.
     """
 
     kind: Literal["feddisco"] = "feddisco"
@@ -32,8 +33,8 @@ class FedDisco(Averaging):
         return [off("algorithm.a=0", "labels do not count" if self.b else FEDAVG)]
 
     def note(self) -> str:
-        """Return the note for tables: the numbers that clients reveal besides their update."""
-        return "FedDisco: every client sends how far its labels are from uniform, one number."
+        """Return the note for tables: the number that clients send besides their update."""
+        return "FedDisco: every client also sends one number, the distance of its label distribution from uniform."
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the update: y_i - x, and the divergence d_i before its division by the cohort's sum."""
@@ -44,7 +45,7 @@ class FedDisco(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return the weights in the mean, one for each of the ``replies``, all of clients with records."""
+        """Return one weight in the mean for each reply. All ``replies`` are of clients with records."""
         total = sum(reply.num_examples for reply in replies)
         shares = [reply.num_examples / total for reply in replies]
         found = [float(reply.payloads["labels"]["divergence"]) for reply in replies]

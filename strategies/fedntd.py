@@ -11,17 +11,17 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedNTD(Averaging):
-    """Each client adds ``beta`` T^2 KL(received model || own model) to its loss, without a record's own class.
+    """Each client adds ``beta`` T^2 KL(received model || own model) to its loss.
 
-    Both softmaxes leave that class out. ``beta`` 0 is FedAvg. ``temperature``: T, the paper's tau. The factor T^2 is
-    also in the released code.
+    The softmaxes of both models leave the record's own class out. ``beta`` 0 is FedAvg. ``temperature``: T, the paper's
+    tau. The factor T^2 follows the released code.
     """
 
     kind: Literal["fedntd"] = "fedntd"
     beta: float = Field(1.0, ge=0)
     temperature: float = Field(1.0, gt=0)
     title: ClassVar[str] = "FedNTD"
-    knobs: ClassVar[str] = "distillation weighs algorithm.beta * algorithm.temperature^2: set a smaller one"
+    knobs: ClassVar[str] = "distillation has the weight algorithm.beta * algorithm.temperature^2: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""

@@ -14,9 +14,9 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedRS(Averaging):
     """Each client multiplies the logits of classes that it lacks by ``alpha`` in training; 1 is FedAvg.
 
-    The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled with them. The
-    authors' released code (lxcnju/FedRepo) scales class c by alpha + (1 - alpha) n_c / max n, n its counts: the same
-    where a client's classes are equally large; elsewhere it scales down the rarer ones, too.
+    The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled, too. The authors'
+    released code (lxcnju/FedRepo) scales class c by alpha + (1 - alpha) n_c / max n, with n the client's label counts.
+    This is the same if all classes of a client have equally many records; otherwise it scales down rarer classes, too.
     """
 
     kind: Literal["fedrs"] = "fedrs"

@@ -23,7 +23,7 @@ class FedSAM(Averaging):
     rho: float = Field(0.05, ge=0)
     adaptive: bool = False
     title: ClassVar[str] = "FedSAM"
-    knobs: ClassVar[str] = "gradients are taken algorithm.rho uphill: set a smaller one"
+    knobs: ClassVar[str] = "gradients are computed algorithm.rho uphill: set a smaller rho"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
@@ -31,6 +31,6 @@ class FedSAM(Averaging):
         return [] if self.rho else [off("algorithm.rho=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that computes gradients at a point ``rho`` uphill of w."""
+        """Return the local plan that computes gradients at distance ``rho`` uphill of w."""
         del task
         return LocalPlan(ascent=Ascent(self.rho, adaptive=self.adaptive))

@@ -25,7 +25,7 @@ class FedSpeed(Dynamic):
     alpha: float = Field(0.1, gt=0)
     rho: float = Field(0.1, ge=0)
     uphill_share: float = Field(1.0, ge=0, le=1)
-    knobs: ClassVar[str] = Dynamic.knobs + "; gradients are computed algorithm.rho away, uphill: set a smaller rho"
+    knobs: ClassVar[str] = Dynamic.knobs + "; gradients are computed algorithm.rho uphill: set a smaller rho"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""

@@ -103,7 +103,7 @@ class FederatedStrategy(Strategy):
         Raises RunError, which names client and round, if a client failed, did not answer or sent an invalid update.
         Under privacy such a client counts as the zero vector, until no client sends a valid update any more.
         """
-        if self._sent is not None:  # in this process clients hold the same tensors
+        if self._sent is not None:  # clients in this process share the server's tensors and must not change them
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
         answers = self._checked(server_round, list(replies))
         seed_process(self.seed, "merging", server_round)
@@ -117,7 +117,7 @@ class FederatedStrategy(Strategy):
             server = self.layer.merge(self.algorithm, self.server, aggregate)
             check_finite({"params": server.params, "layers": server.layers}, server_round)
             self.server = server
-        if self.layer.hides_clients:  # how many came and how they fared is theirs: it leaves only in the noised mean
+        if self.layer.hides_clients:  # cohort size and losses are private: only the noised mean depends on them
             return arrays.array_record(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
@@ -141,10 +141,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes to and from one client in a round. They are the same for all clients.
-
-        An update of another size is refused.
-        """
+        """Return the bytes to and from one client in a round, which are the same for all clients."""
         return self.traffic_with(self.content(self.order, self.server))
 
     def traffic_with(self, content: RecordDict) -> Traffic:
@@ -231,7 +228,6 @@ class _Innermost(Layer):
             return Drawn(strategy.sampler.sample(strategy.num_clients, coins, server_round))
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return all updates."""
         return replies
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
@@ -245,7 +241,7 @@ class _Innermost(Layer):
         """Return the result of the aggregator. Raises an error if the aggregator changes its arguments."""
         aggregator: Any = self.strategy.aggregator
         weighting = weighting_of(algorithm)
-        assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # others are refused
+        assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # by aggregators.check_weighing
         sent = {f"what client {one.client} sent": part for one in cohort.replies for part in one.payloads.values()}
         write_guard = WriteGuard.of({**sent, **groups_of(server)}, by_bits=False)
         with error_context(f"mean of {type(aggregator).__name__}"):
@@ -264,44 +260,38 @@ class _Innermost(Layer):
         return replace(merged, layers={})
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return no fields."""
         return {}
 
     def remarks(self) -> Sequence[str]:
-        """Return no remarks."""
         return ()
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Return an empty string: the run continues."""
         del rounds
         return ""
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return no warnings."""
         del rounds
         return []
 
     def affords(self, server_round: int) -> bool:
-        """Return True: rounds have no privacy cost."""
         del server_round
         return True
 
     @property
     def hides_clients(self) -> bool:
-        """Return False: participation is not secret."""
         return False
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return no privacy statements."""
         del rounds
         return []
 
 
 def _both(groups: Payloads, more: Payloads) -> Payloads:
-    """Return ``groups`` together with ``more``, a layer's payloads. Raises RunError if a name occurs in both."""
+    """Return the payloads ``groups`` and a layer's payloads ``more``. Raises RunError if a name occurs in both."""
     if twice := sorted(groups.keys() & more.keys()):
         raise RunError(
-            f"a layer brings a group {twice[0]!r}, which the algorithm or another layer has, too: give it another name"
+            f"a layer adds a payload {twice[0]!r}, and the algorithm or another layer has one of this name: give it "
+            "another name"
         )
     return {**groups, **more}
 
@@ -325,10 +315,10 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 class Round:
     """The outcome of a round, without evaluation.
 
-    ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: a client's privacy
-    cost of all rounds so far, if it is accounted.
-    With a virtual clock: ``virtual_seconds`` is the round's duration, ``late`` the number of clients whose updates came
-    too late and are lost, and ``staleness`` the mean staleness of the updates in server steps.
+    ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: the privacy cost of
+    all rounds so far for a client, None without accounting. With a virtual clock: ``virtual_seconds`` is the round's
+    duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness`` the mean
+    staleness of the updates in server steps.
     """
 
     server_round: int
@@ -351,7 +341,7 @@ def run_round(
     the round.
     """
     start = time.perf_counter()
-    if not strategy.population.nodes:  # before anything is paid: on Flower's runtime nodes may be missing
+    if not strategy.population.nodes:  # before any charge, as nodes may be missing on Flower's runtime
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     strategy.layer.begin(server_round)
     config = ConfigRecord({"learning-rate": learning_rate})
@@ -359,10 +349,10 @@ def run_round(
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
-    size, told_of = None if strategy.layer.hides_clients else len(messages), strategy.layer.metrics()
+    size, metrics_of_layers = None if strategy.layer.hides_clients else len(messages), strategy.layer.metrics()
     each = strategy.traffic_with(messages[0].content) if messages else strategy.traffic
     traffic = None if size is None else each * size
     done = Round(server_round, size, loss, traffic, time.perf_counter() - start)
     if traffic is not None:
-        traffic += Traffic(each.down, 0) * told_of.get("late", 0)  # a model went to them, and nothing came back
-    return replace(done, traffic=traffic, **told_of)
+        traffic += Traffic(each.down, 0) * metrics_of_layers.get("late", 0)  # late clients only received the model
+    return replace(done, traffic=traffic, **metrics_of_layers)

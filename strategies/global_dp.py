@@ -1,8 +1,9 @@
 """Global DP: clip every client's update, sum, add noise, divide by a fixed number (Geyer et al. 2017, algorithm 1).
 
-w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)). The accountants match the sampling of clients.
-Adaptive clipping (Andrew et al. 2021, algorithm 1) replaces the paper's median of norms, which leaks. With cyclic
-sampling of clients, the noise may be correlated over rounds (``strategies.correlated_noise``).
+w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with m the expected cohort size, S the
+clipping norm and z the noise multiplier. The privacy cost of a round depends on the sampling of clients. Adaptive
+clipping (Andrew et al. 2021, algorithm 1) replaces the paper's median of norms, which is computed without noise. With
+cyclic sampling of clients, the noise may be correlated over rounds (``strategies.correlated_noise``).
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ FROM_EPSILON: Final = "from-epsilon"
 """Value of ``noise_multiplier`` that asks for the smallest noise multiplier within the budget ``epsilon``."""
 
 MOST_COUNT_NOISE: Final = 2.0**20
-"""Upper bound of the count noise: from here on noise is rounded to whole numbers.
+"""Upper bound of the count noise: larger noise is rounded to a grid of whole numbers.
 
-One client changes the centred count by one half, which would be rounded to one.
+One client changes the centred count by one half, which this grid would round to one.
 """
 
 
@@ -97,7 +98,7 @@ def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[Globa
 def _no_raw_median(value: Any) -> Any:
     if value == "median":
         raise ValueError(
-            "the median of the clients' norms is computed from private data, and to clip to it without noise leaks: "
+            "the median of the clients' norms is computed from private data, and clipping to it without noise leaks: "
             "the guarantee would be false. Clip by noised counts instead: adaptive_clipping.target_quantile=0.5"
         )
     return value
@@ -111,13 +112,14 @@ class GlobalDP(Settings):
     nothing. "from-epsilon" finds the least z with which all rounds together cost no more than ``epsilon``.
     ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
     the bound in the first round).
-    ``epsilon``: the budget at ``delta``, a ceiling: training stops before the round that would exceed it, and rounds
-    that cost less spend less; None sets no limit.
+    ``epsilon``: the budget at ``delta``: training stops before the round that would exceed it; rounds that cost less
+    leave a part of it unused; None sets no limit.
     ``accountant``: the method that computes the epsilon spent. ``noise`` "secret": a fresh key from the operating
-    system, so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
+    system, so no two runs have the same noise; "seeded": repeatable, with a guarantee only about the method, not about
+    this run.
     ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in the model; 1
-    for independent noise. Only with ``sampler=cyclic`` of at least as many groups. A resumed run begins the correlation
-    anew.
+    for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the correlation
+    starts again.
     ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out: the norm is
     fixed.
     """
@@ -142,8 +144,8 @@ class GlobalDP(Settings):
             update_noise_multiplier(self.noise_multiplier, self.noise_multiplier if chosen is None else chosen)
             if chosen is None and self.noise_multiplier >= MOST_COUNT_NOISE:
                 raise ValueError(
-                    f"adaptive clipping with noise_multiplier {self.noise_multiplier:g} takes as much count_noise, and "
-                    f"{MOST_COUNT_NOISE:g} and more would be rounded to whole clients: choose less of it"
+                    f"adaptive clipping also takes noise_multiplier {self.noise_multiplier:g} as count_noise, which "
+                    f"must be below {MOST_COUNT_NOISE:g}: set a smaller noise_multiplier"
                 )
         return self
 
@@ -151,8 +153,8 @@ class GlobalDP(Settings):
     def _rounds_are_alike(self) -> GlobalDP:
         if self.noise_bands > 1 and self.adaptive_clipping is not None:
             raise ValueError(
-                f"noise_bands={self.noise_bands} correlates the noise of rounds with one clipping norm, and under "
-                "adaptive_clipping every round has its own: leave one of the two out"
+                f"noise_bands={self.noise_bands} correlates the noise of rounds that have the same clipping norm, and "
+                "under adaptive_clipping every round has its own: leave one of the two out"
             )
         if self.noise_bands > 1 and self.noise_multiplier == 0:
             raise ValueError(f"noise_bands={self.noise_bands} has no noise to correlate at noise_multiplier=0")
@@ -162,21 +164,21 @@ class GlobalDP(Settings):
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
         """Return the settings ``given``, in which a number replaces ``noise_multiplier="from-epsilon"``.
 
-        ``made``: a function that makes an experiment from such settings.
+        ``made``: a function that creates an experiment from such settings.
         """
         if given.get("noise_multiplier") != FROM_EPSILON:
             return given
         without = {name: value for name, value in given.items() if name != "noise_multiplier"}
         experiment = made(without)
-        fitted = load_object("strategies.private:fitted", "accountant")  # as its layer: the accountants load slowly
+        fitted = load_object("strategies.private:fitted", "accountant")  # on use: the accountants load slowly
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:
         """Raise UserError for a user's class that inherits from this class: its privacy is not proven."""
         if type(self) is not GlobalDP:
             raise UserError(
-                f"aggregator {kind_of(self)} changes global-dp, so what it protects is not known here and "
-                "no epsilon could be printed: take global-dp itself, or derive from WeightedMean, without a guarantee"
+                f"aggregator {kind_of(self)} changes global-dp, so its privacy guarantee is not known and no epsilon "
+                "can be computed: take global-dp itself, or derive from WeightedMean, which has no guarantee"
             )
 
     def check(self, experiment: Choices) -> None:
@@ -185,33 +187,33 @@ class GlobalDP(Settings):
         sampler, stack = experiment.sampler, getattr(experiment.engine, "stack", 0)
         if is_own_kind(sampler) or not isinstance(sampler, Amplifying):
             raise ValueError(
-                f"sampler {kind_of(sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
-                "is not proven here; take full, fixed-size, poisson or cyclic"
+                f"sampler {kind_of(sampler)} cannot run under aggregator global-dp: its effect on the privacy cost is "
+                "not known; take full, fixed-size, poisson or cyclic"
             )
         if experiment.sampling_seed is not None:
             raise ValueError(
-                f"sampling_seed={experiment.sampling_seed} has no place under aggregator global-dp: cohorts are drawn "
-                "with the noise's secret key, since nobody hides in a cohort that a seed tells; leave it out"
+                f"sampling_seed={experiment.sampling_seed} cannot be set under aggregator global-dp: cohorts are drawn "
+                "with the noise's secret key, because a seed would reveal them; leave it out"
             )
         if isinstance(experiment.algorithm, Sharing):
             raise ValueError(
                 f"algorithm {kind_of(experiment.algorithm)} cannot run under aggregator global-dp: its clients share "
-                "averages of their records without noise, which no noise on the updates makes good; take fedavg, "
-                "fedprox, scaffold or another"
+                "averages of their records without noise, and noise on the updates does not protect these; take "
+                "fedavg, fedprox, scaffold or another"
             )
         if stack > 1:
             raise ValueError(
-                f"engine.stack={stack} has no place under aggregator global-dp: in a stack the last bits "
-                "of a client's update depend on who else is in it, and no noise hides that; leave engine.stack out, "
-                "clients then train one by one"
+                f"engine.stack={stack} cannot be set under aggregator global-dp: in a stack, the rounding of a "
+                "client's update depends on the other clients, and the noise does not hide that; leave engine.stack "
+                "out, and clients train one by one"
             )
-        self._check_turns(sampler)
+        self._check_bands(sampler)
 
-    def _check_turns(self, sampler: object) -> None:
+    def _check_bands(self, sampler: object) -> None:
         """Raise UserError if a client may take part twice within ``noise_bands`` consecutive rounds."""
         if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
             raise UserError(
-                f"aggregator.noise_bands={self.noise_bands} is private where a client takes part at most once in any "
+                f"aggregator.noise_bands={self.noise_bands} is private only if a client takes part at most once in any "
                 f"{self.noise_bands} rounds in a row: take sampler=cyclic sampler.groups={self.noise_bands} or more"
             )
 
@@ -231,7 +233,7 @@ class GlobalDP(Settings):
 
     def cost(self, counts: Mapping[dp_event.DpEvent, int]) -> float:
         """Return the epsilon of ``counts``, {privacy event: number of times}, for comparison with the budget."""
-        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (as below)
+        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
 
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
 
@@ -244,10 +246,10 @@ class GlobalDP(Settings):
         """Return the privacy event of one round before any sampling, with z relative to ONE client's clipping norm.
 
         With correlated noise, the event is the cost of each round in which a client takes part. Adaptive clipping is
-        included: update noise and count noise together have the cost of z. Replacing a client changes the sum by 2 S;
-        ``amplify_fixed_size`` accounts for that, so z is stated the same way under either adjacency.
+        included: update noise and count noise together have the cost of z. If a client is replaced, the sum changes by
+        2 S. ``amplify_fixed_size`` accounts for that, so z has the same meaning under either adjacency.
         """
-        from dp_accounting import dp_event  # noqa: PLC0415 (slow to import; clients of this module need it rarely)
+        from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         if self.noise_multiplier == 0:
             return dp_event.NonPrivateDpEvent()
@@ -255,8 +257,8 @@ class GlobalDP(Settings):
 
     def mean(self, cohort: Cohort, *, noise: Noise, template: Payloads) -> Aggregate:
         """Return the noised mean of a round, with a fixed clipping norm and independent noise; see ``release``."""
-        assert self.adaptive_clipping is None, "the clipping norm adapts: carry it from round to round with release()"
-        assert self.noise_bands == 1, "noise is correlated: carry it from round to round with release()"
+        assert self.adaptive_clipping is None, "call release(), which returns the next round's clipping norm"
+        assert self.noise_bands == 1, "call release(), which takes the state of the correlated noise"
         return self.release(cohort, noise=noise, template=template, clipping_norm=self.clipping_norm)[0]
 
     def release(
@@ -312,7 +314,7 @@ class GlobalDP(Settings):
         # A client's update is in the sums of as many rounds as there are bands, and each of them is rounded.
         std, summands = self._std(cohort, clipping_norm), cohort.num_clients * bands
         limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=summands)
-        return _clipped_sum(_counting(cohort.replies, template), template, size, clipping_norm, limit)
+        return _clipped_sum(_valid(cohort.replies, template), template, size, clipping_norm, limit)
 
     def check_silence(self, algorithm: object, sent: Payloads) -> None:
         """Raise UserError if ``sent``, the payloads of a client without records, are not zeros.
@@ -323,8 +325,8 @@ class GlobalDP(Settings):
         if loud and self.noise_multiplier:
             raise UserError(
                 f"algorithm {kind_of(algorithm)} cannot run under aggregator global-dp: a client without records sends "
-                f"numbers other than 0 ({loud[0]}), and the guarantee is about records that are replaced by nothing; "
-                "let finish send zeros where num_examples is 0"
+                f"numbers other than 0 ({loud[0]}), and the guarantee needs zeros from such a client; let finish send "
+                "zeros where num_examples is 0"
             )
 
     def _std(self, cohort: Cohort, clipping_norm: float) -> float:
@@ -343,7 +345,7 @@ class GlobalDP(Settings):
         return max(wanted, self.noise_multiplier) if chosen is None else chosen
 
 
-def _counting(replies: Sequence[Reply], template: Payloads) -> list[Reply]:
+def _valid(replies: Sequence[Reply], template: Payloads) -> list[Reply]:
     shapes, times = _shapes(template), Counter(reply.client for reply in replies)
     return [reply for reply in replies if times[reply.client] == 1 and _shapes(reply.payloads) == shapes]
 

@@ -19,7 +19,7 @@ class Krum(Robust):
 
     ``hostile``: the paper's f, the number of hostile clients in a round that Krum tolerates. Every round needs
     n >= 2 ``hostile`` + 3 clients with records. Clients with different data are also far from each other: under label
-    skew the result may follow a single client. No privacy.
+    skew the result may follow a single client. No privacy guarantee.
     """
 
     kind: Literal["krum"] = "krum"
@@ -99,7 +99,7 @@ def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:
 
     The sum is over the n - ``hostile`` - 2 nearest rows.
     """
-    centred = (rows - rows.mean(dim=0)).double()  # distances are those of the differences, without losing their digits
+    centred = (rows - rows.mean(dim=0)).double()  # the same distances, with less rounding in the products
     products = centred @ centred.T
     squares = products.diagonal()
     distances = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)

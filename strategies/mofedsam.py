@@ -17,12 +17,12 @@ class MoFedSAM(ClientMomentum):
     kind: Literal["mofedsam"] = "mofedsam"
     rho: float = Field(0.1, ge=0)
     title: ClassVar[str] = "MoFedSAM"
-    knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
+    knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are computed algorithm.rho uphill: set a smaller rho"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
         return [*super().remarks(experiment), *([] if self.rho else [off("algorithm.rho=0", "this is fedcm")])]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedCM's local plan with gradients computed uphill."""
+        """Return FedCM's local plan, with gradients computed at distance ``rho`` uphill of w."""
         return replace(super().plan(task), ascent=Ascent(self.rho))

@@ -17,10 +17,10 @@ from strategies.algorithm import Weighting
 class NormBound(Robust):
     """The mean of the clients' payloads, each taken as one vector and scaled down to a norm of at most ``norm_bound``.
 
-    ``weights`` "uniform": every client counts the same, so that one hostile client of the n of a round moves the mean
-    by ``norm_bound`` / n at most. "examples" weighs by records where the algorithm does, as Sun et al. do. But the
-    server cannot verify the number of records: a client that claims most of them moves the mean by nearly
-    ``norm_bound``. No noise is added: no privacy.
+    ``weights`` "uniform": every client has the same weight, so that one of n clients in a round moves the mean by
+    ``norm_bound`` / n at most. "examples" weights clients by records if the algorithm does, as Sun et al. do. But the
+    server cannot verify the number of records: a client that claims most of the records moves the mean by nearly
+    ``norm_bound``. No noise is added: no privacy guarantee.
     """
 
     kind: Literal["norm-bound"] = "norm-bound"
@@ -44,4 +44,4 @@ class NormBound(Robust):
     def _no_effect(self, rows: torch.Tensor) -> str:
         if float(rows.double().norm(dim=1).max()) > self.norm_bound:
             return ""
-        return off(f"aggregator.norm_bound={self.norm_bound:g}", "no update was longer")
+        return off(f"aggregator.norm_bound={self.norm_bound:g}", "no update had a larger norm")

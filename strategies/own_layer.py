@@ -29,17 +29,17 @@ class OwnLayer(Layer):
 
     def ready(self, work: Workload) -> None:
         """Pass the clients' work to the user's layer."""
-        with self._told("ready"):
+        with self._errors_of("ready"):
             self.inner.ready(work)
 
     def begin(self, server_round: int) -> None:
         """Let the user's layer prepare the round."""
-        with self._told("begin"):
+        with self._errors_of("begin"):
             self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return the cohort from the user's layer. Raises RunError unless it is ascending client numbers of the run."""
-        with self._told("cohort"):
+        with self._errors_of("cohort"):
             drawn = self.inner.cohort(server_round, coins)
         chosen = np.asarray(drawn.clients) if isinstance(drawn, Drawn) else np.array([0.5])
         whole = chosen.ndim == 1 and chosen.dtype.kind in "iu"
@@ -50,7 +50,7 @@ class OwnLayer(Layer):
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the updates that the user's layer keeps. Raises RunError if their names, shapes or order changed."""
-        with self._told("received"):
+        with self._errors_of("received"):
             answered = tuple(self.inner.received(replies))
         before = {one.client: _layouts(one.payloads) for one in replies}
         clients = [one.client for one in answered]
@@ -63,12 +63,12 @@ class OwnLayer(Layer):
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
         """Pass the failed clients to the user's layer."""
-        with self._told("lost"):
+        with self._errors_of("lost"):
             self.inner.lost(server_round, failed, answered=answered)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the aggregate from the user's layer. Raises RunError unless it has a client's names and shapes."""
-        with self._told("aggregate"):
+        with self._errors_of("aggregate"):
             made = self.inner.aggregate(cohort, algorithm, server)
         wanted = _layouts(cohort.replies[0].payloads) if cohort.replies else None
         if made is not None and (not isinstance(made, Aggregate) or wanted not in (None, _layouts(made.payloads))):
@@ -78,7 +78,7 @@ class OwnLayer(Layer):
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the next server state. Raises RunError if names or shapes of the model changed."""
-        with self._told("merge"):
+        with self._errors_of("merge"):
             merged = self.inner.merge(algorithm, server, aggregate)
         if not isinstance(merged, ServerState) or layout_of(merged.params) != layout_of(server.params):
             got = layout_of(merged.params) if isinstance(merged, ServerState) else repr(merged)
@@ -87,7 +87,7 @@ class OwnLayer(Layer):
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the layer's fields for the round's line in ``rounds.jsonl``. Raises RunError for unknown fields."""
-        with self._told("metrics"):
+        with self._errors_of("metrics"):
             said = {**self.inner.metrics()}
         if unknown := set(said) - _NUMBERS:
             raise self._wrong(
@@ -97,36 +97,36 @@ class OwnLayer(Layer):
 
     def remarks(self) -> Sequence[str]:
         """Return the settings that had no effect in the last round."""
-        with self._told("remarks"):
+        with self._errors_of("remarks"):
             return [str(one) for one in self.inner.remarks()]
 
     def affords(self, server_round: int) -> bool:
         """Return True if the privacy budget covers the cost of round ``server_round``."""
-        with self._told("affords"):
+        with self._errors_of("affords"):
             return bool(self.inner.affords(server_round))
 
     @property
     def hides_clients(self) -> bool:
         """Return True if participation is secret: then the cohort's size and losses are not written to any file."""
-        with self._told("hides_clients"):
+        with self._errors_of("hides_clients"):
             return bool(self.inner.hides_clients)
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
         """Return the privacy statements of a run with ``rounds`` planned rounds."""
-        with self._told("statements"):
+        with self._errors_of("statements"):
             return self.inner.statements(rounds)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
         """Return the reason for ending the run early, or an empty string to continue."""
-        with self._told("ended"):
+        with self._errors_of("ended"):
             return str(self.inner.ended(rounds) or "")
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
         """Return warnings for the user at the end of the run."""
-        with self._told("conclusions"):
+        with self._errors_of("conclusions"):
             return [str(one) for one in self.inner.conclusions(rounds)]
 
-    def _told(self, method: str) -> Any:
+    def _errors_of(self, method: str) -> Any:
         return error_context(f"{method} of {self._name}")
 
     def _wrong(self, method: str, got: str, wanted: str) -> RunError:

@@ -4,9 +4,9 @@ Before the first round clients send sums over the lowest frequencies of their im
 in three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
 covariances. Each step is one release of Global DP's own mechanism: a client's answer is clipped as a whole, noise is
 added once to the sum over clients, and the run's ledger is charged. All else is post-processing: covariances are shrunk
-as far as they may be noise, images are drawn from one normal distribution per class, and the server trains on them.
-The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records makes the release. The following
-rounds change a good model only little, so their noise harms less.
+by the share that noise may explain, images are drawn from one normal distribution per class, and the server trains on
+these images. The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records makes the release.
+The following rounds need to change the model only little, so their noise harms less.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 Sums: TypeAlias = "Params"
 """The noisy result of one step: the mean of the clients' answers, by name."""
 
-_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # of 1 / noise_multiplier squared
-_LEAST_SHARE: Final = 0.3  # of a class, beside all classes being alike
-_LEAST_VARIANCE: Final = 1e-3  # of images, in the unit of step 1
-_LEAST_WITHIN: Final = 0.2  # of a frequency's variance, that is left within classes
-_LEAST_DIRECTION: Final = 0.05  # of the mean variance, that a direction within a class has
-_LONGEST: Final = 2**28  # bytes of a client's answer; messages of Flower's runtime may have twice as many
+_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # each step's share of 1 / noise_multiplier^2
+_LEAST_SHARE: Final = 0.3  # least share of a class in the records, as a multiple of 1 / number of classes
+_LEAST_VARIANCE: Final = 1e-3  # least total variance of images, in the unit of step 1
+_LEAST_WITHIN: Final = 0.2  # least share of a frequency's variance that is within classes
+_LEAST_DIRECTION: Final = 0.05  # least variance in a direction, relative to the variance within classes
+_LONGEST: Final = 2**28  # most bytes of a client's answer: half of the most bytes of a message on Flower's runtime
 
 ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 
@@ -55,8 +55,8 @@ class PrivateStart(Settings):
 
     The ledger of the rounds is charged for these sums.
 
-    ``noise_multiplier``: z of the three releases together, in addition to the rounds' cost: the three cost as much as
-    one release with this noise multiplier. ``clipping_norms``: the clipping norm of a client's answer in each of the
+    ``noise_multiplier``: z of the three releases together: they cost as much as one release with this noise multiplier,
+    in addition to the rounds' cost. ``clipping_norms``: the clipping norm of a client's answer in each of the
     three releases, in public units in which an answer has a norm of about 1, .6 and .3. ``frequencies``: the number of
     lowest frequencies of an image that are used. ``images``: the number of synthetic images. ``warp``: the strength of
     random rotation, stretching and shifting of the synthetic images; 1 means up to 10 degrees, a tenth and a twentieth
@@ -79,18 +79,18 @@ class PrivateStart(Settings):
         """Raise ValueError without Global DP, with cyclic sampling, or with an attack."""
         if not isinstance(experiment.aggregator, GlobalDP):
             raise ValueError(
-                f"preprocess private-start is paid for by aggregator global-dp, and this one is "
+                f"preprocess private-start needs aggregator global-dp, whose ledger it charges, and the aggregator is "
                 f"{kind_of(experiment.aggregator)}: set aggregator=global-dp, or leave preprocess out"
             )
         if isinstance(experiment.sampler, Cyclic):
             raise ValueError(
-                "preprocess private-start asks a cohort as a round does, and with sampler cyclic a round is the turn "
-                "of one group alone: take sampler full, poisson or fixed-size"
+                "preprocess private-start samples cohorts as rounds do, and with sampler cyclic these come from one "
+                "group of clients only: take sampler full, poisson or fixed-size"
             )
         if experiment.attack.clients:
             raise ValueError(
-                f"preprocess private-start has no place beside attack {kind_of(experiment.attack)}: what hostile "
-                "clients would send before the first round is not modelled; set preprocess=none or attack=none"
+                f"preprocess private-start cannot run with attack {kind_of(experiment.attack)}: attacks before the "
+                "first round are not modelled; set preprocess=none or attack=none"
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
@@ -111,7 +111,7 @@ class PrivateStart(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError if the records are not images, or if a client's answer is too large for one message."""
+        """Raise UserError if the records are not images, or if a client's sums are too large for one message."""
         shape, num_classes = dataset.input_shape, dataset.num_classes
         if len(shape) != 3 or features != "none":
             raise UserError(
@@ -121,7 +121,7 @@ class PrivateStart(Settings):
         size = 4 * sum(math.prod(one) for one in shapes_of(3, num_classes, self.num_frequencies(shape)).values())
         if size > _LONGEST:
             raise UserError(
-                f"preprocess.frequencies={self.frequencies}: the covariances of {num_classes} classes are "
+                f"preprocess.frequencies={self.frequencies} is too large: the covariances of {num_classes} classes are "
                 f"{size >> 20} MiB a client, more than {_LONGEST >> 20}: take fewer frequencies"
             )
         check_unit_range(dataset, "private-start")
@@ -159,8 +159,9 @@ class Classes:
 def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
     """Return the frame in which frequencies have mean 0 and a total variance of 1, from the noisy sums of step 1.
 
-    All frequencies have about the same variance in the frame, by their public spectrum, as the noise allows no better
-    estimate. ``std``: standard deviation of the noise on each number of ``sums``.
+    Of the variances only the total is estimated, as the noise is too large for more. A public spectrum divides it among
+    the frequencies, so that all have about the same variance in the frame. ``std``: standard deviation of the noise on
+    each number of ``sums``.
     """
     order, spectrum = lowest_frequencies(shape, num_frequencies)
     black = black_frame(shape, order)
@@ -174,7 +175,8 @@ def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: in
 def classes_of(sums: Sums, std: float) -> Classes:
     """Return the shares and means of classes, from the noisy sums of step 2.
 
-    Means are shrunk as far as they may be noise. ``std``: standard deviation of the noise on each number of ``sums``.
+    Means are shrunk towards 0 by the share that noise may explain. ``std``: standard deviation of the noise on each
+    number of ``sums``.
     """
     counts, totals = _array(sums["counts"]), _array(sums["means"])
     shares = np.maximum(counts / COUNT, _LEAST_SHARE / len(counts))

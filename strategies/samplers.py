@@ -1,8 +1,8 @@
 """Samplers: the cohort of a round is everyone, a fixed number of clients, a Poisson sample, or one of several groups.
 
 The caller supplies the random numbers ("coins"). They come from the experiment's seed if cohorts are public. Under
-privacy they come from the secret key of the noise, because amplification by sampling holds only against somebody who
-cannot draw the cohorts again.
+privacy they come from the secret key of the noise, because privacy amplification by sampling holds only against an
+observer who cannot recompute the cohorts.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Coins: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 def _somebody_takes_part(sampling_rate: float) -> float:
     if sampling_rate < 2.0**-53:
-        raise ValueError("coins have 53 bits, so at a rate below 1.2e-16 nobody ever takes part: choose a larger one")
+        raise ValueError("random numbers have 53 bits, so below 1.2e-16 no client ever takes part: set a larger rate")
     return sampling_rate
 
 
@@ -39,7 +39,7 @@ def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
 
 
 def _distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
-    """Return one random number per client, all different: with equal numbers, sorting would favour some clients."""
+    """Return one random number per client, all different: among equal numbers, sorting would favour some clients."""
     drawn = coins(num_clients)
     while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
         drawn = coins(num_clients)
@@ -121,7 +121,8 @@ class FixedSize(Settings):
     def _check(self, num_clients: int) -> None:
         if self.cohort_size > num_clients:
             raise UserError(
-                f"sampler fixed-size:{self.cohort_size} wants more clients than the {num_clients} there are"
+                f"sampler fixed-size:{self.cohort_size} needs more than the run's {num_clients} clients: set a smaller "
+                "sampler.cohort_size"
             )
 
 
@@ -169,7 +170,7 @@ class Cyclic(Settings):
         """Raise UserError if a group would have no client."""
         if self.groups > experiment.clients:
             raise UserError(
-                f"sampler cyclic of {self.groups} groups needs as many clients, and there are {experiment.clients}: "
+                f"sampler cyclic with {self.groups} groups needs as many clients, and there are {experiment.clients}: "
                 "take fewer sampler.groups"
             )
 

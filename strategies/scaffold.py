@@ -19,13 +19,13 @@ from strategies.samplers import Everyone
 class Scaffold(Averaging):
     """Local steps y <- y - eta (g(y) - c_i + c); every client has the same weight. The paper has no local momentum.
 
-    ``server_learning_rate`` is the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K
-    steps. "momentum" is our extension to local momentum: a constant gradient g then moves the model by a_i eta g, not
-    K eta g (Wang et al. 2020, section 4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published
-    benchmark (Li et al. 2022): the correction is added to the step after momentum, c_i+ divides by K eta, and models
-    are weighted by records. The result equals that program if all clients take part in every round. Otherwise the
-    program differs: it starts c and all c_i at one random model, not at 0, and that model stays in c as long as a
-    client has not taken part.
+    c and c_i are the control variates of the server and of client i; c_i+ is the new c_i. ``server_learning_rate``: the
+    paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K steps. "momentum" is our extension
+    to local momentum: a constant gradient g then moves the model by a_i eta g, not K eta g (Wang et al. 2020, section
+    4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published benchmark (Li et al. 2022): the
+    correction is added to the step after momentum, c_i+ divides by K eta, and models are weighted by records. The
+    result equals that program if all clients take part in every round. Otherwise the program differs: it starts c and
+    all c_i at one random model, not at 0, and that model stays in c as long as a client has not taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"
@@ -35,13 +35,13 @@ class Scaffold(Averaging):
     starts_with: ClassVar[Mapping[str, Any]] = {"local": {"momentum": 0.0}}
     weighting: ClassVar[Weighting] = "uniform"
     knobs: ClassVar[str] = (
-        "with SCAFFOLD the length of a round's way decides, local.learning_rate * steps / (1 - local.momentum): leave "
-        "local.momentum at 0, or set a smaller algorithm.server_learning_rate"
+        "SCAFFOLD diverges if local.learning_rate * steps / (1 - local.momentum) is too large: leave local.momentum at "
+        "0, or set a smaller algorithm.server_learning_rate"
     )
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the local optimizer is not SGD, or for the variant "niid-bench" under Global DP."""
-        check_sgd(self, experiment, "its control variates are what K steps of SGD moved the model by, over K eta")
+        check_sgd(self, experiment, "its control variates are the change of K steps of SGD, divided by K eta")
         if self.variant == "niid-bench" and hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator global-dp "
@@ -74,8 +74,8 @@ class Scaffold(Averaging):
         return said
 
     def mean_only(self) -> str:
-        """Return the reason: c is the mean of all c_i."""
-        return "clients' corrections c - c_i cancel only while c is the mean of all c_i, which other aggregates lose"
+        """Return the reason for error messages: c is the mean of all c_i."""
+        return "corrections c - c_i cancel only while c is the mean of all c_i, and with other aggregates it is not"
 
     def init(self, params: Params) -> ServerState:
         """Return the server state before the first round: the model ``params`` and c = 0."""
@@ -116,7 +116,7 @@ class Scaffold(Averaging):
     def _sent(self, delta: Params, control_delta: Params, task: LocalTask) -> Payloads:
         """Return a client's payloads. For "niid-bench" they contain n_i (y_i - x) and n_i, the number of records.
 
-        So the server can compute a mean weighted by records from two uniform means.
+        From the uniform means of both, the server computes a mean that is weighted by records.
         """
         if self.variant != "niid-bench":
             return {"delta": delta, "control_delta": control_delta}

@@ -21,7 +21,7 @@ class Synchronous(Settings):
 
     ``deadline``: the longest wait in virtual seconds (0: the server waits for the slowest client). ``late``: the
     treatment of a client that needs longer. "drop" discards its update and its new client state. With "partial" the
-    client takes as many of its local steps as it has time for; if that is less than one step, it is dropped.
+    client takes as many of its local steps as fit before the deadline; a client without time for one step is dropped.
     """
 
     kind: Literal["synchronous"] = "synchronous"
@@ -34,8 +34,8 @@ class Synchronous(Settings):
             raise ValueError(_without_clock(f"server.deadline={self.deadline:g}"))
         if self.late != "drop" and not self.deadline:
             raise ValueError(
-                f"server.late={self.late} says what clients do that are late, and nobody is without a deadline: set "
-                "server.deadline, in virtual seconds, or leave server.late out"
+                f"server.late={self.late} has no effect without a deadline: set server.deadline, in virtual seconds, "
+                "or leave server.late out"
             )
 
 
@@ -56,59 +56,56 @@ class _Asynchronous(Settings):
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
-    if TYPE_CHECKING:  # fields of both, whose first is what their short form sets
+    if TYPE_CHECKING:  # fields of both subclasses, declared there because the short form sets the first field
         concurrency: int
         staleness_exponent: float
 
     @property
     def step_size(self) -> int:
-        """Return the number of updates in a server step."""
         return 1
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that do not fit a server without rounds."""
         chosen = f"server={kind_of(self)}"
         if is_none(experiment.devices):
             raise ValueError(_without_clock(chosen))
         if experiment.hides_time:
             raise ValueError(
-                f"{chosen} cannot run where privacy is promised: who is in a buffer depends on how many records "
-                "clients hold, and nobody is drawn for it by chance, so no epsilon is known here; take "
-                "server=synchronous"
+                f"{chosen} cannot run with a privacy guarantee: the clients of a server step depend on numbers of "
+                "records and are no random sample, so no epsilon is known; take server=synchronous"
             )
         for name, count in (("concurrency", self.concurrency), ("buffer", self.step_size)):
             if count > experiment.clients:
                 raise ValueError(
-                    f"server.{name}={count} is more than the {experiment.clients} clients there are: set server.{name} "
-                    f"to {experiment.clients} or less"
+                    f"server.{name}={count} is more than the run's {experiment.clients} clients: set server.{name} to "
+                    f"{experiment.clients} or less"
                 )
         self._check_parts(experiment, chosen)
         self._check_algorithm(experiment.algorithm, chosen)
 
     def _check_parts(self, experiment: Choices, chosen: str) -> None:
         parts = {
-            "sampler": (experiment.sampler, "full", "server.concurrency says how many clients train at a time"),
-            "aggregator": (experiment.aggregator, "mean", "updates here are changes of different models"),
-            "attack": (experiment.attack, "none", "what hostile clients would do at their own pace is not modelled"),
+            "sampler": (experiment.sampler, "full", "server.concurrency sets how many clients train at a time"),
+            "aggregator": (experiment.aggregator, "mean", "its updates start from different models"),
+            "attack": (experiment.attack, "none", "attacks without rounds are not modelled"),
         }
         for name, (part, wanted, why) in parts.items():
             if kind_of(part) != wanted:
-                raise ValueError(f"{chosen} has no place for {name} {kind_of(part)}: {why}; leave {name} out")
+                raise ValueError(f"{chosen} cannot run with {name} {kind_of(part)}: {why}; leave {name} out")
         if experiment.local.batch_norm != "none":
             raise ValueError(
-                f"{chosen} has no place for local.batch_norm={experiment.local.batch_norm}: running statistics are no "
-                "change of a model that could be weighed by its age; take a model with nn.GroupNorm"
+                f"{chosen} cannot run with local.batch_norm={experiment.local.batch_norm}: running statistics are no "
+                "update that staleness could weight; take a model with nn.GroupNorm"
             )
         if not is_none(experiment.compress) and experiment.compress.keeps_error:
             raise ValueError(
-                f"{chosen} has no place for compress {kind_of(experiment.compress)}: clients keep what was left out "
-                "for their next round, by when the model is another; take one without error feedback, such as "
-                "compress=qsgd, or leave compress out"
+                f"{chosen} cannot run with compress {kind_of(experiment.compress)}: it adds the compression error to "
+                "the client's next update, which starts from another model; take a compressor without error feedback, "
+                "such as compress=qsgd, or leave compress out"
             )
         if getattr(experiment.engine, "stack", 0) > 1:
             raise ValueError(
-                f"{chosen} has no place for engine.stack={getattr(experiment.engine, 'stack', 0)}: who is trained "
-                "beside whom would decide the last bits; leave engine.stack out"
+                f"{chosen} cannot run with engine.stack={getattr(experiment.engine, 'stack', 0)}: the rounding of an "
+                "update would depend on the other clients in its stack; leave engine.stack out"
             )
 
     def _check_algorithm(self, algorithm: object, chosen: str) -> None:
@@ -116,25 +113,25 @@ class _Asynchronous(Settings):
         if not taken or isinstance(algorithm, Weighing):
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} cannot run with {chosen}: its clients send more than the change of "
-                "the model, or keep something from one round to the next, or are weighed against each other, and all "
-                "of that is of rounds in which everybody has the same model; take fedavg, fedprox, fedadam or another "
-                "whose clients only send what changed"
+                "their model, or have client states, or have weights that depend on each other, which all needs rounds "
+                "in which clients start from the same model; take fedavg, fedprox, fedadam or another algorithm whose "
+                "clients send only the change of their model"
             )
 
     def check_broadcast(self, algorithm: object, server: ServerState) -> None:
         """Raise ValueError if the algorithm sends clients more tensors than the model."""
         if server.broadcast:
             raise ValueError(
-                f"algorithm {kind_of(algorithm)} cannot run with server={kind_of(self)}: with the model it sends "
-                f"{', '.join(server.broadcast)}, the last round's, and there are no rounds; take fedavg, fedprox, "
-                "fedadam or another that sends the model alone"
+                f"algorithm {kind_of(algorithm)} cannot run with server={kind_of(self)}: besides the model it sends "
+                f"{', '.join(server.broadcast)} of the last round, and there are no rounds; take fedavg, fedprox, "
+                "fedadam or another algorithm that sends only the model"
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
         del experiment
         if not self.staleness_exponent:
-            return [off("server.staleness_exponent=0", "updates count the same, however old they are")]
+            return [off("server.staleness_exponent=0", "all updates have the same weight, whatever their staleness")]
         if self.concurrency == 1:
             why = "server.concurrency=1, so that no update is older than the model"
             return [off(f"server.staleness_exponent={self.staleness_exponent:g}", why)]
@@ -173,15 +170,15 @@ class FedAsync(_Asynchronous):
         if aggregate is None:
             return server
         share = self.mixing * self._weight(arrival.staleness)
-        arrived = add(arrival.start, aggregate.payloads["delta"])  # the model, of which only the change was sent
+        arrived = add(arrival.start, aggregate.payloads["delta"])  # the client's model y
         return replace(server, params=add(scale(server.params, 1 - share), arrived, share))
 
     def _check_algorithm(self, algorithm: object, chosen: str) -> None:
         super()._check_algorithm(algorithm, chosen)
         if isinstance(algorithm, Averaging) and type(algorithm).merge is not Averaging.merge:
             raise ValueError(
-                f"algorithm {kind_of(algorithm)} cannot run with {chosen}, which says itself what the server makes of "
-                "an update: take fedavg, fedprox or another whose server takes a mean, or server=fedbuff"
+                f"algorithm {kind_of(algorithm)} cannot run with {chosen}, which replaces the algorithm's server step: "
+                "take fedavg, fedprox or another algorithm whose server adds the mean update, or server=fedbuff"
             )
 
 
@@ -214,7 +211,7 @@ class FedBuff(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server state after a full buffer of updates. Nothing changes if none of its clients has records.
+        """Return the server state after a full buffer of updates; the same state if none of its clients has records.
 
         ``clients``: the number of clients that hold records.
         """
@@ -236,6 +233,6 @@ class FedBuff(_Asynchronous):
 
 def _without_clock(chosen: str) -> str:
     return (
-        f"{chosen} goes by how long clients take, which is simulated where devices are set: set devices, for example "
+        f"{chosen} needs the durations of clients' work, which only devices simulate: set devices, for example "
         "devices=log-normal, or leave it out"
     )

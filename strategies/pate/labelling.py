@@ -1,8 +1,8 @@
 """Labelling of a public pool by PATE: noisy majority votes, each charged to a ledger before its noise is drawn.
 
 LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise is
-added to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so one
-vote of a query may move: two counts change by 1, and the largest count changes by at most 1.
+added to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so it
+may change one vote of a query: two counts change by 1, and the largest count changes by at most 1.
 """
 
 import math
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fl_sim.privacy.pate.labelling_cost import Cost
 
 UNANSWERED: Final = -1
+"""The label of a query without an answer."""
 
 COVERS: Final = (
     "Everything that is computed from the labels of the public pool, such as the student: whoever sees it learns "
@@ -35,7 +36,7 @@ COVERS: Final = (
 )
 DOES_NOT_COVER: Final = (
     "The server, which sees the votes before noise; the teachers and the votes themselves. Data-dependent figures, "
-    "which are computed from the votes, such as the one on the screen of a run. Choices made by looking at private "
+    "which are computed from the votes, such as the epsilon on the screen of a run. Choices made by looking at private "
     "data, such as a threshold tuned on it."
 )
 
@@ -44,11 +45,11 @@ class VotingMechanism(Protocol):
     """A noisy majority vote. ``votes``: the counts of one query, shape (classes,); ``query``: selects its noise."""
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query, for analysis."""
+        """Return the privacy cost of one query as Renyi curves, from which data-dependent epsilons are computed."""
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return the events charged for the test (None: no test, every query is answered) and for an answer."""
+        """Return the privacy events charged for the test (None: no test, all queries are answered) and an answer."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
@@ -62,7 +63,6 @@ class VotingMechanism(Protocol):
 
 class _AnswersEveryQuery(Settings):
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
-        """Return True: every query is answered."""
         del votes, noise, query
         return True
 
@@ -80,7 +80,7 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query, two Laplace mechanisms, because two noisy counts move by 1."""
+        """Return the charge of a query, two Laplace mechanisms, because a record changes two counts by 1."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -104,7 +104,7 @@ class GNMax(_AnswersEveryQuery):
         return GNMaxCost(self.sigma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query, one Gaussian mechanism: the counts, as one vector, move by sqrt(2)."""
+        """Return the charge of a query: one Gaussian mechanism, of sensitivity sqrt(2) for the vector of counts."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
@@ -135,7 +135,7 @@ class ConfidentGNMax(Settings):
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
 
     def charges(self) -> tuple["dp_event.DpEvent", "dp_event.DpEvent"]:
-        """Return the events charged for the test, whose one number moves by 1, and for an answer."""
+        """Return the privacy events charged for the test, of sensitivity 1, and for an answer."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return dp_event.GaussianDpEvent(self.sigma_threshold), GNMax(sigma=self.sigma).charges()[1]
@@ -157,11 +157,11 @@ class NoNoise(_AnswersEveryQuery):
     kind: Literal["none"] = "none"
 
     def cost(self) -> "Cost":
-        """Raise UserError: without noise there is no finite cost."""
+        """Raise UserError: without noise the privacy cost is not finite."""
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return a charge without privacy, which ends every guarantee of a ledger."""
+        """Return the charge of a release without noise: the ledger then guarantees no epsilon any more."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.NonPrivateDpEvent()
@@ -181,10 +181,9 @@ class Labelling(Settings):
     ``mechanism``: turns the teachers' votes into one noisy label. ``accountant``: the accountant whose epsilon is
     reported and compared with the budget. ``epsilon``: the budget of all queries together at ``delta``; labelling stops
     before the query that would exceed it; None sets no limit. ``budget`` "data-dependent" compares the data-dependent
-    epsilon with ``epsilon``: more labels, but then that epsilon, and the end of the labelling, are as private as the
-    votes.
-    ``noise`` "secret": a fresh key from the operating system, so no two runs have the same noise; "seeded": repeatable
-    noise, with a guarantee about the method only.
+    epsilon with ``epsilon``. This gives more labels, but then that epsilon and the number of labels are as private as
+    the votes. ``noise`` "secret": a fresh key from the operating system, so no two runs have the same noise; "seeded":
+    repeatable noise, with a guarantee about the method only.
     """
 
     mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()
@@ -197,9 +196,9 @@ class Labelling(Settings):
     @model_validator(mode="after")
     def _sensible(self) -> "Labelling":
         if isinstance(self.mechanism, NoNoise) and self.epsilon is not None:
-            raise ValueError("mechanism none adds no noise and keeps within no epsilon: leave epsilon out")
+            raise ValueError("mechanism none adds no noise, so no epsilon can limit it: leave epsilon out")
         if self.budget == "data-dependent" and self.epsilon is None:
-            raise ValueError("a data-dependent budget needs an epsilon to stay within")
+            raise ValueError("a data-dependent budget needs an epsilon: set it")
         return self
 
     def open_ledger(
@@ -207,7 +206,8 @@ class Labelling(Settings):
     ) -> "Ledger":
         """Return the ledger of the private records; ``path`` is its charge log, None for a ledger in memory.
 
-        ``receipt``: the charges that the log must begin with, since they paid for ``holder``.
+        ``receipt``: the charges with which the log must begin, because they paid for ``holder``, which error messages
+        name.
         """
         from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
@@ -216,9 +216,9 @@ class Labelling(Settings):
         return Ledger(terms, path, receipt=receipt, holder=holder)
 
     def check_budget(self, num_teachers: int, num_classes: int) -> None:
-        """Raise UserError where the budget ``epsilon`` does not afford one query, whatever the votes are.
+        """Raise UserError if the budget ``epsilon`` does not afford one query, whatever the votes are.
 
-        A data-dependent budget is refused where it does not afford a query with the clearest votes.
+        A data-dependent budget is compared with a lower bound on the cost of a query for all votes.
         """
         if self.epsilon is None:
             return
@@ -227,7 +227,7 @@ class Labelling(Settings):
 
             cost, votes = (
                 least_epsilon(self.mechanism.cost(), num_teachers, num_classes, self.delta),
-                ", at the clearest votes",
+                ", a lower bound for all votes",
             )
         else:
             from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
@@ -241,16 +241,16 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries that is certain whatever the votes are: see ``planned``."""
+        """Return the number of queries that ``planned`` counts: a number that does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
-        """Return all releases of a labelling of ``num_queries`` that are certain before any vote is looked at.
+        """Return the privacy cost of labelling ``num_queries`` records, as {event: count}, without reading any vote.
 
-        Where every query is answered, the budget alone decides the number of queries: ``num_asked``. Where some queries
-        are not answered, the number of answers depends on the votes, and so does the number of queries within a budget:
-        all ``num_queries`` are counted. A data-dependent budget stops by looking at the votes without noise, for which
-        no epsilon holds.
+        If the mechanism answers every query, the budget alone decides the number of queries, ``num_asked``. If it
+        leaves queries unanswered, the number of answers depends on the votes, and so does the number of queries within
+        a budget: then all ``num_queries`` are counted. A data-dependent budget stops the labelling by the votes without
+        noise, and no epsilon holds for that.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -263,7 +263,7 @@ class Labelling(Settings):
 
 @dataclass(frozen=True)
 class Labelled:
-    """Noisy labels of all queries: a class, or ``UNANSWERED``, as for all after the first ``num_asked`` queries."""
+    """Noisy labels of all queries: a class or ``UNANSWERED``. After the first ``num_asked`` all are unanswered."""
 
     labels: NDArray[np.int64]
     num_asked: int
@@ -278,13 +278,13 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     """Label the queries whose votes are ``counts``, shape (queries, classes), in order, within the budget.
 
     Every query is charged before its noise is drawn. The same ledger, noise and counts give the same labels again at no
-    cost. Raises UserError where the counts are not votes.
+    cost. Raises UserError if ``counts`` cannot be votes.
 
     A query without an answer pays for its test alone, so costs depend on the votes. The budget is a privacy filter,
     which covers this: fixed beforehand, it bounds the sum of Renyi divergences of releases that are chosen one after
     the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). The bound holds here at all orders at once: the
-    releases are Gaussian, their curves are multiples of each other, so the order at which the budget ends is always the
-    same. The epsilon spent in the end depends on the number of answered queries, and so on the votes. It may be
+    releases are Gaussian, so their curves are multiples of each other, and the budget always ends at the
+    same order. The epsilon spent in the end depends on the number of answered queries, and so on the votes. It may be
     reported, since the labels show the answered queries, but it is no guarantee: the guarantee is the budget or the
     cost of ``Labelling.planned``, whichever is smaller.
     """
@@ -313,7 +313,7 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
 
 def answer_to(query: int) -> str:
-    """Return the name of the answer to ``query`` in the ledger; queries are counted from 0."""
+    """Return the release name of the answer to ``query`` in the ledger; queries are counted from 0."""
     return f"answer to query {query}"
 
 
@@ -339,7 +339,10 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
 
 @dataclass
 class _DataDependentBudget:
-    """The check of a data-dependent budget against the queries so far; allows all with another budget."""
+    """Checks a data-dependent budget before each query; with a data-independent budget, it allows all queries.
+
+    ``curve``: the data-dependent Renyi curve of the queries so far, at the accountant's orders.
+    """
 
     labelling: Labelling
     curve: NDArray[np.float64] | float = field(default=0.0)

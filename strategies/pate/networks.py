@@ -10,9 +10,9 @@ from torch import nn
 if TYPE_CHECKING:
     from sklearn.ensemble import RandomForestClassifier
 
-_WIDENING: Final = 4
+_WIDENING: Final = 4  # output channels of a bottleneck block, divided by its inner channels
 _LEAST: Final = 1e-3
-"""The least probability that a forest gives a class, so that no cross-entropy is infinite."""
+"""The least probability of a class in a forest's output, so that no cross-entropy is infinite."""
 
 
 def student_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -55,7 +55,7 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
-    nn.init.normal_(layer.weight, std=0.05)  # how long a direction is decides how far a step of Adam turns it
+    nn.init.normal_(layer.weight, std=0.05)  # the length of a direction decides the angle of a step of Adam
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 

@@ -1,9 +1,9 @@
 """PATE's students that also learn from unlabelled records, and nearest neighbours among public records.
 
-``FixMatch`` (Sohn et al. 2020, algorithm 1) predicts pseudo-labels on weakly augmented views of records, and where the
-prediction is confident, learns them on strongly augmented views. Two additions: early in training, labels that the
-network disagrees with are left out once (before a network has memorised the labels, it disagrees with the wrong ones);
-and pseudo-labels of neighbours that agree replace the network's own.
+``FixMatch`` (Sohn et al. 2020, algorithm 1) predicts pseudo-labels on weakly augmented views of records. Where the
+prediction is confident, the network learns it on strongly augmented views. Two additions: at one step early in
+training, labels that the network disagrees with are left out (a network that has not yet memorised the labels disagrees
+with wrong labels); and pseudo-labels from neighbours replace the network's own where they are confident.
 
 ``FeatureMatchingGan``, PATE-G: the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
 sections 3.1 and 5). A classifier's L logits also tell whether a record is real: D(x) = Z / (Z + 1), where Z is the sum
@@ -47,14 +47,14 @@ from strategies.pate.student import (
     view,
 )
 
-_LATENT: Final = 100  # random numbers at the start of the generator
-_START: Final = 500
-_DIRECTIONS: Final = 8
+_LATENT: Final = 100  # the generator's input has this many random numbers
+_START: Final = 500  # records of the data-dependent initialisation
+_DIRECTIONS: Final = 8  # bins of a histogram of gradients
 _MOST_COMPARED: Final = 10_000
 """The largest number of records that are all compared with each other: their distances take 400 MB."""
 _MOST_CHOSEN: Final = 1000
 _NEIGHBOURS: Final = 10
-_SPREADING: Final = 0.99
+_SPREADING: Final = 0.99  # alpha of Zhou et al.
 _ITERATIONS: Final = 90
 
 
@@ -88,7 +88,7 @@ class FixMatch(Settings):
 
         if len(input_shape) != 3:
             raise UserError(
-                f"student fixmatch learns from moved views of images, and these records have shape {input_shape}: take "
+                f"student fixmatch learns from augmented images, and these records have shape {input_shape}: take "
                 "student supervised or random-forest"
             )
         return networks.student_cnn(input_shape, num_classes)
@@ -108,7 +108,7 @@ class FixMatch(Settings):
 
 
 class _FixMatchRun:
-    """One training: network, average of its weights, predicted class frequencies and labels by neighbours."""
+    """The state of one training: network, average of its weights, predicted class frequencies, neighbours' labels."""
 
     def __init__(
         self, settings: FixMatch, data: StudentData, model: torch.nn.Module, generator: torch.Generator
@@ -120,7 +120,7 @@ class _FixMatchRun:
         self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
         if settings.neighbours:
             shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # the shares themselves are too modest
+            shares = shares[len(data.labels) :].square()  # the shares themselves are too close to uniform
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> torch.nn.Module:
@@ -149,11 +149,9 @@ class _FixMatchRun:
         return self.average
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mask of trusted labels and the predicted class frequencies."""
         return {"trusted": self.trusted, "predicted": self.predicted}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore the mask of trusted labels and the predicted class frequencies."""
         self.trusted, self.predicted = state_dict["trusted"], state_dict["predicted"]
 
     def _loss(self, labelled: torch.Tensor, unlabelled: torch.Tensor) -> torch.Tensor:
@@ -257,7 +255,7 @@ class _Game:
     def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             fake = self._forged(len(real))
-        # At once: weights are normalised again in every pass.
+        # In one pass, as every pass normalises the weights again.
         logits = self.head(self.body(torch.cat([labelled, real, fake])))
         ours, logits_real, logits_fake = torch.split(logits, [len(labelled), len(real), len(fake)])
         mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)
@@ -270,7 +268,7 @@ class _Game:
             target = self.body(real).mean(dim=0)
         trained = [weight for weight in self.body.parameters() if weight.requires_grad]
         for weight in trained:
-            weight.requires_grad = False  # the forger's step is not the classifier's
+            weight.requires_grad = False  # the generator's step needs no gradients of the classifier's weights
         features = self.body(self._forged(len(real))).mean(dim=0)
         for weight in trained:
             weight.requires_grad = True
@@ -291,14 +289,14 @@ def representatives(inputs: torch.Tensor, count: int) -> NDArray[np.int64]:
     away = _distances(descriptors(inputs[:_MOST_COMPARED]))
     near = away.kthvalue(min(_NEIGHBOURS + 1, len(away)), dim=1).values.median().clamp(min=1e-12)
     likeness = away.div_(near).square_().neg_().exp_()
-    spoken_for, gains, chosen = torch.zeros(len(likeness)), likeness.sum(dim=1), []
+    covered, gains, chosen = torch.zeros(len(likeness)), likeness.sum(dim=1), []
     for _ in range(min(count, len(likeness), _MOST_CHOSEN)):
         best, stale = int(gains.argmax()), -1
-        while best != stale:  # gains only fall as more is spoken for: a fresh one that still leads is the largest
-            gains[best] = (likeness[best] - spoken_for).clamp(min=0).sum()
+        while best != stale:  # lazy greedy: gains only fall, so a recomputed gain that stays largest is the maximum
+            gains[best] = (likeness[best] - covered).clamp(min=0).sum()
             best, stale = int(gains.argmax()), best
         chosen.append(best)
-        spoken_for = torch.maximum(spoken_for, likeness[best])
+        covered = torch.maximum(covered, likeness[best])
         gains[best] = -1.0
     rest = np.setdiff1d(np.arange(len(inputs)), chosen)
     return np.concatenate([np.array(chosen, dtype=np.int64), rest])[:count]

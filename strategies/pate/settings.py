@@ -31,7 +31,7 @@ _TEACHERS_START: Mapping[str, Any] = {
 }
 """Default settings of the teachers: small IID shards and many local epochs."""
 
-_VOTES_PER_NOISE = 3
+_VOTES_PER_NOISE = 3  # with fewer teachers per vote of noise scale, a run warns
 _SHARE = {"test": 0.9, "train": 0.2}
 """The default size of the public pool, as a share of the test or training records."""
 
@@ -90,13 +90,13 @@ class Pate(Settings):
             raise ValueError(f"publish_cost is for lnmax, gnmax and confident, not for {mechanism}: leave it out")
         if self.labelling.budget == "data-dependent" and not self.keep_private:
             raise ValueError(
-                "a data-dependent budget makes where labelling stops as private as the votes: say keep_private=true "
+                "with a data-dependent budget the number of labels is as private as the votes: set keep_private=true "
                 "and do not publish the run, or take budget data-independent"
             )
         return self
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that PATE cannot use, and for a partition without a known epsilon."""
+        """Raise ValueError for settings that PATE cannot use, and for a partition with which no epsilon is known."""
         for name, wanted in (
             ("aggregator", "mean"),
             ("sampler", "full"),
@@ -105,24 +105,24 @@ class Pate(Settings):
         ):
             if (given := kind_of(getattr(experiment, name))) != wanted:
                 raise ValueError(
-                    f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} {given} "
-                    "has no place in it, leave it out"
+                    f"algorithm pate cannot run with {name} {given}: all teachers vote once, and pate adds the noise "
+                    f"itself; leave {name} out"
                 )
         if (batch_norm := experiment.local.batch_norm) != "none":
             raise ValueError(
-                f"algorithm pate cannot run with local.batch_norm={batch_norm}: no model is averaged in it; leave it "
-                "out, and take a model without running statistics"
+                f"algorithm pate cannot run with local.batch_norm={batch_norm}, as it averages no models: leave "
+                "local.batch_norm out, and take a model without running statistics"
             )
         if not is_own_kind(experiment.partition) or isinstance(self.labelling.mechanism, NoNoise):
             return
         raise ValueError(
-            f"algorithm pate over partition {kind_of(experiment.partition)}: how many teachers one record more can "
-            "change is not known of a split of your own, so no epsilon could be printed; take one of "
+            f"algorithm pate cannot state an epsilon for partition {kind_of(experiment.partition)}: in a partition of "
+            "your own, one record more may change the shards of several teachers; take one of "
             f"{', '.join(kinds_of('partition'))}, or algorithm.labelling.mechanism=none"
         )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError where the labelling's budget does not afford one query, before any teacher is trained."""
+        """Raise UserError if the labelling's budget does not afford one query, so that no teacher trains in vain."""
         del experiment
         self.labelling.check_budget(len(records), num_classes)
 
@@ -130,8 +130,8 @@ class Pate(Settings):
         """Return the number of the student's epochs, at most its steps. Raises UserError for unsuitable data."""
         if dataset.vocabulary:
             raise UserError(
-                f"algorithm pate has students that compute with the numbers of records, and those of {dataset.name} "
-                "are tokens, which are names: take another"
+                f"algorithm pate cannot run on {dataset.name}: its students compute with the numbers of a record, and "
+                "these are tokens; take another data set or algorithm"
             )
         self.student.network(dataset.input_shape, dataset.num_classes)
         return min(rounds, self.student.steps)
@@ -143,8 +143,8 @@ class Pate(Settings):
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return each teacher's record indices into the training set: its part of the private records.
 
-        Raises UserError where the pool holds private records and ``overlap`` does not drop them, and for a teacher that
-        is left without records.
+        Raises UserError if the pool holds private records and ``overlap`` does not drop them, and if a teacher has no
+        records.
         """
         public = self.public_split(dataset, seed)
         parts = split(public.private)
@@ -184,7 +184,7 @@ class Pate(Settings):
         )
 
     def warning_of_noise(self, num_teachers: int) -> str:
-        """Return a warning where the noise is large compared with the number of teachers, else ""."""
+        """Return a warning if the noise is large compared with the number of teachers, otherwise an empty string."""
         mechanism = self.labelling.mechanism
         if isinstance(mechanism, NoNoise):
             return ""
@@ -202,7 +202,7 @@ def split_off(dataset: Dataset, source: Literal["test", "train"], num_public: in
 
     ``source`` "test": the pool is the first ``num_public`` test records (default: nine tenths) and the others are for
     evaluation, as in Papernot et al. (2017). "train": the pool is drawn from the training records (default: a fifth),
-    which are then nobody's private records, and the test records are for evaluation. Raises UserError where one of the
+    which are then no teacher's private records, and the test records are for evaluation. Raises UserError if one of the
     parts would be empty.
     """
     part = dataset.test if source == "test" else dataset.train

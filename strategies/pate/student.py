@@ -1,10 +1,10 @@
 """PATE's students: models that are trained only on a public pool, of which a few records have noisy labels.
 
-This module holds the parts of training, and the students that use the labelled records alone: ``Supervised``;
-``ResidualStudent``, Diff-RN's (residual networks: He et al. 2016, section 4.2, three stages on small images; bottleneck
-blocks: their figure 5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest held as tensors, so
-that no pickle is needed. All training is post-processing of the labels and costs no epsilon. All records and their
-statistics are public, so BatchNorm is sound here.
+This module holds functions for training, and the students that use the labelled records alone: ``Supervised``;
+``ResidualStudent``, the student of Diff-RN (residual networks: He et al. 2016, section 4.2, three stages on small
+images; bottleneck blocks: their figure 5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest
+held as tensors, so that no pickle is needed. All training is post-processing of the labels and costs no epsilon. All
+records and their statistics are public, so BatchNorm does not affect privacy here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Watch(Protocol):
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Receive a step: the number of steps so far, its learning rate, and the model to return if it ended now."""
+        """Record a step. ``step``: number of steps so far; ``model``: the result if training ended after this step."""
         ...
 
 
@@ -116,12 +116,12 @@ class Student(Protocol):
 
 
 class Augmentation(Settings):
-    """Random views of images: strong views, and weak views with a quarter of the moves and nothing erased.
+    """Random changes of images. Strong views use all of them; weak views use a quarter of each, and erase nothing.
 
     ``rotation`` in degrees, ``scale`` and ``shear`` as shares, ``shift`` as a share of half the image's width, as is
     ``elastic``, the standard deviation of a smooth random displacement (Simard et al. 2003); ``erase`` is the longest
     side of the erased square as a share of the width. ``flip`` mirrors each image with probability 1/2: not for digits.
-    The defaults suit digits and other small images whose upright position means something.
+    The defaults suit digits and other small images whose orientation has a meaning.
     """
 
     rotation: float = Field(25.0, ge=0, le=180)
@@ -133,11 +133,11 @@ class Augmentation(Settings):
     flip: bool = False
 
     def weak(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return a slightly moved view of each of ``images``, shape (n, channels, height, width)."""
+        """Return a slightly changed view of each of ``images``, shape (n, channels, height, width)."""
         return self._moved(images, generator, 0.25)
 
     def strong(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return a strongly moved view of each of ``images``, with one square erased."""
+        """Return a strongly changed view of each of ``images``, with one square erased."""
         return _erased(self._moved(images, generator, 1.0), generator, self.erase)
 
     def _moved(self, images: torch.Tensor, generator: torch.Generator, reach: float) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Augmentation(Settings):
 
 
 class Supervised(Settings):
-    """Supervised training by AdamW on randomly moved views of the labelled records.
+    """Supervised training by AdamW on randomly changed views of the labelled records.
 
     ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled records in a step.
     ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the views.
@@ -200,9 +200,8 @@ class ResidualStudent(Settings):
     ``block`` "auto": basic blocks (two 3x3 convolutions) for up to 5 blocks per stage, bottleneck blocks (1x1, 3x3,
     1x1) from 6 blocks on. ``decay_at``: after these shares of ``steps`` the learning rate falls to a tenth.
     ``augmentation``: random changes of the labelled images; the default shifts them by up to 4 of 32 pixels and mirrors
-    each with probability 1/2. ``norm``:
-    batch or group normalisation. ``batch_size``: the number of labelled records in a step. ``learning_rate``,
-    ``momentum`` and ``weight_decay``: those of SGD.
+    each with probability 1/2. ``norm``: batch or group normalisation. ``batch_size``: the number of labelled records in
+    a step. ``learning_rate``, ``momentum`` and ``weight_decay``: those of SGD.
     """
 
     kind: Literal["resnet"] = "resnet"
@@ -302,12 +301,12 @@ def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return moved images; records that are not images (tables of numbers) are returned unchanged."""
+    """Return ``records`` changed by ``move`` if they are images; other records (tables) are returned unchanged."""
     return move(records, generator) if records.ndim == 4 else records
 
 
 class Batches:
-    """Endless batches of ``batch_size`` records, or of all if fewer; each pass contains every record once."""
+    """An endless sequence of batches of ``batch_size`` records (or of all, if fewer); a pass has every record once."""
 
     def __init__(self, num_records: int, batch_size: int, generator: torch.Generator) -> None:
         self._num_records, self._size, self._generator = num_records, min(batch_size, num_records), generator

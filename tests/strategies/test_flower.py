@@ -248,7 +248,7 @@ def test_the_population_is_looked_for_once_before_the_first_round(strategy_of):
 
 
 def test_too_few_nodes_end_the_wait_with_their_number():
-    with pytest.raises(RunError, match="only 1 of 4 nodes came in 0 s"):
+    with pytest.raises(RunError, match="only 1 of 4 nodes connected in 0 s"):
         find_population(_Remote(4, arrive_at=10**9), 4, timeout=0.1)
 
 
@@ -258,7 +258,7 @@ def test_too_many_nodes_are_refused():
 
 
 def test_a_node_that_cannot_say_who_it_is_is_refused():
-    with pytest.raises(RunError, match="node 1000, asked for its partition, failed; what clients say") as caught:
+    with pytest.raises(RunError, match="node 1000, asked for its partition, failed; a client's error") as caught:
         find_population(_Remote(4, broken=True), 4, timeout=1.0)
     assert "lost" in caught.value.private
 
@@ -304,7 +304,7 @@ def test_a_client_that_answers_twice_is_named(strategy_of, reply_of):
 
 def test_a_node_that_plays_no_client_is_named(strategy_of, reply_of):
     strategy = strategy_of(FedAvg(), MODEL, 2)
-    with pytest.raises(RunError, match="node 1007 answered, which plays no client"):
+    with pytest.raises(RunError, match="node 1007 answered, which is no client's"):
         strategy.aggregate_train(6, [reply_of(client, _update(1.0)) for client in (0, 1, 7)])
 
 
@@ -325,7 +325,7 @@ def test_beside_synthetic_records_a_client_that_fails_is_not_quoted(strategy_of,
     strategy = strategy_of(FedAvg(), MODEL, 2)
     strategy.order = wire.TaskConfig("", 0, 0.0, "", "", synthetic="pool")
     failed = Message(Error(1, "ValueError: bad record"), reply_to=_sent(1))
-    with pytest.raises(RunError, match="client 1 in round 6 failed; what clients say may hold") as caught:
+    with pytest.raises(RunError, match="client 1 in round 6 failed; a client's error message may contain") as caught:
         strategy.aggregate_train(6, [reply_of(0, _update(1.0)), failed])
     assert "bad record" not in str(caught.value)
     assert "bad record" in caught.value.private
@@ -342,7 +342,7 @@ def test_a_client_that_fails_to_release_records_is_not_quoted(strategy_of):
     dataset = SimpleNamespace(train=records, num_classes=3)
     job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=5.0), dataset=dataset)
     asking = Run(job, strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), Path(), None)
-    with pytest.raises(RunError, match="client 0, asked to synthesize, failed; what clients say") as caught:
+    with pytest.raises(RunError, match="client 0, asked to synthesize, failed; a client's error message") as caught:
         pools.ask_clients(asking, wire.TaskConfig("", 0, 0.0, "", ""))
     assert "0.25" not in str(caught.value)
     assert "client 0, asked to synthesize, failed: ValueError: bad record [0.25]" in caught.value.private

@@ -246,7 +246,7 @@ def test_what_a_client_half_does_wrong_is_told_with_its_name(fault: str, told: s
 @pytest.mark.parametrize(("way", "name"), [("goes", "control"), ("comes back", "delta")])
 def test_a_client_half_takes_the_place_of_no_group_of_the_algorithm(way: str, name: str, tmp_path: Path) -> None:
     marking = MarkingMean(fault=f"a group of the algorithm's {way}")
-    with pytest.raises(RunError, match=f"a layer brings a group '{name}'.* give it another name"):
+    with pytest.raises(RunError, match=f"a layer adds a payload '{name}'.* give it another name"):
         run(experiment_from({**QUICK, "algorithm": "scaffold", "aggregator": marking}), tmp_path / "run")
 
 

@@ -125,9 +125,9 @@ PRIVATE = {"preprocess": "private-start", "aggregator": "global-dp", "model": "l
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"aggregator": "mean"}, "paid for by aggregator global-dp, and this one is mean"),
+        ({"aggregator": "mean"}, "needs aggregator global-dp, .* the aggregator is mean"),
         ({"sampler": "cyclic"}, "take sampler full, poisson or fixed-size"),
-        ({"attack": "sign-flip"}, "no place beside attack sign-flip"),
+        ({"attack": "sign-flip"}, "cannot run with attack sign-flip"),
         ({"preprocess": {"kind": "private-start", "noise_multiplier": 0}}, "greater than 0"),
         ({"preprocess": {"kind": "private-start", "clipping_norms": [1, 1]}}, "clipping_norms"),
     ],

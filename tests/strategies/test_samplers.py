@@ -62,7 +62,7 @@ def test_fixed_size_of_all_is_everyone():
 
 def test_fixed_size_expects_its_size_and_refuses_more_clients_than_there_are():
     assert FixedSize(cohort_size=3).expected_size(10) == 3.0
-    with pytest.raises(UserError, match="fixed-size:11 wants more clients than the 10 there are"):
+    with pytest.raises(UserError, match="fixed-size:11 needs more than the run's 10 clients"):
         FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1).random, 1)
 
 
@@ -124,7 +124,7 @@ def test_nobody_takes_part_more_often_than_at_the_rate(rate):
 
 
 def test_a_rate_that_coins_cannot_express_is_refused():
-    with pytest.raises(ValueError, match="nobody ever takes part"):
+    with pytest.raises(ValueError, match="no client ever takes part"):
         Poisson(sampling_rate=1e-320)
 
 

@@ -25,7 +25,7 @@ def test_it_takes_the_pool_alone_unless_told_otherwise(preprocess):
         ({"aggregator": "global-dp"}, "has no rounds, so aggregator global-dp would have no effect"),
         ({"sampler": "fixed-size:3"}, "leave sampler out"),
         ({"attack": "label-flip:2"}, "leave attack out"),
-        ({"calibrate": "ccvr"}, "leave calibrate out|nothing leaves them but synthetic"),
+        ({"calibrate": "ccvr"}, "leave calibrate out|only synthetic records leave"),
         ({"local": {"batch_norm": "average"}}, "averages no models"),
         (
             {"algorithm": {"kind": "tstr", "classifiers": ["lda"]}},

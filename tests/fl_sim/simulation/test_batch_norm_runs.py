@@ -185,7 +185,7 @@ def test_control_variates_leave_personal_layers_alone(tmp_path: Path) -> None:
         ({"aggregator": "global-dp"}, "average cannot run under aggregator global-dp: running statistics are means"),
         ({"aggregator": "median"}, "average works with aggregator mean only: median compares single updates"),
         ({"attack": "sign-flip"}, "average cannot run with attack sign-flip"),
-        ({"algorithm": "pate"}, "pate cannot run with local.batch_norm=average: no model is averaged in it"),
+        ({"algorithm": "pate"}, "pate cannot run with local.batch_norm=average, as it averages no models"),
         (
             {"algorithm": "fedcm", "local": {"batch_norm": "personal"}},
             r"fedcm adds the last round's mean update to 0\.1 of every gradient",

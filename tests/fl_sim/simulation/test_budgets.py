@@ -47,7 +47,7 @@ TOO_SMALL = {
     "pate, by the votes": (
         ("algorithm=pate", "algorithm.labelling.epsilon=0.01", "algorithm.labelling.budget=data-dependent",
          "algorithm.keep_private=true"),
-        "labelling.epsilon=0.01 does not afford one query, which costs .* at delta 1e-05, at the clearest votes",
+        "labelling.epsilon=0.01 does not afford one query, which costs .* at delta 1e-05, a lower bound for all votes",
     ),
     "ccvr": (("calibrate=ccvr", "calibrate.epsilon=1e-9"), "calibrate.epsilon=1e-09 affords no moments"),
     "ccvr, too coarse": (("calibrate=ccvr", "calibrate.epsilon=1e-5"), "affords no moments: noise of"),

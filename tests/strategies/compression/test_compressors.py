@@ -275,10 +275,10 @@ def _fill(value: int, at: slice) -> Any:
         (
             "top-k",
             lambda p: _bits_changed(p, _fill(255, slice(0, 80))),
-            "ascending",
+            "ascend",
         ),  # place 1023 of 705, again and again
         ("top-k", lambda p: _bits_changed(p, _fill(0, slice(None))), "ascend"),  # place 0, 71 times
-        ("top-k", lambda p: _bits_changed(p, _fill(255, slice(-1, None))), "unused|ascending"),
+        ("top-k", lambda p: _bits_changed(p, _fill(255, slice(-1, None))), "unused|ascend"),
         ("qsgd", lambda p: _bits_changed(p, _fill(255, slice(0, 8))), "levels"),
         ("qsgd", lambda p: _bits_changed(p, _fill(255, slice(-8, None))), "levels"),
         ("qsgd", lambda p: _numbers_changed(p, -1.0), "below 0"),

@@ -110,7 +110,7 @@ def test_servers_that_do_not_wait_unpack_by_the_round_in_which_a_client_began(tm
     others = {"server": "fedbuff", "devices": "log-normal", "clients": 10, "rounds": 15}
     run(settings("rand-k:0.5", **others), tmp_path)
     assert read_rounds(tmp_path)[-1].test_accuracy > 0.8  # in places of another round: below 0.5
-    with pytest.raises(UserError, match="no place for compress top-k"):
+    with pytest.raises(UserError, match="cannot run with compress top-k"):
         settings("top-k", **others)
 
 

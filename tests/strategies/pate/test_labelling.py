@@ -201,7 +201,7 @@ def test_no_noise_has_no_epsilon_and_must_be_named() -> None:
     ledger = labelling.open_ledger(None)
     label(CLEAR, labelling, ledger=ledger, noise=NOISE)
     assert ledger.epsilon is None
-    with pytest.raises(ValidationError, match="keeps within no epsilon"):
+    with pytest.raises(ValidationError, match="no epsilon can limit it"):
         Labelling(mechanism="none", epsilon=3.0)
     with pytest.raises(UserError, match="choose lnmax"):
         NoNoise().cost()
@@ -354,5 +354,5 @@ def test_a_data_dependent_budget_is_refused_where_it_affords_no_query_for_any_vo
     assert labelled(np.array([[30, 0, 0]]), enough).num_asked == 1
     less = enough.model_copy(update={"epsilon": least * (1 - 1e-9)})
     assert labelled(np.array([[30, 0, 0]]), less).num_asked == 0
-    with pytest.raises(UserError, match=r"does not afford one query, .*, at the clearest votes"):
+    with pytest.raises(UserError, match=r"does not afford one query, .*, a lower bound for all votes"):
         less.check_budget(30, 3)
