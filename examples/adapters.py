@@ -1,4 +1,4 @@
-"""A model whose body is frozen: clients train and send two small adapters and the head alone (Hu et al. 2022).
+"""A model with a frozen body: clients train and send only two small adapters and the head (Hu et al. 2022).
 
     fl-sim run model=adapters:adapted partition=dirichlet:0.5
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Adapted(nn.Module):
-    """A linear layer W x + b that is frozen, and beside it B A x of a small ``rank``, which starts at zero."""
+    """The sum of a frozen linear layer W x + b and a trained adapter B A x of low ``rank``, which starts at zero."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -19,13 +19,13 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what layer and adapter make of (n, features)."""
+        """Return the sum of layer and adapter, shape (n, outputs), for inputs ``x`` of shape (n, features)."""
         out: torch.Tensor = self.layer(x) + x @ self.down.T @ self.up.T
         return out
 
 
 def adapted(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return two frozen layers of 64 with adapters of rank 4, and a head that is trained."""
+    """Return a network of two frozen layers with 64 units, each with an adapter of rank 4, and a trained head."""
     numbers = torch.Size(input_shape).numel()
     return nn.Sequential(
         nn.Flatten(), Adapted(nn.Linear(numbers, 64), 4), nn.ReLU(), Adapted(nn.Linear(64, 64), 4), nn.ReLU(),

@@ -1,8 +1,8 @@
-"""A loss term of your own: clients are pulled to what the received model answers (after Yao et al. 2021, FedGKD).
+"""A loss term of your own: distillation from the received model into the trained model (Yao et al. 2021, FedGKD).
 
     fl-sim run algorithm=distillation:Distilled algorithm.gamma=0.2
 
-What a term may look at is ``fl_sim.local_plan.Batch``.
+The argument of a loss term is a ``fl_sim.local_plan.Batch``: records, logits and models.
 """
 
 from typing import ClassVar
@@ -23,12 +23,12 @@ class Distilled(Averaging):
     gamma: float = Field(0.2, ge=0)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Add the term; what a client brings along for it would be LossTerm's second argument."""
+        """Return the plan that adds the loss term. A client's data for the term would be LossTerm's second argument."""
         del task
         return LocalPlan(loss_term=LossTerm(self.distance))
 
     def distance(self, batch: Batch) -> torch.Tensor:
-        """Return gamma/2 times the divergence of each record, shape (n,)."""
+        """Return gamma/2 times the KL divergence of each record, shape (n,)."""
         received = functional.log_softmax(batch.logits_of(batch.anchor, batch.inputs), dim=1)
         own = functional.log_softmax(batch.logits, dim=1)
         return self.gamma / 2 * (received.exp() * (received - own)).sum(dim=1)

@@ -2,8 +2,8 @@
 
     fl-sim run algorithm=feddyn:FedDyn algorithm.alpha=0.1
 
-in the folder of this file, and likewise in a table, in TOML, and from Python as ``Experiment(algorithm=FedDyn())``.
-``algorithm=feddyn`` is fl-sim's own, and does the same.
+Run this command in the folder of this file. Tables and TOML files name the algorithm in the same way; in Python it is
+``Experiment(algorithm=FedDyn())``. fl-sim's own ``algorithm=feddyn`` gives the same result.
 """
 
 from typing import ClassVar
@@ -19,7 +19,8 @@ from strategies.algorithm import Averaging, Weighting
 class FedDyn(Averaging):
     """Clients minimise F_i(w) - <g_i, w> + alpha/2 |w - x|^2, so that all of them agree at the optimum (algorithm 1).
 
-    g_i is kept by client i and becomes the gradient of F_i at its own model; h, on the server, is their mean.
+    g_i is the client state of client i and approaches the gradient of F_i at the client's model. h, in the server
+    state, is the mean of all g_i.
     """
 
     title: ClassVar[str] = "FedDyn"
@@ -27,21 +28,24 @@ class FedDyn(Averaging):
     alpha: float = Field(0.01, gt=0)
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` with h = 0."""
+        """Return the server state before the first round: the model ``params`` and h = 0."""
         return ServerState(params, memory={"h": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Add -g_i + alpha (w - x) to every gradient."""
+        """Return the local plan that adds -g_i + alpha (w - x) to every gradient."""
         return LocalPlan(gradient_offset=scale(_g_i(task), -1.0), proximal_mu=self.alpha)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x; keep g_i - alpha (y_i - x)."""
+        """Return the update y_i - x, with the new g_i = g_i - alpha (y_i - x) as client state."""
         delta = subtract(trained.params, task.params)
         g_i = add(_g_i(task), delta, -self.alpha)
         return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state={"g_i": g_i})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Set h to h - alpha |S|/K mean(y_i - x), and x to mean(y_i) - h / alpha."""
+        """Return the next server state: h <- h - alpha |S|/K mean(y_i - x), then x <- mean(y_i) - h / alpha.
+
+        |S| is the number of clients in the cohort, and K the number of all clients.
+        """
         delta = aggregate.payloads["delta"]
         h = add(server.memory["h"], delta, -self.alpha * aggregate.participation)
         return ServerState(add(add(server.params, delta), h, -1 / self.alpha), memory={"h": h})

@@ -1,9 +1,9 @@
-"""FedPer: the last layer stays with its client (Arivazhagan et al. 2019), measured on each client's own test records.
+"""FedPer: every client keeps a last layer of its own (Arivazhagan et al. 2019), and its own model is evaluated.
 
     fl-sim run algorithm=fedper:FedPer partition=dirichlet:0.3 model=mlp
 
-``result.json`` has ``own_tests``: the accuracy of each client's own model on the test records of the classes that it
-holds, all clients together. What a client sends for it is two numbers, without noise.
+``own_tests`` in ``result.json`` is the accuracy of the clients' own models over all clients. Each model is evaluated on
+the test records of the classes that its client holds. For this, a client sends two counts, without noise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,19 @@ from strategies.algorithm import Averaging
 
 
 class FedPer(Averaging):
-    """FedAvg on all parameters but those of the last layer, its weight and its bias."""
+    """FedAvg on all parameters except weight and bias of the last layer."""
 
     title: ClassVar[str] = "FedPer"
     stage: ClassVar[str] = "fedper:OwnTests"
 
     def sends(self, params: Params) -> Sequence[str]:
-        """Return all names but the last two."""
+        """Return the names of the parameters that clients send: all except the last two."""
         return list(params)[:-2]
 
 
 @dataclass(frozen=True)
 class EvaluateOwn:
-    """The client half: how many of the client's own test records its own model gets right."""
+    """The client task: evaluates the client's own model on the test records of the classes that the client holds."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -42,11 +42,11 @@ class EvaluateOwn:
     runs_in_threads: ClassVar[bool] = False
 
     def model(self, client: Client) -> Params:
-        """Return the client's own model: what the server sent, and the layer that stayed."""
+        """Return the client's own model: the received parameters and the client's last layer."""
         return client.model()
 
     def run(self, client: Client) -> RecordDict:
-        """Return how many records there are, and how many are right."""
+        """Return the number of test records, and the number of correct predictions."""
         dataset, shard = self.job.dataset, self.job.shards[client.number]
         held = np.isin(dataset.test.labels, np.unique(dataset.train.labels[shard]))
         own = dataset.test.take(np.flatnonzero(held))
@@ -58,16 +58,16 @@ class EvaluateOwn:
 
 
 class OwnTests(Stage):
-    """The server half: after the last round every client is asked."""
+    """The stage at the server: after the last round, it sends the task to every client and computes the accuracy."""
 
     own: Mapping[str, float] = {}
 
     def tasks(self) -> Mapping[str, EvaluateOwn]:
-        """Return the one question."""
+        """Return the client task of this stage, by name."""
         return {"evaluate-own": EvaluateOwn(self.job)}
 
     def after(self, run: Run) -> None:
-        """Ask about the models as they are after the last round."""
+        """Evaluate the clients' own models after the last round."""
         order, server = replace(run.order, server_round=len(run.log.rounds) + 1), run.strategy.server
         counts = run.ask(
             "evaluate-own", _read, quoted=True, params=server.model, broadcast=server.broadcast, order=order
@@ -76,7 +76,7 @@ class OwnTests(Stage):
         self.own = {"accuracy": float(right / total), "records": float(total)}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the accuracy of clients' own models."""
+        """Return the entries of ``result.json``: the accuracy of the clients' own models."""
         return {"own_tests": self.own}
 
 

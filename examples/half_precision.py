@@ -1,8 +1,8 @@
-"""A way of your own to compress what clients send: numbers of 16 bits, with what that rounds off sent later.
+"""A compressor of your own: clients send numbers of 16 bits, and error feedback sends the rounding error later.
 
     fl-sim run compress=half_precision:HalfPrecision partition=iid
 
-``bytes_up`` of every round is half of what it was: what is counted are the bytes that are packed here.
+``bytes_up`` of every round is half of that without compression, as it counts the compressed bytes.
 """
 
 from typing import ClassVar
@@ -16,22 +16,22 @@ from strategies.compression.error_feedback import ErrorFeedback
 
 
 class HalfPrecision(ErrorFeedback):
-    """Two bytes a number; the rounding error joins the client's next update."""
+    """Sends two bytes per number; the rounding error is added to the client's next update."""
 
     title: ClassVar[str] = "half precision"
 
     def size(self, layout: Layout) -> Size:
-        """Return no float32 numbers, and two bytes for each number of a model of this layout."""
+        """Return the size of a message: no float32 numbers, and two bytes for each number of the model."""
         return Size(numbers=0, bits=2 * num_in(layout))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return what is sent; numbers beyond the largest one of 16 bits are cut, and the rest of them sent later."""
-        del coins  # the random numbers that client and server share
+        """Return the rounded update. Numbers outside the range of float16 are clamped; the difference is sent later."""
+        del coins  # the random generator that client and server share: rounding needs none
         largest = torch.finfo(torch.float16).max
         rounded = update.flat.clamp(-largest, largest).half()
         return Packed.of(torch.zeros(0), rounded.numpy().view(np.uint8))
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return what the server makes of it; raise fl_sim.errors.Malformed for what ``encode`` never packs."""
+        """Return the update as float32. Other compressors raise fl_sim.errors.Malformed for invalid bytes."""
         del coins
         return FlatParams(torch.from_numpy(packed.bits.view(np.float16).astype(np.float32)), layout)

@@ -1,8 +1,8 @@
-"""IFCA: k models, and each client trains the one that suits its records best (Ghosh et al. 2020, algorithm 1).
+"""IFCA: each client trains that one of k models which has the lowest loss on its records (Ghosh et al. 2020, alg. 1).
 
     fl-sim run algorithm=ifca:Ifca algorithm.num_models=3 partition=dirichlet:0.1 model=mlp
 
-``result.json`` has ``own_tests``, as for ``fedper:FedPer``: each client is measured with the model that it chooses.
+``own_tests`` in ``result.json`` is computed as for ``fedper:FedPer``; a client's own model is the one that it chooses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,10 @@ from strategies.algorithm import Averaging, Weighting
 
 
 class Ifca(Averaging):
-    """The server's model is the first of ``num_models``; the others are broadcast, and start ``spread`` around it."""
+    """The first of ``num_models`` models is the global model; the others are broadcast tensors.
+
+    The others start from the global model plus normal noise of standard deviation ``spread``.
+    """
 
     title: ClassVar[str] = "IFCA"
     stage: ClassVar[str] = "ifca:ChosenTests"
@@ -32,19 +35,19 @@ class Ifca(Averaging):
     spread: float = Field(0.05, gt=0)
 
     def init(self, params: Params) -> ServerState:
-        """Start from ``params`` and neighbours of it."""
+        """Return the server state before the first round: the model ``params``, and noisy copies of this model."""
         others = {f"model-{j}": _moved(params, self.spread, j) for j in range(1, self.num_models)}
         return ServerState(params, broadcast=others)
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Begin with the model of the least loss on the client's records; with the first one where it has none."""
+        """Return the task with the model of the lowest loss on the client's records; without records, the first model."""
         models = models_of(task.params, task.broadcast)
         best = int(np.argmin([client.scores(one).loss for one in models])) if len(client.records) else 0
         chosen = {"chosen": {"model": torch.tensor([float(best)])}}
         return replace(task, params=models[best], state={**task.state, **chosen})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send the update in the place of the chosen model, zeros for the others, and the number of records."""
+        """Return the update of the chosen model times the number of records, zeros for other models, and the number."""
         chosen = int(task.state["chosen"]["model"]) if "chosen" in task.state else 0
         weight, delta = float(task.num_examples), subtract(trained.params, task.params)
         sent = {f"delta-{j}": scale(delta, weight * (j == chosen)) for j in range(self.num_models)}
@@ -52,7 +55,7 @@ class Ifca(Averaging):
         return ClientUpdate({**sent, "counts": counts}, task.num_examples, trained.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Move each model by the mean update of the clients that chose it."""
+        """Return the next server state: each model plus the mean update of the clients that chose the model."""
         counts = aggregate.payloads["counts"]["records"]
         first, *others = (
             add(model, aggregate.payloads[f"delta-{j}"], 1 / float(counts[j])) if counts[j] > 0 else model
@@ -62,7 +65,7 @@ class Ifca(Averaging):
 
 
 def models_of(first: Params, others: Payloads) -> Sequence[Params]:
-    """Return all models, the server's first."""
+    """Return all models: the global model ``first``, then the models among the broadcast tensors ``others``."""
     return [first, *(others[f"model-{j}"] for j in range(1, 1 + len(others)))]
 
 
@@ -76,10 +79,10 @@ def _moved(params: Params, spread: float, number: int) -> Params:
 
 @dataclass(frozen=True)
 class EvaluateChosen(EvaluateOwn):
-    """The client half: measured with the model of the least loss on the client's training records."""
+    """The client task: evaluates the model that has the lowest loss on the client's training records."""
 
     def model(self, client: Client) -> Params:
-        """Return the model that the client would begin the next round with."""
+        """Return the model with which the client would start the next round."""
         params, broadcast = wire.read_task(client.content)
         models = models_of(params, broadcast)
         if not len(client.records):
@@ -89,8 +92,8 @@ class EvaluateChosen(EvaluateOwn):
 
 
 class ChosenTests(OwnTests):
-    """The server half."""
+    """The stage at the server, which evaluates the chosen model of every client after the last round."""
 
     def tasks(self) -> Mapping[str, EvaluateOwn]:
-        """Return the one question."""
+        """Return the client task of this stage, by name."""
         return {"evaluate-own": EvaluateChosen(self.job)}

@@ -1,9 +1,9 @@
-"""An aggregator of your own: the median of the clients' updates, number by number (Yin et al. 2018, definition 1).
+"""An aggregator of your own: the coordinate-wise median of the clients' updates (Yin et al. 2018, definition 1).
 
     fl-sim run aggregator=median:Median partition=iid
 
-It replaces a round's mean; as it is ``Robust``, algorithms that need the mean itself refuse it. It promises no privacy,
-and results say so.
+The median replaces the mean of a round. As the class derives from ``Robust``, algorithms that need the mean refuse it.
+The aggregator gives no privacy guarantee, and results state none.
 """
 
 import torch
@@ -14,11 +14,11 @@ from strategies.algorithm import Weighting
 
 
 class Median(Robust):
-    """Of every number the middle one of the clients that have records: a few broken clients cannot move it far."""
+    """The median of every number over the clients that have records: a few faulty clients have little effect on it."""
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the medians of all payloads, or None where no client has a record."""
-        del weighting  # each client counts the same
+        """Return the median of all payloads, or None if no client has records."""
+        del weighting  # every client has the same weight
         sent = [reply.payloads for reply in cohort.replies if reply.num_examples > 0]
         if not sent:
             return None

@@ -1,8 +1,8 @@
-"""A generator of your own: every class is its noisy mean image. Simple, private, and its bill is one Gaussian release.
+"""A generator of your own: it draws the images of a class around a noisy mean image, one Gaussian release in all.
 
     fl-sim run preprocess=da-fl preprocess.generator=noisy_means:NoisyMeans
 
-It says what it will cost before it looks at a record (``bill``), and ``generate`` adds just the noise that was billed.
+``bill`` returns the privacy cost before any record is read, and ``generate`` adds the noise that this cost is for.
 """
 
 import math
@@ -21,12 +21,15 @@ from fl_sim.settings import Settings
 
 
 class NoisyMeans(Settings):
-    """Release the sum and the number of each class's records once; draw images around their mean, ``spread`` apart."""
+    """Releases the sum and the number of each class's records once, and draws images around their mean.
+
+    ``spread``: the standard deviation of each pixel of an image around the mean.
+    """
 
     spread: float = Field(0.2, ge=0)
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Price one Gaussian release; epsilon inf means no noise."""
+        """Return the privacy cost and the noise multiplier of one Gaussian release; no noise for epsilon inf."""
         del num_records, num_classes
         if math.isinf(epsilon):
             return GeneratorBill(NonPrivateDpEvent(), steps=1, noise_multiplier=0.0, sampling_rate=1.0)
@@ -41,10 +44,10 @@ class NoisyMeans(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Return ``counts`` images of each class. All that touches ``records`` goes through ``ClassSums``."""
+        """Return ``counts`` images of each class. Only ``ClassSums``, which adds noise, reads the private records."""
         shape = records.inputs.shape[1:]
         points = records.inputs.numpy().reshape(len(records.inputs), -1).astype(np.float64)
-        one = math.sqrt(points.shape[1])  # as long as the longest record, so that counts are about as exact as pixels
+        one = math.sqrt(points.shape[1])  # the largest norm of a record, so that noise affects counts and sums alike
         features = np.concatenate([np.full((len(points), 1), one), points], axis=1)
         release = ClassSums(bill.noise_multiplier, noise, "sums and counts")
         sums, _ = release.sums(features, math.sqrt(2) * one, records.labels.numpy(), records.num_classes)

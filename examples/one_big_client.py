@@ -1,8 +1,8 @@
-"""A split of your own: one client holds most of the records, the others share the rest.
+"""A partition of your own: one client holds most of the records, and the others divide the other records equally.
 
     fl-sim run partition=one_big_client:OneBigClient partition.share=0.7
 
-A scheme is a frozen dataclass with a method ``split``; it needs numpy alone.
+A partition is a frozen dataclass with a method ``split``, which needs only numpy.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from partitions import ImpossibleSplit
 
 @dataclass(frozen=True)
 class OneBigClient:
-    """Client 0 holds ``share`` of all records, the others equal parts of the rest, all drawn at random."""
+    """Client 0 holds a random ``share`` of all records; the other clients hold equal parts of the other records."""
 
     share: float = 0.5
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
     ) -> list[NDArray[np.int64]]:
-        """Return disjoint sorted indices into ``labels``. Raises ImpossibleSplit, which becomes the user's message."""
+        """Return each client's record indices, sorted. Users see the message of ImpossibleSplit as an error."""
         if not 0 < self.share < 1 or num_partitions < 2:
             raise ImpossibleSplit(f"share={self.share:g} of {num_partitions} clients: take 0 < share < 1 and 2 clients")
         shuffled = rng.permutation(len(labels))

@@ -1,9 +1,10 @@
-"""Clients with private steps: a trainer of your own that clips every record's gradient and adds noise (DP-SGD).
+"""A trainer of your own: DP-SGD on clients, which clips every record's gradient and adds noise to their sum.
 
     fl-sim run algorithm=private_steps:PrivateSteps algorithm.noise_multiplier=1 model=logistic
 
-As simple as it gets (Abadi et al. 2016, algorithm 1), and no more than a seam shown: no epsilon is printed for it, its
-noise follows from the run's seed, and float noise has gaps that tell of what it hides.
+This is a short version of Abadi et al. 2016, algorithm 1, which only shows how a trainer is added. It gives no privacy
+guarantee: no ledger is charged and no epsilon printed, the noise follows from the run's seed, and floating-point noise
+leaks information about the sum.
 """
 
 from collections.abc import Sequence
@@ -25,14 +26,17 @@ from strategies.algorithm import Averaging
 
 
 class PrivateSteps(Averaging):
-    """FedAvg whose clients take noisy steps: ``noise_multiplier`` times ``clipping_norm`` is the noise on a sum."""
+    """FedAvg with noisy local steps.
+
+    The noise on a sum of gradients has standard deviation ``noise_multiplier`` times ``clipping_norm``.
+    """
 
     title: ClassVar[str] = "FedAvg with private steps"
     clipping_norm: float = Field(1.0, gt=0)
     noise_multiplier: float = Field(1.0, ge=0)
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
-        """Return the trainer below, which takes every job or refuses it."""
+        """Return the trainer below, which trains every job or raises an error."""
         return [RecordLevel(model, self.clipping_norm, self.noise_multiplier)]
 
 
@@ -45,14 +49,14 @@ class RecordLevel:
     noise_multiplier: float
 
     def supports(self, job: LocalJob) -> bool:
-        """Say yes to all: what is refused here in silence would be trained by others, without noise."""
+        """Return True, or raise UserError: after False, fl-sim would take another trainer, which adds no noise."""
         known = {"learning_rate", "batch_size", "epochs", "steps", "momentum", "weight_decay"}
         if unknown := sorted((fields_in_use(job.task.settings) | fields_in_use(job.plan)) - known):
-            raise UserError(f"private steps are those of SGD, and {', '.join(unknown)} is asked for: leave it out")
+            raise UserError(f"private steps are steps of SGD without {', '.join(unknown)}: leave {unknown[0]} out")
         return True
 
     def train(self, job: LocalJob) -> Trained:
-        """Take as many steps as plain SGD would."""
+        """Return the trained parameters after as many steps as plain SGD would take."""
         settings, (inputs, labels) = job.task.settings, job.records.tensors()
         params = dict(job.task.params)
         steps = settings.num_steps(len(labels))

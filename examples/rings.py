@@ -1,8 +1,8 @@
-"""A data set of your own: a function of the data root that returns the same records in every process.
+"""A data set of your own: a function of the data folder that returns the same records in every process.
 
     fl-sim run data=rings:rings partition=iid model=mlp
 
-Files of yours need no code: ``data=npz:PATH`` and ``data=folder:PATH``.
+Your own files need no code: see ``data=npz:PATH`` and ``data=folder:PATH``.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from fl_sim.types import Dataset, Examples
 
 
 def rings(data_root: Path | None) -> Dataset:
-    """Return points in the plane on three rings, the class: 600 to train on, 300 to test on. Nothing is read."""
+    """Return points on three rings in the plane: 600 training and 300 test records. The ring is the class."""
     del data_root
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 900)

@@ -1,8 +1,8 @@
-"""A sweep from Python with a plot: final accuracy over FedProx's mu, mean and deviation over seeds.
+"""A sweep from Python with a plot: final accuracy by FedProx's mu, with mean and standard deviation over seeds.
 
     python examples/sweep.py
 
-What is finished is not run again: add values or seeds, and start it once more.
+Finished runs are not repeated: add values or seeds, and start the script again.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from strategies.fedprox import FedProx
 
 
 def sweep(mus: Sequence[float], seeds: Sequence[int], base: Mapping[str, Any], out: Path) -> Path:
-    """Run FedProx with each mu and seed in ``out``, and return the picture that is drawn there."""
+    """Run FedProx with each mu and seed in the folder ``out``, and return the path of the plot in this folder."""
     plan = {
         "base": base,
         "grid": {"algorithm": [FedProx(mu=mu) for mu in mus], "seed": seeds},
@@ -37,4 +37,4 @@ def sweep(mus: Sequence[float], seeds: Sequence[int], base: Mapping[str, Any], o
 if __name__ == "__main__":
     settings = {"partition": "dirichlet:0.1", "rounds": 30, "local": {"epochs": 5}}
     picture = sweep([0.001, 0.01, 0.1, 1.0], [0, 1, 2], settings, Path("results/fedprox-mu"))
-    print(f"drawn to {picture}")
+    print(f"plot in {picture}")

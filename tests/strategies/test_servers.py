@@ -96,7 +96,10 @@ CLOCK: dict[str, Any] = {"devices": "constant"}
         ({"server": "synchronous:30"}, "set devices, for example devices=log-normal"),
         ({**CLOCK, "server": {"late": "partial"}}, "has no effect without a deadline"),
         ({**CLOCK, "server": "fedbuff:50"}, "server.buffer=50 is more than the run's 10 clients"),
-        ({**CLOCK, "server": {"kind": "fedasync", "concurrency": 11}}, "server.concurrency=11 is more than the run's 10"),
+        (
+            {**CLOCK, "server": {"kind": "fedasync", "concurrency": 11}},
+            "server.concurrency=11 is more than the run",
+        ),
         ({**CLOCK, "server": "fedbuff", "sampler": "fixed-size:3"}, "cannot run with sampler fixed-size"),
         ({**CLOCK, "server": "fedbuff", "aggregator": "krum"}, "cannot run with aggregator krum"),
         ({**CLOCK, "server": "fedbuff", "attack": "sign-flip"}, "cannot run with attack sign-flip"),
