@@ -40,7 +40,7 @@ class Ifca(Averaging):
         return ServerState(params, broadcast=others)
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the model of the lowest loss on the client's records; without records, the first model."""
+        """Return the task with the model of the lowest loss on the client's records (without records: the first)."""
         models = models_of(task.params, task.broadcast)
         best = int(np.argmin([client.scores(one).loss for one in models])) if len(client.records) else 0
         chosen = {"chosen": {"model": torch.tensor([float(best)])}}

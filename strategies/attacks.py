@@ -192,8 +192,8 @@ def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> ND
     is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
     if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
         raise UserError(
-            f"attack {kind_of(attack)}: poisoned gave {poisoned.dtype} of shape {poisoned.shape}; wanted is a label "
-            f"from 0 to {num_classes - 1} for each of {len(labels)} records"
+            f"attack {kind_of(attack)}: method poisoned returned {poisoned.dtype} of shape {poisoned.shape}: return a "
+            f"label from 0 to {num_classes - 1} for each of the {len(labels)} records"
         )
     return poisoned.astype(np.int64)
 

@@ -130,7 +130,7 @@ class OwnLayer(Layer):
         return error_context(f"{method} of {self._name}")
 
     def _wrong(self, method: str, got: str, wanted: str) -> RunError:
-        return RunError(f"{method} of layer {self._name} gave {got}; wanted is {wanted}")
+        return RunError(f"{method} of layer {self._name} returned {got}: return {wanted}")
 
 
 def states_of(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
@@ -143,7 +143,7 @@ def states_of(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
             again = None
         if again != state:
             raise RunError(
-                f"state of layer {name} gave {state!r}; wanted is a dict of JSON values by name, as the checkpoint "
+                f"state of layer {name} returned {state!r}: return a dict of JSON values by name, as the checkpoint "
                 "holds them"
             )
     return {name: dict(state) for name, state in states.items() if state}

@@ -33,7 +33,7 @@ def test_it_takes_the_pool_alone_unless_told_otherwise(preprocess):
         ),
         ({"algorithm": {"kind": "tstr", "classifiers": []}}, "classifiers"),
         ({"algorithm": {"kind": "tstr", "holdout": 1}}, "holdout"),
-        ({"evaluate": {"validation": 0.1}}, "has no place in a run that promises privacy"),
+        ({"evaluate": {"validation": 0.1}}, "run that promises privacy cannot use it"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

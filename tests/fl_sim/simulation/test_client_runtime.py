@@ -274,7 +274,9 @@ def test_an_own_attack_changes_the_labels_of_hostile_clients() -> None:
 )
 def test_labels_of_an_own_attack_that_are_none_are_refused_in_one_line(how: str, gave: str) -> None:
     job = job_of(Experiment(attack=Poison(clients=1, how=how), clients=4, partition=Iid()))
-    with pytest.raises(UserError, match=rf"Poison: poisoned gave {gave} of shape .*; wanted is a label from 0 to 9"):
+    with pytest.raises(
+        UserError, match=rf"Poison: method poisoned returned {gave} of shape .*: return a label from 0 to 9"
+    ):
         procedure_of(job).runtime()
 
 
