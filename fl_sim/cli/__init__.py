@@ -1,1 +1,1 @@
-"""The verbs of the command line: what can be typed stands in verbs, what it does in files of its own."""
+"""The command line. ``verbs`` and ``running_verbs`` define the commands (verbs); other modules have their code."""

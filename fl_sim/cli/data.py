@@ -23,7 +23,8 @@ from fl_sim.types import Dataset
 from partitions import label_counts
 from partitions.assign import USUAL_MIN_SIZE
 
-_MOST: Final = 20  # lines of classes, of columns, and numbers in a record that are printed
+_MOST: Final = 20
+"""Largest number of printed classes, and of printed values of a record."""
 _BAR: Final = 30
 _MOST_CLIENTS: Final = 30
 _MOST_COLUMNS: Final = 12
@@ -49,10 +50,10 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
 
 
 def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -> None:
-    """Compare data sets with their published checksums, shapes and counts, and print the results.
+    """Compare data sets with their published checksums, shapes and numbers of records, and print the results.
 
-    ``names``: the data sets; empty: all data sets that are found. Raises RunError if a file is damaged, or if a data
-    set of ``names`` is missing.
+    ``names``: the data sets; empty: all data sets on this machine. Raises RunError if a file is damaged, or if a data
+    set in ``names`` is missing.
     """
     wanted = names or [name for name in NAMES if find(name, data_root)]
     checks = []
@@ -69,21 +70,22 @@ def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -
         rows = [{**_row(c.name, c.source), "ok": c.ok, "problems": list(c.problems), "note": c.note} for c in checks]
         say(json.dumps({"ok": not broken, "data": rows}))
     if broken:
-        raise RunError(f"not in order: {', '.join(broken)}")
+        raise RunError(f"damaged or missing: {', '.join(broken)}")
 
 
 def show_card(
     arguments: list[str], sheet: Path | None, data_root: Path | None, *, with_records: bool, json_output: bool
 ) -> None:
-    """Print the description of a data set, and draw some of its images into the file ``sheet``.
+    """Print the description of a data set, and draw some of its images into the file ``sheet`` if given.
 
-    Raises UserError for an unknown name, and for a ``sheet`` if the records are not images.
+    ``arguments``: the name of the data set, then settings ``data.KEY=VALUE``. ``with_records``: True also prints the
+    first records. Raises UserError for an unknown name, and for a ``sheet`` if the records are not images.
     """
     from fl_sim.experiment.experiment import experiment_from, with_overrides  # noqa: PLC0415 (slow, only here)
 
     name, *overrides = arguments
     if strange := [text for text in overrides if not text.startswith("data.")]:
-        raise UserError(f"{strange[0]}: after the name stand settings of the data alone, such as data.label=outcome")
+        raise UserError(f"{strange[0]}: after the name, give only settings of the data, such as data.label=outcome")
     dataset = load(experiment_from(with_overrides({"data": name}, overrides)).data, data_root)
     card = card_of(dataset, with_records=with_records)
     if sheet is not None:
@@ -94,11 +96,11 @@ def show_card(
     else:
         _print_card(_in_lines(card))
     if card["shows_records"] and is_own(dataset.name):
-        say("This card shows records of your data: where these are private, it is, too.", err=True)
+        say("This description shows records of your data. If the records are private, so is the description.", err=True)
 
 
 def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
-    """Print the number of records and the label counts of every client; draw them into the file ``plot`` if given."""
+    """Print the number of records of each class on every client, and draw them into the file ``plot`` if given."""
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
         from fl_sim.experiment.job import shards_of  # noqa: PLC0415
@@ -140,7 +142,7 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return the description with each text on one line, because names from files may contain line breaks."""
+    """Return ``value`` with each text in one line, because names from files may contain line breaks."""
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):
@@ -150,7 +152,7 @@ def _in_lines(value: Any) -> Any:
 
 def _draw(dataset: Dataset, sheet: Path) -> None:
     if dataset.train.inputs.ndim != 4:
-        raise UserError(f"--sheet draws images, and the records of {dataset.name} are numbers; leave it out")
+        raise UserError(f"--sheet draws images, and the records of {dataset.name} are not images: leave --sheet out")
     if sheet.suffix.lower() != ".png":
         raise UserError(f"cannot draw to {sheet}: give a file name that ends in .png")
     from fl_sim.report.figures.samples import draw_records  # noqa: PLC0415 (matplotlib: a second to import)
@@ -204,13 +206,13 @@ def _print_classes(classes: list[dict[str, Any]]) -> None:
 
 def _print_clients(clients: dict[str, Any] | None) -> None:
     if clients is None:
-        say("clients   the data do not say whose records are whose")
+        say("clients   the data set does not assign records to clients")
         return
     say(
         f"clients   {clients['count']:,}: {clients['smallest']:,} to {clients['largest']:,} training records each, "
         f"median {clients['median']:g}; {clients['with_one_record']:,} with one record, "
-        f"{clients['with_test_records']:,} with test records of their own; each is one by partition=natural "
-        f"clients={clients['count']}"
+        f"{clients['with_test_records']:,} with test records of their own; they are the clients of a run with "
+        f"partition=natural clients={clients['count']}"
     )
     most = max(step["clients"] for step in clients["histogram"])
     for step in clients["histogram"]:
@@ -247,15 +249,15 @@ def _warn(counts: NDArray[np.int64], left_out: NDArray[np.int64]) -> None:
     sizes = counts.sum(axis=1)
     num_small, num_empty = np.count_nonzero(sizes < USUAL_MIN_SIZE), np.count_nonzero(sizes == 0)
     if num_small:
-        none = f"; {num_empty:,} of them none, and those train nothing" if num_empty else ""
+        none = f"; {num_empty:,} of them have no records and do not train" if num_empty else ""
         say(
-            f"warning: {num_small:,} of {len(sizes):,} clients hold fewer than {USUAL_MIN_SIZE} records{none}", err=True
+            f"warning: {num_small:,} of {len(sizes):,} clients have fewer than {USUAL_MIN_SIZE} records{none}", err=True
         )
     if left_out.any():
         classes = ", ".join(str(c) for c in np.flatnonzero(left_out))
         say(
             f"warning: {left_out.sum():,} of {left_out.sum() + sizes.sum():,} training records belong to no client: "
-            f"nobody holds class {classes}; use at least {len(left_out)} clients or a larger k",
+            f"no client has records of class {classes}; use at least {len(left_out)} clients or a larger k",
             err=True,
         )
 

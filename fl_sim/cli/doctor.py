@@ -32,21 +32,22 @@ EXTRAS: Final = ("datasets", "pyarrow", "optuna", "mlflow", "wandb", "tensorboar
 FOLDERS: Final[Mapping[str, Callable[[], Path]]] = {
     "pools": pools_root, "features": features_root, "ledgers": ledgers_root,
 }  # fmt: skip
-"""{permanent folder: function that returns its place}."""
+"""{name of a folder with permanent files: function that returns its path}."""
 
 _SELF_TEST: Final = {
     "data": "digits", "model": "logistic", "partition": "iid", "clients": 4, "rounds": 5, "seed": 0,
     "local": {"epochs": 5},
     "engine": {"kind": "inprocess", "workers": 1},
 }  # fmt: skip
-_LEAST_ACCURACY: Final = 0.5  # chance is 0.1; this setting reaches 0.9
+_LEAST_ACCURACY: Final = 0.5
+"""Smallest accuracy for which the self-test succeeds. Guessing has an accuracy of 0.1, the self-test about 0.9."""
 _MEGABYTE: Final = 1e6
 
 
 def examine(data_root: Path | None, *, json_output: bool) -> None:
     """Print the state of the installation and the result of the self-test. Raise RunError if a check fails."""
     with waiting() as show:
-        show("looks at data sets, caches and ledgers")
+        show("checking data sets, caches and ledgers")
         report: dict[str, Any] = {
             "fl_sim": _installation(),
             "python": f"{platform.python_version()} ({sys.executable})",
@@ -63,7 +64,7 @@ def examine(data_root: Path | None, *, json_output: bool) -> None:
             "data": {name: source.layout if (source := find(name, data_root)) else None for name in NAMES},
             "folders": {name: _folder(place()) for name, place in FOLDERS.items()},
         }
-        show("trains a small model twice")
+        show("training a small model twice")
         report["self_test"] = _self_test()
     problems = [*report["fl_sim"]["problems"], *report["self_test"]["problems"]]
     say(json.dumps({"ok": not problems, **report}) if json_output else "\n".join(_in_lines(report)))
@@ -79,22 +80,22 @@ def _version(name: str) -> str | None:
 
 
 def _installation() -> dict[str, Any]:
-    """Return version and folder of fl-sim, and the problem if another project uses the same import package.
+    """Return version and folder of fl-sim, and a list of problems with the installation.
 
-    Another project on GitHub has the same import package and the same command. pip then overwrites files of one project
-    with files of the other.
+    A problem is another installed project with the import package ``fl_sim``: pip overwrites files of one project with
+    files of the other. Such a project exists on GitHub.
     """
     place, problems = Path(fl_sim.__file__).parent, []
-    strangers = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
-    if strangers:
+    others = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
+    if others:
         problems.append(
-            f"the import package fl_sim belongs to {', '.join(strangers)}, too: install one alone in a new environment"
+            f"the import package fl_sim belongs to {', '.join(others)}, too: install only fl-sim, in a new environment"
         )
     installed = _version("fl-sim")
     if installed is not None and installed != fl_sim.__version__:
         problems.append(
-            f"fl_sim in {place} is version {fl_sim.__version__}, and installed is {installed}: reinstall, or start "
-            "Python in another folder"
+            f"fl_sim in {place} is version {fl_sim.__version__}, and the installed version is {installed}: install "
+            "fl-sim again, or start Python in another folder"
         )
     return {"version": fl_sim.__version__, "installed": installed, "path": str(place), "problems": problems}
 
@@ -126,7 +127,10 @@ def _folder(path: Path) -> dict[str, Any]:
 
 
 def _self_test() -> dict[str, Any]:
-    """Run FedAvg for five rounds twice with one seed. Return seconds, accuracy, and True if the bits are equal."""
+    """Run FedAvg for five rounds, twice with the same seed.
+
+    Return the seconds of both runs, the accuracy, True if the two models are bit-identical, and a list of problems.
+    """
     start, problems = time.perf_counter(), []
     folder = Path(tempfile.mkdtemp(prefix="fl-sim-doctor-"))
     try:
@@ -136,12 +140,15 @@ def _self_test() -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     same = len(models) == 1
     if not same:
-        problems.append("two runs with one seed end in different bits: report this with 'fl-sim doctor --json'")
-    accuracy = first.final_accuracy or 0.0  # None where it is not a number
+        problems.append(
+            "two runs with the same seed ended in different models: report this with the output of 'fl-sim doctor "
+            "--json'"
+        )
+    accuracy = first.final_accuracy or 0.0  # None for an accuracy that is NaN
     if accuracy < _LEAST_ACCURACY:
         problems.append(
-            f"the self-test ends at accuracy {accuracy:.2f}, and {_LEAST_ACCURACY} is the least: "
-            "report this with 'fl-sim doctor --json'"
+            f"the accuracy of the self-test is {accuracy:.2f}, which is less than {_LEAST_ACCURACY}: report this with "
+            "the output of 'fl-sim doctor --json'"
         )
     return {
         "seconds": round(time.perf_counter() - start, 2),

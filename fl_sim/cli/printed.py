@@ -1,4 +1,4 @@
-"""Printed plans and tables: in colour on a terminal, as plain text elsewhere, as JSON on request."""
+"""Printed forecasts and tables: in colour on a terminal, else as plain text, or as JSON on request."""
 
 import json
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ _WIDTH: Final = 140
 """Width of a line in characters if the output is not a terminal."""
 
 _MOST_TIMED: Final = 8
-"""Largest number of timed kinds of work that are printed; ``--json`` lists all of them."""
+"""Largest number of timed kinds of work that are printed. ``--json`` lists all of them."""
 
 _ROUGH: Final = (
-    "The time for privacy accounting was up: some of these epsilons are the RDP accountant's alone, and what the runs "
-    "will state is no larger ('fl-sim privacy' computes one of them by both accountants)."
+    "There was not enough time for PLD accounting: some of these epsilons are by the RDP accountant alone, and the "
+    "runs will state the same or smaller epsilons ('fl-sim privacy' computes one epsilon by both accountants)."
 )
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The forecasts of ``runs``, with ``jobs`` runs in parallel, and of the unfinished ``searches`` before them.
+    """The output of ``fl-sim plan``: forecasts of runs and of the unfinished hyperparameter searches before them.
 
-    ``bills``: the privacy costs of all runs together. ``watch``: the measured times, None if no time was measured.
-    ``is_rough``: True if any epsilon in ``bills`` was computed by RDP alone.
+    ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs. ``watch``: the measured
+    times; None if no time was measured. ``is_rough``: True if any epsilon in ``bills`` was computed by RDP alone.
     """
 
     runs: Sequence[Forecast]
@@ -49,7 +49,7 @@ class PlanReport:
     is_rough: bool
 
     def print(self) -> None:
-        """Print a line for each run, the total time, the measured times, and the privacy cost of all runs together."""
+        """Print a line for each run, the total time, the measured times, and the total privacy cost of all runs."""
         console = Console()
         console = console if console.is_terminal else Console(width=_WIDTH)
         console.print(_run_grid(self.runs))
@@ -71,18 +71,18 @@ class PlanReport:
                 f"{len(self.runs)})."
             )
         if self.searches:
-            say(f"before them {search_in_words(self.searches, self.jobs)}")
+            say(f"before these runs: {search_in_words(self.searches, self.jobs)}")
         for sentence in dict.fromkeys(sentence for one in self.runs for sentence in one.notes):
             say(sentence)
         for bill in self.bills:
             say(bill.in_words)
         if not self.bills:
-            say("Privacy: nothing here promises any.")
+            say("Privacy: no run has a privacy guarantee.")
         if self.is_rough:
             say(_ROUGH)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values. Seconds are null if no time was measured."""
+        """Return the report as JSON values. Seconds are None if no time was measured."""
         return {
             "jobs": self.jobs,
             "seconds": seconds_together(self.runs, self.jobs),
@@ -122,7 +122,7 @@ class PlanReport:
 
 
 def short(seconds: float) -> str:
-    """Return a measured time in seconds as text, with three significant digits and a suitable unit.
+    """Return a duration, given in seconds, as text with three significant digits, in s, ms or us.
 
     >>> [short(seconds) for seconds in (4.21e-7, 0.0123, 1.5)]
     ['0.421 us', '12.3 ms', '1.5 s']
@@ -134,7 +134,10 @@ def short(seconds: float) -> str:
 
 
 def print_table(state: TableState, out: Path, *, json_output: bool) -> None:
-    """Write and print the table with the results so far. Print a warning for each file that cannot be read."""
+    """Write the files of a table, and print the table with the results so far.
+
+    Print a warning for each run whose privacy cost cannot be read.
+    """
     table, problems = conclude(state, out)
     console = Console()
     if json_output:

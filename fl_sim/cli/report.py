@@ -1,4 +1,4 @@
-"""The code of ``fl-sim report`` (page of runs), ``watch`` (live progress) and ``export`` (metrics for trackers)."""
+"""The code of ``fl-sim report`` (a page about runs), ``watch`` (live progress) and ``export`` (runs for trackers)."""
 
 import json
 import os
@@ -42,24 +42,27 @@ if TYPE_CHECKING:
 PAGE = "report.html"
 
 _PLAIN_WIDTH = 200
+"""Width of the display of ``fl-sim watch`` in characters if the output is not a terminal."""
 
 
 def write_report(
     directories: list[Path], out: Path | None, *, paper: bool, pictures: bool, target: float | None, json_output: bool,
     full_axis: bool = False,
 ) -> None:  # fmt: skip
-    """Write the report page and its figures. Print the paths of the files, and the runs that could not be shown.
+    """Write the report page and its figures, and print the paths of the files.
 
-    ``paper``: True also writes diagrams as PDF and SVG, in the widths of one column and of the text of a paper.
-    ``pictures``: True finds images for synthetic feature vectors. ``target``: a test accuracy in [0, 1]; the cost until
-    it is reached is reported. ``full_axis``: True draws accuracies from 0 to 100 %, instead of over their own range.
+    Warnings name the runs that are unfinished or cannot be shown. ``out``: the folder for the files; None: the default.
+    ``paper``: True also writes the figures as PDF and SVG, as wide as one column and as two columns of a paper.
+    ``pictures``: True finds images for synthetic feature vectors. ``target``: a test accuracy in [0, 1]; the report
+    also has the costs until this accuracy. ``full_axis``: True draws accuracies from 0 to 100 %, not over their own
+    range.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
     found.problems += doubles
     shown = panels(groups)
     if pictures and not any(is_in_features(run) for _, run in with_pools(groups)):
-        say("--pictures: no run here has synthetic records that are feature vectors: nothing to find", err=True)
+        say("--pictures has no effect: no run here has synthetic records that are feature vectors", err=True)
     samples, damaged = sample_pictures(groups, find_images if pictures else None)
     votes, unreadable = pate_pictures(groups)
     found.problems += [*damaged, *unreadable]
@@ -104,10 +107,10 @@ def write_report(
 
 
 def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:
-    """Show the state of the runs in ``directory`` every ``every`` seconds, until all runs have ended or Ctrl-C.
+    """Show the state of the runs in ``directory`` until all runs have ended, or until Ctrl-C.
 
-    ``once``: True shows the state only once. Without a terminal, plain text is printed at the start, and again after
-    each change of the state of a run.
+    ``every``: seconds between updates. ``once``: True shows the state only once. Without a terminal, plain text is
+    printed at the start, and again whenever the state of a run has changed.
     """
     watcher = Watcher(directory)
     watched = watcher.look()
@@ -117,7 +120,7 @@ def watch_directory(directory: Path, *, every: float, once: bool, json_output: b
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH, no_color=True)
-    with suppress(KeyboardInterrupt):  # looking on may end at any time
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends the display without an error
         if once or not watcher.is_alive(watched):
             _show(console, watched)
         elif console.is_terminal:
@@ -127,9 +130,15 @@ def watch_directory(directory: Path, *, every: float, once: bool, json_output: b
 
 
 def write_gallery(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
-    """Write DIR/README.md, the gallery page or, if DIR/leaderboard.toml exists, the leaderboard; print its path."""
+    """Write README.md into the gallery's directory, and print its path.
+
+    README.md is the leaderboard if ``leaderboard.toml`` exists, else the gallery page.
+    """
     if len(directories) > 1 or out is not None:
-        raise UserError("--gallery takes one DIR, which holds a folder for each table, and writes DIR/README.md")
+        raise UserError(
+            "--gallery takes one DIR, with a folder for each table, and writes DIR/README.md: leave out --out and "
+            "further directories"
+        )
     (directory,) = directories
     entries = read_gallery(directory)
     path = directory / GALLERY
@@ -145,16 +154,17 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 
 
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
-    """Return images whose features are close to ``vectors``, and show the progress of the search.
+    """Return (images, distances) for synthetic feature ``vectors`` of ``run``, and show the progress of the search.
 
-    The search uses only the vectors, the shape of the images and the public feature transform. Raises ValueError if the
-    shape is unknown, if this version does not have the transform, or if the transform does not make such vectors.
+    The features of each image are close to its vector. The search uses only the vectors, the shape of the images and
+    the public feature transform. Raises ValueError if the shape is unknown, if this version does not have the
+    transform, or if the transform does not make such vectors.
     """
-    from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (torch: a plain report needs none of it)
+    from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 
     features, shape = run.config.features, _shape_of(run)
     if features not in {"scattering", "whitened-scattering"}:
-        raise ValueError(f"features={features} is nothing that this version of fl-sim knows")
+        raise ValueError(f"this version of fl-sim does not know features={features}")
     console = Console(file=sys.stderr)
     console.print(
         f"finding images for {len(vectors)} synthetic feature vectors of {run.path}",
@@ -172,7 +182,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # the preparation takes seconds, too
+            searching_since = searching_since or time.monotonic()  # without the preparation before the search
             share = done
             bar.update(task, completed=done)
 
@@ -180,12 +190,15 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
 
 def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_output: bool) -> None:
-    """Send every run in ``directories`` and their subfolders to ``trackers``, and print the runs' places there.
+    """Send every run in ``directories`` and their subfolders to ``trackers``, and print the address of each run there.
 
     Raises UserError if there is no run, RunError if a tracker failed or a run could not be read.
     """
     if observers := [name for name in trackers if ":" in name]:
-        raise UserError(f"--to {observers[0]}: an observer is told of runs while they go on; give it to --track")
+        raise UserError(
+            f"--to {observers[0]}: your own observer is called during a run, not after it: use 'fl-sim run --track "
+            f"{observers[0]}'"
+        )
     found = read_all(directories)
     if not found.read and not found.problems:
         raise UserError(
@@ -199,7 +212,7 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
         say(json.dumps({"runs": sent, "problems": [str(problem.path) for problem in found.problems]}))
     failed = sum(bool(run["failed"]) for run in sent) + found.num_unread
     if failed:
-        raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent whole: see above")
+        raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent completely: see the warnings")
 
 
 def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple[Path, str, str]]) -> dict[str, Any]:
@@ -230,7 +243,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple
 
 
 def _root(directory: Path) -> str:
-    """Return the relative path from the gallery page to the root of the repository, for links to table definitions."""
+    """Return the relative path from ``directory`` to the root of the repository, for links to files of tables."""
     inside = directory.resolve()
     for number, above in enumerate([inside, *inside.parents]):
         if (above / "benchmarks").is_dir():
@@ -239,9 +252,10 @@ def _root(directory: Path) -> str:
 
 
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
-    """Return the shape of the images from which the feature vectors were computed: (channels, height, width).
+    """Return the shape (channels, height, width) of the images from which the feature vectors were computed.
 
-    Older runs did not record the shape; for these, the shape of a known public data set is used.
+    If an older run does not have the shape, return the shape of the public data set. Raises ValueError if the shape is
+    unknown.
     """
     known = KNOWN.get(run.config.data)
     recorded = run.result.image_shape if run.result else None
@@ -250,13 +264,13 @@ def _shape_of(run: SavedRun) -> tuple[int, int, int]:
             return channels, height, width
         case _:
             raise ValueError(
-                "its result.json has no shape of the images behind its features: run it again with this "
-                "version of fl-sim, into a fresh directory"
+                "its result.json does not state the shape of the images from which the features were computed: repeat "
+                "the run with this version of fl-sim, in a new directory"
             )
 
 
 def _exported(run: SavedRun, trackers: Sequence[str], *, json_output: bool) -> dict[str, object]:
-    from fl_sim.tracking.observers import send_whole  # noqa: PLC0415 (Flower: a report needs none of it)
+    from fl_sim.tracking.observers import send_whole  # noqa: PLC0415 (imports Flower, which is slow)
 
     if run.status != "finished":
         say(f"warning: {run.path}: {run.error}", err=True)
@@ -265,7 +279,7 @@ def _exported(run: SavedRun, trackers: Sequence[str], *, json_output: bool) -> d
     places = {tracker: session.place for tracker, session in sender.sessions.items()}
     there = [tracker for tracker in trackers if tracker not in {*places, *sender.failed}]
     if not json_output:
-        sent = [*(f"{tracker} ({place})" for tracker, place in places.items()), *(f"{one} had it" for one in there)]
+        sent = [*(f"{name} ({place})" for name, place in places.items()), *(f"{name} has this run" for name in there)]
         say(f"{run.path}: {len(run.rounds)} rounds; {', '.join(sent) or 'sent nowhere'}")
     return {"dir": str(run.path), "rounds": len(run.rounds), "sent": places, "there": there, "failed": sender.failed}
 

@@ -37,22 +37,24 @@ if TYPE_CHECKING:
     from fl_sim.tables.tuning import Search
 
 ANSWER_SECONDS: Final = 20.0
-"""Seconds after which ``fl-sim plan`` starts no further PLD computation."""
+"""Seconds after which ``fl-sim plan`` starts no further PLD computation (slow numerical privacy accounting)."""
 
 _BEST: Final = {
     "test": "picked on the test set, so optimistic",
     "validation": "picked on records held out for validation",
-    "last": "the last, which alone was tested",
+    "last": "the last round, the only one that was tested",
     "nothing": "nothing was measured",
 }
+"""{value of ``best_chosen_on`` in ``result.json``: explanation of the best accuracy}."""
 _MOST_CHARACTERS = 60
 _WIDEST = 110
+"""Largest width of printed settings, in characters."""
 
 
 def run_experiment(
     given: RunArguments, out: Path | None, data_root: Path | None, *, track: str = "", again: bool, json_output: bool
 ) -> None:
-    """Run the experiment of the arguments ``given``, and print its result."""
+    """Run the experiment that the arguments ``given`` define, and print its result."""
     trackers = chosen_trackers(track)
     experiment = parse_experiment(given)
     look_for(experiment.data, data_root)
@@ -66,7 +68,10 @@ def run_experiment(
 
 
 def parse_experiment(given: RunArguments) -> Experiment:
-    """Return the experiment of the arguments ``given``; for a table's file, the experiment in its [base]."""
+    """Return the experiment that the arguments ``given`` define.
+
+    For a file that defines a table, this is the experiment in its section [base].
+    """
     return experiment_from(with_overrides(_base_of(given), given.overrides))
 
 
@@ -81,13 +86,13 @@ def fill_table(
     track: str = "",
     json_output: bool,
 ) -> None:
-    """Run all unfinished cells of a table, and print the table. Raise RunError if any cell failed.
+    """Execute all unfinished runs of a table, and print the table. Raise RunError if any run failed.
 
-    ``hours``: the time budget; the exit code is 3 if it was too short. ``again``: True repeats runs that were made with
-    other records or code.
+    ``jobs``: the number of parallel runs; None: one per core. ``hours``: the time budget; the exit code is 3 if it was
+    too short. ``again``: True repeats runs that were made from other records or with other code.
     """
     trackers, deadline = chosen_trackers(track), deadline_after(hours)
-    assert given.path is not None, "without one typed, a preset"
+    assert given.path is not None, "fl-sim table has a default preset"
     settings = table_settings(given.table, given.overrides, str(given.path))
     plan = plan_table(settings, data_root)
     with importing():
@@ -104,8 +109,8 @@ def fill_table(
         print_table(state, out, json_output=json_output)
         failed = f", {len(state.failures())} failed ({'; '.join(state.failures())})" if state.failures() else ""
         say(
-            f"--budget {hours:g} leaves no time for more: this table is PARTIAL, {state.num_finished()} of "
-            f"{len(state.plan.runs)} cells are finished and kept in {out}{failed}; the same command goes on from there",
+            f"--budget {hours:g} is used up: this table is PARTIAL, {state.num_finished()} of "
+            f"{len(state.plan.runs)} cells are finished and kept in {out}{failed}; the same command runs the others",
             err=True,
         )
         raise typer.Exit(3) from None
@@ -113,7 +118,7 @@ def fill_table(
         print_table(state, out, json_output=json_output)
         say(
             f"interrupted: {state.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
-            "the same command goes on from there",
+            "the same command runs the others",
             err=True,
         )
         raise typer.Exit(130) from None
@@ -124,23 +129,23 @@ def fill_table(
 
 
 def as_table(given: RunArguments) -> RunArguments:
-    """Return arguments for a table: settings with several values become its [grid], all others its [base].
+    """Return the arguments of ``fl-sim sweep`` as those of a table.
 
-    The table's name depends on the names of the varied settings and on the base, but not on the values, so that further
-    values extend the same table.
-    Raises UserError if no setting has several values, or a value is empty.
+    Settings with several values become its [grid], and all other settings its [base]. The name of the table depends on
+    the names of the varied settings and on [base], but not on the values, so that further values extend the same table.
+    Raises UserError if no setting has several values, and for an empty or repeated value.
     """
     typed = [override.partition("=") for override in given.overrides]
     varied = {key: value.split(",") for key, _, value in typed if "," in value}
     if not varied:
         raise UserError(
-            "nothing varies: give a setting several values, such as 'fl-sim sweep local.learning_rate=0.01,0.1 "
-            "seed=0,1,2'; one run is 'fl-sim run'"
+            "no setting has several values: give some, such as 'fl-sim sweep local.learning_rate=0.01,0.1 seed=0,1,2'; "
+            "for one run use 'fl-sim run'"
         )
     for key, values in varied.items():
         if "" in values or len(set(values)) < len(values):
             raise UserError(
-                f"{key}={','.join(values)} names a value twice, or an empty one: separate values by one comma"
+                f"{key}={','.join(values)} has a repeated or an empty value: separate different values by one comma"
             )
     fixed = [override for override in given.overrides if override.partition("=")[0] not in varied]
     base = with_overrides(_base_of(given), fixed)
@@ -159,18 +164,21 @@ def show_plan(
     quick: bool = False,
     json_output: bool,
 ) -> None:
-    """Print the forecast of every run of an experiment or table, and the privacy cost of all runs together."""
+    """Print the forecast of a run, or of every run of a table, and the total privacy cost of all runs.
+
+    ``quick``: True estimates no time.
+    """
     deadline, is_late = time.monotonic() + ANSWER_SECONDS, list[bool]()
 
     def in_time() -> bool:
         is_late.append(time.monotonic() >= deadline)
         return not is_late[-1]
 
-    with waiting() as show, redirect_stdout(sys.stderr):  # output of the user's own code
+    with waiting() as show, redirect_stdout(sys.stderr):  # so that output of the user's own code stays out of JSON
         if given.path is not None and {"base", "grid", "tune"} & set(given.table):
             planned = _planned_table(given.path, given, out, jobs, data_root, show)
         elif jobs is not None:
-            raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
+            raise UserError(f"--jobs {jobs} is for the parallel runs of a table, and this is one run: leave it out")
         else:
             planned = _planned_run(given, out, data_root)
         with importing():
@@ -184,7 +192,7 @@ def show_plan(
         searches = []
         if planned.settings is not None:
             searches = search_forecasts(planned.settings, planned.searches, planned.cells.parent, data_root, found)
-        show("adding up what all runs cost in privacy")
+        show("computing the total privacy cost of all runs")
         with begun_only_if(in_time):
             costs = bills([one.paid for one in found if one.paid is not None])
         report = PlanReport(found, searches, planned.jobs, costs, watch, is_rough=any(is_late))
@@ -195,7 +203,7 @@ def show_plan(
 
 
 def show_settings(name: str | None, *, json_output: bool) -> None:
-    """Print the reference of the setting, group or kind ``name``; for None, the settings of every experiment."""
+    """Print the reference of the setting, group of settings or kind ``name``; None: of the most common settings."""
     every = groups()
     if name is None:
         chosen = [group for group in every if not group.kind and group.name in {"", "local", "evaluate"}]
@@ -213,18 +221,24 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
 
 
 def title_of(group: Group) -> str:
-    """Return the title of a group of settings: its name or ``name=kind``, and the setting that it depends on."""
+    """Return the title of a group of settings, such as ``algorithm=fedprox``.
+
+    The title also has the setting in which the group is valid, if there is one.
+    """
     title = f"{group.name}={group.kind}" if group.kind else group.name
     return f"{title}, with {group.within}" if group.within else title
 
 
 def _base_of(given: RunArguments) -> dict[str, Any]:
-    """Return the settings in the file; for a table's file, only its [base], with a warning about the other sections."""
+    """Return the settings in the file of the arguments ``given``.
+
+    For a file that defines a table, return the settings in its [base], and print a warning about its other sections.
+    """
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
         say(
-            f"{given.name} is a table's: this run takes its [base] alone, not {' and '.join(left)}; 'fl-sim table "
-            f"{given.name}' takes all",
+            f"{given.name} defines a table: this run uses only its [base], not {' and '.join(left)}; 'fl-sim table "
+            f"{given.name}' uses all sections",
             err=True,
         )
     base: dict[str, Any] = table.get("base", table)
@@ -284,7 +298,7 @@ def _preprocessing(made: Mapping[str, Any], *, is_drawn: bool) -> str:
 
 def _calibration(made: Mapping[str, Any]) -> str:
     if "accuracy_after" not in made:
-        return f"{made['kind']}: the run did not come to it"
+        return f"{made['kind']}: not done, because the run ended before"
     skipped = ", ".join(map(str, made["classes_skipped"]))
     left_out = f"; left out, for too few records: class {skipped}" if skipped else ""
     return (
@@ -316,7 +330,11 @@ def _percent(accuracy: float | None) -> str:
 
 
 class _Planned(NamedTuple):
-    """The planned runs, {directory name in ``cells``: experiment}, ``jobs`` in parallel; and unfinished searches."""
+    """The planned runs and the unfinished hyperparameter searches before them.
+
+    ``runs``: {name of the run directory in ``cells``: experiment}. ``jobs``: the number of parallel runs. ``settings``:
+    the settings of the table; None for a single run.
+    """
 
     runs: Mapping[str, Experiment]
     cells: Path
@@ -360,9 +378,10 @@ def _planned_table(
 
 
 def _find(name: str, every: Sequence[Group]) -> list[Group]:
-    """Return the groups of settings, or parts of groups, with the name ``name``, such as ``algorithm=fedprox``.
+    """Return the groups of settings with the given ``name``, from ``every``, the list of all groups.
 
-    Raises UserError if there is no setting, group or kind with this name.
+    ``name``: a kind (``fedprox``), a setting with a kind (``algorithm=fedprox``), a setting, or the start of several
+    settings (``local``). A single setting is returned as a group of its own. Raises UserError for an unknown name.
     """
     setting, _, kind = name.partition("=")
     kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])
@@ -390,4 +409,4 @@ def _lines_of(group: Group, width: int) -> list[str]:
         default = f" (default: {setting.default})" if setting.default else ""
         lines += ["", *wrapped(f"{setting.name}: {setting.takes}{default}", initial_indent="  ")]
         lines += wrapped(setting.meaning.replace("``", ""), initial_indent="      ")
-    return lines if lines[0] else lines[1:]  # a single setting has no title
+    return lines if lines[0] else lines[1:]  # without the empty line before the first setting

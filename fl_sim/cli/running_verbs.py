@@ -1,4 +1,4 @@
-"""The commands (verbs) that run or plan experiments, with their options and help; and the options of all verbs.
+"""The commands (verbs) that run or plan experiments, with their options and help, and options that verbs share.
 
 This module does not import the code of experiments, so that help and errors about files appear at once.
 """
@@ -39,7 +39,7 @@ Track = Annotated[
 ]
 Stale = Annotated[
     bool,
-    typer.Option("--again", help="Repeat runs of other records or code of yours than now; the old runs are set aside."),
+    typer.Option("--again", help="Repeat runs whose records or code have changed; the old runs are moved away."),
 ]
 ArgumentList = Annotated[list[str] | None, typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]...")]
 
@@ -57,15 +57,15 @@ def run(
     data_root: DataRoot = None,
     track: Track = "",
     again: Annotated[
-        bool, typer.Option("--again", help="Run from the beginning; the old run in DIR is set aside.")
+        bool, typer.Option("--again", help="Run from the beginning; the old run in DIR is moved to another directory.")
     ] = False,
     dry_run: DryRun = False,
     json_output: AsJson = False,
 ) -> None:
-    """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
+    """Run one experiment; without arguments FedAvg on the digits that come with the package, one label per client.
 
-    Settings come from a TOML file, or from a preset (digits, mnist), and KEY=VALUE over them. A preset's name means the
-    preset in every folder; a file of that name is ./NAME.
+    Settings come from a TOML file or a preset (digits, mnist); KEY=VALUE changes them. The name of a preset always
+    means the preset; for a file of the same name, write ./NAME.
 
     Settings: data, features, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
@@ -115,22 +115,22 @@ def table(  # noqa: PLR0913 (one parameter per option)
     dry_run: DryRun = False,
     json_output: AsJson = False,
 ) -> None:
-    """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
+    """Compare methods in a table: rows are methods, columns are data sets and partitions, seeds are averaged.
 
-    With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
-    A preset's name means the preset in every folder; a file of that name is ./NAME. The same command resumes a table
-    after a crash or Ctrl-C, and repeats no finished cell. Writes table.md, table.csv (a line a run), table.tex (for a
-    paper) and table.json after every cell, rounds.csv (a line a round) at the end, and a run directory for each cell
-    under DIR/cells. Bold marks the significantly best method; with fewer than three seeds, the highest mean.
+    Without arguments: many methods on the digits that come with the package. Presets: digits, mnist. The name of a
+    preset always means the preset; for a file of the same name, write ./NAME. The same command resumes a table after a
+    crash or Ctrl-C, and repeats no finished run. Writes table.md, table.csv (one line per run), table.tex (for a paper)
+    and table.json after every run, rounds.csv (one line per round) at the end, and a directory for each run in
+    DIR/cells. Bold marks the significantly best method; with fewer than three seeds, the highest mean.
 
-    A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
-    any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
-    "da-fl", epsilon = 10}}, and its label names the row. reference = "FedAvg" is the row that others are compared with,
-    in place of the one with the highest mean. centralized = false leaves out the upper bound. A key=value takes a list
-    where the grid has one. Several [[grid]] make one table of the runs of all of them. [tune] searches for the settings
-    of every method first, at the same cost for each and without the test records: trials, rounds, halving, validation,
-    search, seed, data, and the spaces [tune.space] and [tune.spaces.METHOD], of lists or {low = 0.001, high = 0.1, log
-    = true}.
+    A FILE has a section [base], settings as for 'fl-sim run', and a section [grid], lists of values: algorithm, data,
+    partition, seed or any other setting. Several [[grid]] make one table with the runs of all grids. An entry of
+    algorithm may set more than the algorithm, such as {algorithm = "fedavg", preprocess = {kind = "da-fl", epsilon =
+    10}}; its label names the row. reference = "FedAvg" names the row with which other rows are compared; the default is
+    the row with the highest mean. centralized = false leaves out the upper bound. KEY=VALUE takes a list for a setting
+    in the grid. [tune] first searches for the settings of every method, at the same cost for each and without the test
+    records: trials, rounds, halving, validation, search, seed, data, and the search spaces [tune.space] and
+    [tune.spaces.METHOD], with lists or ranges {low = 0.001, high = 0.1, log = true}.
 
     For example:
 
@@ -161,10 +161,10 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
     dry_run: DryRun = False,
     json_output: AsJson = False,
 ) -> None:
-    """Run all combinations of several values of any settings, KEY=A,B,C, without a table file.
+    """Run all combinations of several values of any settings, KEY=A,B,C, without a file that defines a table.
 
-    Makes a table of the runs, with seeds averaged, as 'fl-sim table' does; other settings, FILE and PRESET are as for
-    'fl-sim run'. The same command resumes the table; with further values it runs only these.
+    Makes a table of the runs, with seeds averaged, as 'fl-sim table' does. Other settings, FILE and PRESET are as for
+    'fl-sim run'. The same command resumes the table; with further values, it runs only the new combinations.
 
     For example:
 
@@ -182,20 +182,22 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
 
 def plan(
     arguments: ArgumentList = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the results (default: as for the verb).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the results (default: that of 'fl-sim run' or 'fl-sim table').")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Cells of a table side by side (default: one a core).")
     ] = None,
     data_root: DataRoot = None,
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="Time nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Estimate no time, so that the forecast is fast.")] = False,
     json_output: AsJson = False,
 ) -> None:
-    """Forecast the runs of a table, or one run: time, bytes, and the privacy cost of all of them.
+    """Forecast one run or the runs of a table: time, bytes, and the total privacy cost.
 
-    Shows finished rounds, the remaining time on this machine, the bytes of messages, and the privacy bill. A few steps
-    of each kind are timed, on public test records; nothing else is trained, and nothing is written. FILE is a table's
-    (with [base] or [grid]), a preset, or a run's settings.
+    Shows finished rounds, the remaining time on this machine, the bytes of messages, and the total privacy cost of all
+    runs. A few training steps of each kind are timed, on public test records. Nothing else is trained, and no file is
+    written. FILE has the settings of a run, or defines a table (with [base] or [grid]).
 
     For example:
 
@@ -222,9 +224,9 @@ def partition(
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Show the partition of a training set: sizes and label counts of every client.
+    """Show the partition of a training set: the number of records of each class on every client.
 
-    The settings are those of 'fl-sim run', and the partition is that of the run.
+    The settings are those of 'fl-sim run'. With the same settings, the run has the same partition.
 
     For example:
 
@@ -242,8 +244,9 @@ def partition(
 
 
 class RunArguments(NamedTuple):
-    """The arguments of a verb. ``name``: FILE or PRESET, or None. ``path`` and ``table``: path and content of the file.
+    """The arguments of a command (verb).
 
+    ``name``: the argument FILE or PRESET; None without one. ``path``, ``table``: path and content of this file.
     ``overrides``: the ``key=value`` arguments as text.
     """
 
@@ -254,14 +257,15 @@ class RunArguments(NamedTuple):
 
 
 def read_arguments(arguments: list[str] | None, default: str | None = None) -> RunArguments:
-    """Read the arguments ``[FILE or PRESET] [key=value ...]``. ``default``: used if there is no FILE or PRESET.
+    """Return the arguments ``[FILE or PRESET] [key=value ...]``, with the content of the file.
 
-    Prints a message if a preset hides a file, and for each setting that a later argument replaces. Raises UserError for
-    two files, and for a file that cannot be read.
+    ``default``: the preset if there is no FILE or PRESET. Prints a message if a preset and a file have the same name,
+    and for each setting that a later argument replaces. Raises UserError for two files, and for a file that cannot be
+    read.
     """
     files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:
-        raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
+        raise UserError(f"give at most one FILE or PRESET, got {', '.join(files)}; settings are given as key=value")
     overrides = [argument for argument in arguments or [] if "=" in argument]
     last = {override.partition("=")[0]: override for override in overrides}
     for override in overrides:

@@ -11,7 +11,7 @@ import typer
 from fl_sim.errors import printable
 
 SILENT_SECONDS: Final = 2.0
-"""Seconds before the first progress line, and, without a terminal, also between two progress lines."""
+"""Seconds before the first progress line. Without a terminal, also the smallest time between two progress lines."""
 
 
 def say(text: object = "", *, err: bool = False) -> None:
@@ -21,7 +21,10 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows a progress line. On a terminal, each line replaces the previous one."""
+    """Yield a function that shows a line of text as progress on standard error.
+
+    On a terminal, each line replaces the previous line, and the last line is removed at the end of the block.
+    """
     from rich.cells import set_cell_size  # noqa: PLC0415 (slow, and few verbs need it)
     from rich.console import Console  # noqa: PLC0415
 

@@ -1,6 +1,6 @@
-"""The command line: all commands (verbs) with their options and help. The code of a verb is imported lazily.
+"""The command line: all commands (verbs) with their options and help. The code of a verb is imported when it runs.
 
-This module must not import torch, Flower or a library for figures, so that help and typing errors are answered fast.
+This module must not import torch, Flower or matplotlib, so that help and errors about arguments appear at once.
 """
 
 from pathlib import Path
@@ -25,15 +25,15 @@ else:
 
 app = typer.Typer(
     name="fl-sim",
-    help="Federated-learning simulation: split a data set, train with a list of methods, compare them. "
-    "Start with 'fl-sim table', which compares all methods on embedded data.",
+    help="Federated-learning simulation: split a data set over clients, train with several methods, compare them. "
+    "Start with 'fl-sim table', which compares methods on data that come with the package.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 Directories = Annotated[
-    list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+    list[Path], typer.Argument(metavar="DIR...", help="Directories of runs or tables, or folders that contain some.")
 ]
 
 data_app = typer.Typer(help="Find and check data sets.", no_args_is_help=True, rich_markup_mode=None)
@@ -48,12 +48,12 @@ def options_of_every_verb(
                      help="Print the version."),
     ] = False,
 ) -> None:  # fmt: skip
-    """Accept the options before the name of a verb."""
+    """Accept the options that stand before the name of a command, such as ``--version``."""
     del version
 
 
 def init(file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The new file.")] = Path("table.toml")) -> None:
-    """Write a table's file with comments; it runs as it is.
+    """Write an example of a file that defines a table, with comments.
 
     For example:
 
@@ -64,17 +64,18 @@ def init(file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The new fi
     from fl_sim.tables import write_table_file  # noqa: PLC0415 (see the top)
 
     write_table_file(file)
-    say(f"{file} is a table's file with comments: change it, and 'fl-sim table {file}' runs it")
+    say(f"{file} defines a table, with comments: change the file, and run it with 'fl-sim table {file}'")
 
 
 def settings(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A setting, the start of one, or a kind, such as fedprox.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A setting, the first part of its name, or a kind, such as fedprox."),
     ] = None,
     *,
     json_output: AsJson = False,
 ) -> None:
-    """Explain a setting: its values, default and meaning; without NAME the settings of every experiment.
+    """Explain settings: values, default and meaning; without NAME the most common settings.
 
     For example:
 
@@ -94,38 +95,39 @@ def report(
         Path | None, typer.Option(help="Directory to write to (default: DIR/report; results/report for several).")
     ] = None,
     paper: Annotated[
-        bool, typer.Option("--paper", help="Also write diagrams as PDF and SVG, 3.3 and 6.9 inches wide.")
+        bool, typer.Option("--paper", help="Also write figures as PDF and SVG, 3.3 and 6.9 inches wide.")
     ] = False,
     pictures: Annotated[
         bool,
         typer.Option(
-            "--pictures", help="Find images for synthetic feature vectors: 10 s (MNIST) to a minute (CIFAR-10) a run."
+            "--pictures", help="Find images for synthetic feature vectors: 10 s (MNIST) to 60 s (CIFAR-10) per run."
         ),
     ] = False,
     full_axis: Annotated[
         bool, typer.Option("--full-axis", help="Draw accuracies from 0 to 100 %, not over their own range.")
     ] = False,
     target: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Also report the cost of this test accuracy, such as 0.8.")
+        float | None, typer.Option(min=0, max=1, help="Also report the costs until this test accuracy, such as 0.8.")
     ] = None,
     gallery: Annotated[
-        bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside published results.")
+        bool, typer.Option("--gallery", help="Write DIR/README.md: the tables in DIR and published results.")
     ] = False,
     json_output: AsJson = False,
 ) -> None:
     """Draw accuracy and loss over rounds, and write a page that compares finished runs.
 
-    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes
-    report.html (one interactive file, to open or to send), accuracy.png and loss.png, or figures by data set and
-    split where there are more than four of these. Runs with synthetic records add their samples by class and
-    epsilon (samples-*.png), and where they differ in epsilon or gamma alone the final accuracy over it
-    (sweep-*.png). Runs of PATE add noisy labels over 1/gamma, students over queries and epsilon, and the teachers'
-    agreement where votes were kept (pate-*.png). Damaged and unfinished runs are reported; the rest is shown.
+    Runs that differ only in the seed are averaged; the legend names all other differences. Writes report.html (one
+    interactive file, to open or to send), accuracy.png and loss.png. For more than four data sets and partitions, each
+    has figures of its own. For runs with synthetic records there are figures of these records by class and epsilon
+    (samples-*.png). If such runs differ only in epsilon or gamma, there are figures of the final accuracy over this
+    setting (sweep-*.png). For runs of PATE there are figures of noisy labels over 1/gamma, of the student's accuracy
+    over queries and epsilon, and of the teachers' agreement if their votes were stored (pate-*.png). Damaged and
+    unfinished runs are reported, and all other runs are shown.
 
-    Synthetic records in a public feature space (features=scattering) are vectors. With --pictures, pixels are changed
-    until their features come close to such a vector, for four records of each of up to 20 classes. That costs no
-    privacy: only released vectors are used. The images are stored beside them (synthetic-pictures.safetensors) for
-    later reports, and found again if the vectors have changed.
+    Synthetic records in a public feature space (features=scattering) are vectors. --pictures finds images whose
+    features are close to these vectors, for four records of each of up to 20 classes. This costs no privacy, because
+    the search uses only released vectors. The images are stored in the run directory (synthetic-pictures.safetensors)
+    for later reports. If the vectors have changed, the search is repeated.
 
     For example:
 
@@ -148,9 +150,9 @@ def report(
 
 
 def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
-    """Tell what this installation has: versions, trainer, GPU, data sets, caches, ledgers; and test it in seconds.
+    """Check this installation: versions, trainer, GPU, data sets, caches, ledgers, and a self-test of a few seconds.
 
-    Exits with 1 when something is wrong. Attach the output of --json to a bug report: it names folders of yours.
+    Exits with 1 if a check fails. Attach the output of --json to a bug report. It contains names of your folders.
 
     For example:
 
@@ -163,7 +165,7 @@ def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
 
 def watch(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run's or a table's directory, or one that holds some.")
+        Path, typer.Argument(metavar="DIR", help="Directory of a run or a table, or a folder that contains some.")
     ],
     *,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
@@ -172,8 +174,8 @@ def watch(
 ) -> None:
     """Show the progress of runs from another terminal: round, accuracy, curve, time left, epsilon so far.
 
-    Reads only files, so no run is disturbed. Ends with the last run, or with Ctrl-C. A run counts as stopped if its
-    process ended without a result; the same command resumes it.
+    Only reads files, so no run is disturbed. Ends when all runs have ended, or with Ctrl-C. A run counts as stopped if
+    its process ended without a result; the command that started the run resumes it.
 
     For example:
 
@@ -190,9 +192,9 @@ def export(
     to: Annotated[str, typer.Option(metavar="NAMES", help="tensorboard, mlflow, wandb, trackio, or several: a,b.")],
     json_output: AsJson = False,
 ) -> None:
-    """Show finished runs in TensorBoard, MLflow, Weights & Biases or Trackio, as --track does while they run.
+    """Send finished runs to TensorBoard, MLflow, Weights & Biases or Trackio. --track does this during a run.
 
-    A tracker gets no run twice. Weights & Biases writes offline files unless $WANDB_MODE says otherwise; MLflow uses
+    No run is sent to a tracker twice. Weights & Biases writes offline files unless $WANDB_MODE is set; MLflow uses
     $MLFLOW_TRACKING_URI.
 
     For example:
@@ -203,7 +205,7 @@ def export(
     """
     from fl_sim.tracking.trackers import chosen_trackers  # noqa: PLC0415 (see the top)
 
-    trackers = chosen_trackers(to)  # first: an error is reported without torch
+    trackers = chosen_trackers(to)  # before torch is imported, so that an error is reported at once
     report_code.export_runs(directories, trackers, json_output=json_output)
 
 
@@ -221,11 +223,13 @@ def list_data(*, data_root: AnyDataRoot = None, json_output: AsJson = False) -> 
 @data_app.command("verify")
 def verify_data(
     *,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all that are found.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Data sets (default: all on this machine).")
+    ] = None,
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Compare data sets with their published checksums, shapes, counts and labels.
+    """Compare data sets with their published checksums, shapes, numbers of records and labels.
 
     Exits with 1 if a file is damaged or a named data set is missing.
 
@@ -253,9 +257,9 @@ def show_data(
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Describe a data set: sizes, classes, clients, columns with their roles, and a few records.
+    """Describe a data set: numbers of records, classes, clients, columns with their roles, and a few records.
 
-    Data that cannot be read give the error of 'fl-sim run', without a run.
+    If the data cannot be read, the error is that of 'fl-sim run'.
 
     For example:
 

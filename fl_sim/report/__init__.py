@@ -1,1 +1,1 @@
-"""Reports on experiments: progress display, figures, tables, and the reader of run directories."""
+"""Reports on runs: progress display, tables, figures, the report page, and the code that reads run directories."""

@@ -1,1 +1,1 @@
-"""Figures drawn from finished runs."""
+"""Figures of runs, partitions and synthetic records."""

@@ -58,7 +58,7 @@ def test_verify_fails_for_a_damaged_or_a_missing_set(root, output):
     (root / "mnist.npz").write_bytes(b"not a zip")
     result = run("verify", "digits", "mnist", "svhn", *output)
     assert isinstance(result.exception, RunError)
-    assert str(result.exception) == "not in order: mnist, svhn"
+    assert str(result.exception) == "damaged or missing: mnist, svhn"
     assert "no readable npz file" in result.stdout
     assert "svhn was not found" in result.stdout
 
@@ -81,10 +81,10 @@ def test_a_card_tells_sizes_classes_clients_and_columns(tmp_path):
     ):
         assert line in result.stdout.splitlines()
     assert "clients   3: 9 to 36 training records each, median 36; 0 with one record, 3 with test" in result.stdout
-    assert "each is one by partition=natural clients=3\n" in result.stdout
+    assert "they are the clients of a run with partition=natural clients=3\n" in result.stdout
     assert "number, unchanged (here 0.." in result.stdout
     assert "kind=b" in result.stdout
-    assert "This card shows records of your data" in result.stderr
+    assert "This description shows records of your data" in result.stderr
     card = json.loads(run("show", *typed, "--json").stdout)
     assert card["clients"]["histogram"] == [{"from": 8, "to": 15, "clients": 1}, {"from": 32, "to": 63, "clients": 2}]
     assert [one["name"] for one in card["classes"]] == ["x", "y"]
@@ -114,7 +114,7 @@ def test_a_sheet_draws_images_of_every_class(tmp_path):
 
 
 def test_after_the_name_stand_settings_of_the_data_alone():
-    assert "settings of the data alone" in str(run("show", "digits", "rounds=3").exception)
+    assert "only settings of the data" in str(run("show", "digits", "rounds=3").exception)
 
 
 def test_names_from_files_steer_no_terminal_and_forge_no_line(root):

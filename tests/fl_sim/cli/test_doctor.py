@@ -58,13 +58,13 @@ def test_another_projects_fl_sim_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_copy_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.fl_sim, "__version__", "9.9")
-    with pytest.raises(RunError, match=r"is version 9\.9, and installed is .*: reinstall"):
+    with pytest.raises(RunError, match=r"is version 9\.9, and the installed version is .*: install"):
         CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
 
 
 def test_a_run_that_does_not_learn_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_LEAST_ACCURACY", 1.01)
-    with pytest.raises(RunError, match=r"the self-test ends at accuracy 0\.\d+, and 1\.01 is the least"):
+    with pytest.raises(RunError, match=r"accuracy of the self-test is 0\.\d+, which is less than 1\.01"):
         CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
 
 
@@ -72,5 +72,5 @@ def test_runs_that_differ_in_a_bit_fail_the_self_test(monkeypatch: pytest.Monkey
     seeds = iter(range(2))
     real = doctor.run
     monkeypatch.setattr(doctor, "run", lambda settings, **more: real({**settings, "seed": next(seeds)}, **more))
-    with pytest.raises(RunError, match="two runs with one seed end in different bits"):
+    with pytest.raises(RunError, match="two runs with the same seed ended in different models"):
         CliRunner().invoke(app, ["doctor"], catch_exceptions=False)

@@ -53,9 +53,9 @@ def test_empty_and_small_clients_and_records_left_out_are_warned_about_on_standa
     result = run("--scheme", "dirichlet:0.01", "--clients", "100", "--json")
     sizes = json.loads(result.stdout)["sizes"]
     small, empty = sum(size < 10 for size in sizes), sizes.count(0)
-    assert f"warning: {small} of 100 clients hold fewer than 10 records; {empty} of them none" in result.stderr
+    assert f"warning: {small} of 100 clients have fewer than 10 records; {empty} of them have no" in result.stderr
     result = run("--scheme", "label-1", "--clients", "8", "--json")
-    assert "warning: 283 of 1,437 training records belong to no client: nobody holds class 8, 9" in result.stderr
+    assert "warning: 283 of 1,437 training records belong to no client: no client has" in result.stderr
     assert json.loads(result.stdout)["left_out"] == [0] * 8 + [139, 144]
 
 

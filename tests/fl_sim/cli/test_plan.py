@@ -112,7 +112,7 @@ def test_people_read_a_line_a_run_and_quick_times_nothing(
     assert typed(monkeypatch, "grid.toml", *overrides, "--quick") == 0
     told = capsys.readouterr().out
     assert all(name in told for name in names_of(grid, *overrides))
-    assert "4 runs, 0 finished\nPrivacy: nothing here promises any.\n" in told
+    assert "4 runs, 0 finished\nPrivacy: no run has a privacy guarantee.\n" in told
 
 
 def test_one_run_is_planned_by_its_settings_or_its_file(
@@ -176,9 +176,9 @@ def test_a_search_is_planned_as_far_as_it_is_not_done_and_then_the_runs_that_it_
     ("arguments", "message"),
     [
         (["nothing.toml"], "no file or preset 'nothing.toml'"),
-        (["a.toml", "b.toml"], "one FILE or PRESET at most"),
+        (["a.toml", "b.toml"], "give at most one FILE or PRESET"),
         (["rouds=3"], "did you mean 'rounds'"),
-        (["rounds=3", "--jobs", "2"], "--jobs 2 is for the cells of a table"),
+        (["rounds=3", "--jobs", "2"], "--jobs 2 is for the parallel runs of a table"),
         (["digits", "algorithm=fedporx"], "did you mean 'fedprox'"),
     ],
 )

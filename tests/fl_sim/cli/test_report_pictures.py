@@ -67,7 +67,7 @@ def test_where_no_records_are_vectors_one_line_says_that_nothing_is_to_be_found(
     settings = {"clients": 2, "rounds": 1, "partition": "iid", "model": "logistic", "engine": "inprocess"}
     run_experiment(experiment_from(settings), tmp_path / "run")
     told = run(tmp_path / "run", "--pictures").stderr
-    assert told == "--pictures: no run here has synthetic records that are feature vectors: nothing to find\n"
+    assert told == "--pictures has no effect: no run here has synthetic records that are feature vectors\n"
 
 
 def changed(out, tmp_path, **changes):
@@ -88,7 +88,7 @@ VECTORS = np.zeros((1, 324), dtype=np.float32)
 
 
 def test_a_run_that_does_not_tell_the_shape_of_its_images_is_refused(finished, tmp_path):
-    with pytest.raises(ValueError, match=r"shape of the images.* run it again"):
+    with pytest.raises(ValueError, match=r"shape of the images.* repeat the run"):
         find_images(changed(finished[0], tmp_path, image_shape=None), VECTORS)
 
 

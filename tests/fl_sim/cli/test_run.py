@@ -139,7 +139,7 @@ def test_a_preset_is_the_base_of_its_table() -> None:
 
 def test_what_a_run_leaves_out_of_a_tables_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     parse_experiment(read_arguments(["digits"]))
-    assert "digits is a table's: this run takes its [base] alone, not [grid]" in capsys.readouterr().err
+    assert "digits defines a table: this run uses only its [base], not [grid]" in capsys.readouterr().err
 
 
 def test_a_name_means_the_preset_in_every_folder_and_for_every_verb(
@@ -158,7 +158,7 @@ def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert typed(monkeypatch, "run", "--help") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "fl-sim run data=mnist" in told
-    assert "A preset's name means the preset in every folder; a file of that name is ./NAME." in told
+    assert "The name of a preset always means the preset; for a file of the same name, write ./NAME." in told
     named = set(told.partition("Settings: ")[2].partition(". For example")[0].split(", "))
     groups = {"local": Local, "evaluate": Evaluate}
     assert named >= Experiment.model_fields.keys() - groups

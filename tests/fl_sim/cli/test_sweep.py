@@ -40,10 +40,10 @@ def test_every_value_is_a_row_and_further_values_go_on_with_the_same_table(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing varies"),
-        (["rounds=3"], "nothing varies"),
-        (["rounds=3,"], "rounds=3, names a value twice, or an empty one"),
-        (["seed=1,1"], "seed=1,1 names a value twice"),
+        ([], "no setting has several values"),
+        (["rounds=3"], "no setting has several values"),
+        (["rounds=3,"], "rounds=3, has a repeated or an empty value"),
+        (["seed=1,1"], "seed=1,1 has a repeated"),
         (["epochs=1,2"], "here: local.epochs=5"),
         (["algorithm=fedavg,fedporx"], "did you mean 'fedprox'?"),
         (["rounds=1,2", "data=minst"], "did you mean 'mnist'?"),
@@ -100,14 +100,14 @@ def test_a_tables_file_to_begin_with_can_be_run_and_is_never_overwritten(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert typed(monkeypatch, "init", "skew.toml") == 0
-    assert "'fl-sim table skew.toml' runs it" in capsys.readouterr().out
+    assert "run it with 'fl-sim table skew.toml'" in capsys.readouterr().out
     text = Path("skew.toml").read_text()
     assert "fl-sim report results/skew" in text
     assert typed(monkeypatch, "plan", "skew.toml", "--quick", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["runs"]) == 30
     assert typed(monkeypatch, "init", "skew.toml") == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert Path("skew.toml").read_text() == text
 
 

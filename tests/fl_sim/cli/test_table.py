@@ -282,7 +282,7 @@ def test_a_terminal_gets_a_drawn_table(
     [
         (["digit"], "no file or preset 'digit' (did you mean 'digits'?); presets: digits, mnist"),
         (["rouds=3"], "unknown key 'rouds' (did you mean 'rounds'?)"),
-        (["a.toml", "b.toml"], "one FILE or PRESET at most, got a.toml, b.toml"),
+        (["a.toml", "b.toml"], "give at most one FILE or PRESET, got a.toml, b.toml"),
         (["algorithm=fedavg,fedporx"], "unknown algorithm 'fedporx' (did you mean 'fedprox'?)"),
     ],
 )

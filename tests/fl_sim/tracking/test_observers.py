@@ -264,7 +264,7 @@ def test_a_server_that_is_down_is_told_once_and_the_run_goes_on(
     assert _exit_code(["export", str(tmp_path / "run"), "--to", "mlflow"]) == 1
     told = capsys.readouterr().err
     assert told.count("mlflow gets no more of this run") == 1
-    assert "error: 1 of 1 runs were not sent whole" in told
+    assert "error: 1 of 1 runs were not sent completely" in told
 
 
 def test_export_tells_where_runs_are_and_refuses_what_holds_none(
@@ -273,16 +273,16 @@ def test_export_tells_where_runs_are_and_refuses_what_holds_none(
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     fl_sim.run(QUICK, out=run, progress=False)
-    for said in (f"{run}: 3 rounds; tensorboard (tensorboard --logdir {run})", f"{run}: 3 rounds; tensorboard had it"):
+    for sent in (f"(tensorboard --logdir {run})", "has this run"):
         assert _exit_code(["export", str(tmp_path), "--to", "tensorboard"]) == 0
-        assert capsys.readouterr().out == f"{said}\n"
+        assert capsys.readouterr().out == f"{run}: 3 rounds; tensorboard {sent}\n"
     assert _exit_code(["export", str(tmp_path), "--to", "tensorboard", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["there"] == ["tensorboard"]
     (run / "tracking.json").write_text("{}[")
     assert _exit_code(["export", str(tmp_path), "--to", "tensorboard"]) == 2
     assert "tracking.json is damaged: delete it" in capsys.readouterr().err
     assert _exit_code(["export", str(tmp_path), "--to", "mine:Observer"]) == 2
-    assert "an observer is told of runs while they go on" in capsys.readouterr().err
+    assert "your own observer is called during a run" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert _exit_code(["export", str(tmp_path / "empty"), "--to", "tensorboard"]) == 2
     assert "no run in" in capsys.readouterr().err
