@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
 """The allowed form of the run's name in a message. Other names could form a path out of the owner's folder."""
 
-_PLACE: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
+_PATH: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 
 
 def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
@@ -178,7 +178,7 @@ def discreet(message: Message, context: Context, call_next: Callable[[Message, C
         return call_next(message, context)
     except Exception as error:
         logging.getLogger("fl_sim").exception("this node could not execute the server's task")
-        return failure(message, CLIENT_RAISED, _without_places(error, context))
+        return failure(message, CLIENT_RAISED, _without_paths(error, context))
 
 
 class _Reader:
@@ -243,7 +243,7 @@ def _policy(context: Context) -> "Policy | None":
     return read_policy(Path(path))
 
 
-def _without_places(error: Exception, context: Context) -> str:
+def _without_paths(error: Exception, context: Context) -> str:
     """Return an error text that contains no paths and no values of the node's configuration.
 
     For RunError and UserError the text is the error's message with these parts removed; for other errors the text names
@@ -254,4 +254,4 @@ def _without_places(error: Exception, context: Context) -> str:
     said = str(error)
     for value in sorted(map(str, context.node_config.values()), key=len, reverse=True):
         said = said.replace(value, "...") if len(value) > len("mnist") else said
-    return _PLACE.sub("...", said)
+    return _PATH.sub("...", said)

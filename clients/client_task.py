@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fl_sim.training.stacked import StackedTrainer
 
 
-_ALONE = Lock()  # held while a user's own trainer runs, because it may not be thread-safe
+_OWN_TRAINER_LOCK = Lock()  # held while a user's own trainer runs, because it may not be thread-safe
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class ClientRuntime:
     def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
         """Train one client with one of the algorithm's own trainers. A lock allows one client at a time."""
         task, name = job.task, f"train of {type(trainer).__name__}"
-        with _ALONE, self.drawing("train", task.client, task.server_round), error_context(name):
+        with _OWN_TRAINER_LOCK, self.drawing("train", task.client, task.server_round), error_context(name):
             trained = trainer.train(job)
         check_layout(f"the parameters that {name} returns", trained.params, layout_of(task.params))
         return trained

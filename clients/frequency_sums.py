@@ -101,14 +101,14 @@ def answer(question: FrequencyQuestion, inputs: torch.Tensor, labels: NDArray[np
         case 2:
             counts = COUNT * np.bincount(labels, minlength=num_classes).astype(np.float64)
             means = np.zeros((num_classes, rows.shape[1]))
-            np.add.at(means, labels, _shortened(rows))
+            np.add.at(means, labels, _clipped(rows))
             sums = {"counts": counts, "means": means}
         case 3:
             assert question.means is not None
-            rows = _shortened(rows) - question.means[labels]
+            rows = _clipped(rows) - question.means[labels]
             own = np.zeros((num_classes, math.comb(rows.shape[1] + 1, 2)))
             for label in np.unique(labels):
-                own[label] = _shortened(products(rows[labels == label]), LONGEST**2).sum(axis=0)
+                own[label] = _clipped(products(rows[labels == label]), LONGEST**2).sum(axis=0)
             sums = {"common": COMMON * own.sum(axis=0), "own": own}
     return {name: torch.from_numpy(value / question.records).float() for name, value in sums.items()}
 
@@ -135,7 +135,7 @@ def read_question(tensors: Params) -> FrequencyQuestion:
     return FrequencyQuestion(step, float(arrays["records"][0]), Frame(arrays["centre"], arrays["width"]), means)
 
 
-def _shortened(rows: Array, longest: float = LONGEST) -> Array:
+def _clipped(rows: Array, longest: float = LONGEST) -> Array:
     """Return ``rows`` (n, d), each clipped to the norm ``longest``."""
     found: Array = rows * np.minimum(1, longest / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
     return found

@@ -33,7 +33,7 @@ __all__ = [
     "table",
 ]
 
-_HOME = {
+_MODULE_OF = {
     "Experiment": "fl_sim.experiment.experiment",
     "RunError": "fl_sim.errors",
     "RunResult": "fl_sim.interface",
@@ -47,9 +47,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that ``fl-sim --help`` does not wait for torch."""
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fl_sim' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -34,9 +34,9 @@ def main() -> None:
             say(f"settings are written as key=value, without dashes before them{meant}", err=True)
         sys.exit(error.exit_code)
     except UserError as error:
-        _leave(error, 2, debug=debug)
+        _exit_with(error, 2, debug=debug)
     except (RunError, OSError) as error:
-        _leave(error, 1, debug=debug)
+        _exit_with(error, 1, debug=debug)
 
 
 def command() -> None:
@@ -72,7 +72,7 @@ def _open_standard_files() -> None:
             setattr(sys, name, file)
 
 
-def _leave(error: Exception, code: int, *, debug: bool) -> None:
+def _exit_with(error: Exception, code: int, *, debug: bool) -> None:
     if debug:
         raise error
     said = in_a_line(str(error)) if isinstance(error, UserError) else str(error)

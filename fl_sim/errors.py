@@ -17,7 +17,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_bounded(message))
+        super().__init__(_middle_cut(message))
 
 
 class RunError(RuntimeError):
@@ -63,13 +63,13 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
         self.would_be = would_be
 
 
-_STEERING: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 """Control characters except tab and line feed, Unicode marks that change the writing direction, and surrogates."""
 
 
 def printable(text: str) -> str:
     """Return ``text`` with control characters replaced by ASCII escapes, so that a terminal does not execute them."""
-    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def in_a_line(text: str) -> str:
@@ -86,7 +86,7 @@ def as_cell(text: str) -> str:
     return f"'{text}" if (first in {"=", "+", "-", "@"} and not _is_number(text)) or text[:1] in {"\t", "\r"} else text
 
 
-def _bounded(message: str) -> str:
+def _middle_cut(message: str) -> str:
     """Return ``message``; words and texts that are too long lose their middle."""
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-_LEFT_OUT: Final = Event()  # set by leave_out; gc.get_freeze_count, which counts all objects, is as slow as a round
+_EXCLUDED: Final = Event()  # set by leave_out; gc.get_freeze_count, which counts all objects, is as slow as a round
 
 
 @contextmanager
@@ -51,7 +51,7 @@ else:
 def leave_out() -> None:
     """Exclude all existing objects from garbage collection until the process ends."""
     gc.freeze()
-    _LEFT_OUT.set()
+    _EXCLUDED.set()
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def settled() -> Iterator[None]:
     If ``leave_out`` was called before, the objects stay excluded after the block, which saves a garbage collection of
     most of a second.
     """
-    if _LEFT_OUT.is_set():
+    if _EXCLUDED.is_set():
         yield
         return
     gc.freeze()

@@ -216,7 +216,7 @@ def table(
 
     tracking = tracking_of(track)
     if isinstance(plan, Mapping):
-        content = _plain(plan)
+        content = _without_objects(plan)
         settings = table_settings(content, [], "the table")
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
         name = f"table-{digest}"
@@ -271,12 +271,12 @@ def _data_root(given: str | Path | None) -> Path | None:
     return root
 
 
-def _plain(value: Any) -> Any:
+def _without_objects(value: Any) -> Any:
     """Return ``value``, a part of a table's plan, with settings objects replaced by dicts, as a TOML file has them."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _without_objects(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):
-        return [_plain(inner) for inner in value]
+        return [_without_objects(inner) for inner in value]
     return as_table(value) if is_settings(type(value)) else value
 
 

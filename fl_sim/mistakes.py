@@ -31,7 +31,7 @@ def explain(error: ValidationError, settings: type, what: str) -> str:
     ``settings``: the class that was validated. ``what``: its place in the experiment, such as "local"; may be empty.
     """
     details = error.errors()
-    told = [_cut(_explain_one(detail, settings, what), MOST_OF_A_MISTAKE) for detail in details[:MOST_MISTAKES]]
+    told = [_middle_cut(_explain_one(detail, settings, what), MOST_OF_A_MISTAKE) for detail in details[:MOST_MISTAKES]]
     while len(told) > 1 and len("; ".join(told)) > MOST_CHARACTERS:
         told.pop()
     more = len(details) - len(told)
@@ -40,10 +40,10 @@ def explain(error: ValidationError, settings: type, what: str) -> str:
 
 def shortened(text: str) -> str:
     """Return ``text``, a quoted value, with its middle cut out if it is far longer than any setting."""
-    return _cut(text, MOST_OF_A_VALUE)
+    return _middle_cut(text, MOST_OF_A_VALUE)
 
 
-def _cut(text: str, most: int) -> str:
+def _middle_cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 

@@ -42,7 +42,7 @@ SHORT_NAMES: Final = "fl_sim.kinds"
 _SHORT_IMPORT_PATH: Final = re.compile(rf"({IMPORT_PATH.pattern})(?::(.+))?")
 _PYPROJECT: Final = Path(__file__).parents[1] / "pyproject.toml"
 _PREFIX: Final = "fl_sim."
-_AGAIN: Final = "run 'pip install' again in the folder of fl-sim's code, for example 'pip install -e .'"
+_REINSTALL: Final = "run 'pip install' again in the folder of fl-sim's code, for example 'pip install -e .'"
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ class OneOf:
         has_number = dash and number.isdigit() and numbered in known and is_numbered(numbered, known[numbered])
         if name not in known and has_number:
             name, colon, value = numbered, ":", number
-        names_class = self._is_open and value[:1].isupper()  # fedavg:Mine is a class in the user's file fedavg.py
+        names_class = self._accepts_own and value[:1].isupper()  # fedavg:Mine is a class in the user's file fedavg.py
         path = self._path_of(name)
         if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}
         if path:
             return {"kind": path, **self._first_parameter(name, self._load(path), value if colon else None)}
-        if self._is_open and (found := _SHORT_IMPORT_PATH.fullmatch(text)):
+        if self._accepts_own and (found := _SHORT_IMPORT_PATH.fullmatch(text)):
             return {"kind": found[1], **self._first_parameter(found[1], self._load(found[1], known), found[2])}
-        own, valid = ", or your own as package.module:Class" if self._is_open else "", self.names(union)
+        own, valid = ", or your own as package.module:Class" if self._accepts_own else "", self.names(union)
         if no := not_offered(name):
             raise UserError(f"unknown {self.what} {shortened(text)!r}: {no}")
         several = f"; several are tried by 'fl-sim sweep {self.what}={shortened(text)}'" if "," in text else ""
@@ -153,7 +153,7 @@ class OneOf:
         ``name``: an import path, or a short name that an installed package defines. Raises UserError if two packages
         define the same name.
         """
-        if not self._is_open:
+        if not self._accepts_own:
             return ""
         if IMPORT_PATH.fullmatch(name):
             return name
@@ -178,7 +178,7 @@ class OneOf:
         """Return the settings object ``value`` unchanged. Raises UserError unless this field accepts its class."""
         if isinstance(value, type):
             raise UserError(f"{self.what} is the class {value.__name__}: give an object, {value.__name__}()")
-        if not self._is_open or not is_settings(type(value)):
+        if not self._accepts_own or not is_settings(type(value)):
             raise UserError(f"{self.what} is {shortened(repr(value))}, of type {type(value).__name__}{self._wanted()}")
         self._check(type(value), kind_of(value))
         if "<locals>" in type(value).__qualname__:
@@ -210,7 +210,7 @@ class OneOf:
             ) from error
 
     def _wanted(self) -> str:
-        if not self._is_open:
+        if not self._accepts_own:
             return ""
         article = "an" if self.what[0] in "aeiou" else "a"
         return (
@@ -219,7 +219,7 @@ class OneOf:
         )
 
     @property
-    def _is_open(self) -> bool:
+    def _accepts_own(self) -> bool:
         """True if this field accepts classes of the user's own."""
         return self.wants is not None or bool(self.group)
 
@@ -330,7 +330,7 @@ def entry_points_of_ours(group: str) -> Mapping[str, EntryPoint]:
     own = {name: point for name, points in named.items() for point in points if point.package == OURS}
     if not own:
         raise UserError(
-            f"fl-sim's installation is missing, or older than its code: its metadata lacks the group {group}; {_AGAIN}"
+            f"fl-sim's installation is missing, or older than its code: it lacks the group {group}; {_REINSTALL}"
         )
     return dict(sorted(own.items()))
 
@@ -358,7 +358,7 @@ def load_entry_point(point: EntryPoint) -> Any:
     try:
         return load_object(point.path, "entry point")
     except UserError as error:
-        raise UserError(f"{point}: {error}; or {_AGAIN}") from error
+        raise UserError(f"{point}: {error}; or {_REINSTALL}") from error
 
 
 @cache
@@ -366,7 +366,7 @@ def _loaded_kind(point: EntryPoint) -> type:
     """Return the settings class of an entry point of fl-sim. Raises UserError if its object is no such class."""
     loaded = load_entry_point(point)
     if not (isinstance(loaded, type) and is_settings(loaded) and field_defaults(loaded).get("kind") == point.name):
-        raise UserError(f"{point}: {point.path} is no settings class of the kind {point.name!r}; {_AGAIN}")
+        raise UserError(f"{point}: {point.path} is no settings class of the kind {point.name!r}; {_REINSTALL}")
     return loaded
 
 

@@ -330,15 +330,15 @@ class WriteGuard:
         """Raise RunError if PyTorch has counted a write to a tensor. ``methods``: the code to name in the message."""
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
-                raise self._wrote(name, methods)
+                raise self._write_error(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError if the bits of a tensor have changed. ``methods``: the code to name in the message."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
-                raise self._wrote(name, methods)
+                raise self._write_error(name, methods)
 
-    def _wrote(self, name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
+    def _write_error(self, name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
         self.found.append(
             f"{' or '.join(map(name_of, methods))} wrote into {name}, which must only be read: other clients in this "
             "process use the same tensor, so the run would be wrong; write into a copy, such as tensor.clone()"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fl_sim.importing import torch
 
-_ONE_AT_A_TIME = RLock()  # reentrant, because a user's model factory may call ``fl_sim.models.build``
+_LOCK = RLock()  # reentrant, because a user's model factory may call ``fl_sim.models.build``
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
@@ -113,7 +113,7 @@ def process_alone() -> Iterator[None]:
 
     For blocks that call a user's own code, which may draw from these generators.
     """
-    with _ONE_AT_A_TIME, process_kept():
+    with _LOCK, process_kept():
         yield
 
 
@@ -135,5 +135,5 @@ def process_state() -> tuple[object, ...]:
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """Lock the global generators in this block, which builds a model, and then restore the states of torch's."""
-    with _ONE_AT_A_TIME, torch_kept():
+    with _LOCK, torch_kept():
         yield

@@ -82,7 +82,7 @@ def check_run(*, ray: bool = False, **settings: Any) -> None:
 
 def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
     with _charged_first(experiment, folder):
-        first = _ran(experiment, folder / "first")
+        first = _output_of(experiment, folder / "first")
     engines: dict[str, Mapping[str, Any]] = {
         "a second run": {"kind": "inprocess", "workers": 1},
         "a run with two workers": {"kind": "inprocess", "workers": 2},
@@ -90,20 +90,20 @@ def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
     }
     for who, engine in engines.items():
         other = experiment_from({**experiment.model_dump(), "engine": engine})
-        _expect_same(who, first, _ran(other, folder / who))
+        _expect_same(who, first, _output_of(other, folder / who))
     for last in range(1, len(first.rounds)):
         out = folder / f"until {last}"
         try:
             run(experiment, out, observer=_Break(last))
         except KeyboardInterrupt:
-            _expect_same(f"a run that was interrupted after round {last}", first, _ran(experiment, out))
+            _expect_same(f"a run that was interrupted after round {last}", first, _output_of(experiment, out))
     if experiment.is_private and isinstance(experiment.partition, Without):
         lacking = experiment_from({**experiment.model_dump(), "partition": Without(client=1)})
-        _expect_as_shown(first, _ran(lacking, folder / "lacking"))
+        _expect_as_shown(first, _output_of(lacking, folder / "lacking"))
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _Output:
     """The output of a run: its model, the lines of its log, and its result."""
 
     model: Params
@@ -111,18 +111,18 @@ class _Ran:
     result: dict[str, Any]
 
 
-def _ran(experiment: Experiment, out: Path) -> _Ran:
+def _output_of(experiment: Experiment, out: Path) -> _Output:
     result = run(experiment, out)
     lines = [json.loads(line) for line in (out / run_directory.ROUNDS).read_text("utf-8").splitlines()]
-    return _Ran(load_file(out / run_directory.MODEL), _lasting(lines), _lasting(result))
+    return _Output(load_file(out / run_directory.MODEL), _comparable(lines), _comparable(result))
 
 
-def _lasting(told: Any) -> Any:
+def _comparable(told: Any) -> Any:
     """Return JSON values without the fields that differ between two runs of one experiment: times, ids, the engine."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
-        return {name: _lasting(value) for name, value in told.items() if name not in passing}
-    return [_lasting(value) for value in told] if isinstance(told, list) else told
+        return {name: _comparable(value) for name, value in told.items() if name not in passing}
+    return [_comparable(value) for value in told] if isinstance(told, list) else told
 
 
 @dataclass
@@ -136,26 +136,26 @@ class _Break(Silent):
             raise KeyboardInterrupt
 
 
-def _expect_same(who: str, one: _Ran, other: _Ran) -> None:
+def _expect_same(who: str, one: _Output, other: _Output) -> None:
     if any(not torch.equal(one.model[name], other.model[name]) for name in one.model):
         raise BrokenLaw(
             f"{who} ends in another model: keep everything for later rounds in the states of server, clients and "
             "layers, and derive all random numbers from the seed, never from a clock"
         )
     for number, (line, again) in enumerate(zip(one.rounds, other.rounds, strict=False), start=1):
-        if changed := _changed(line, again):
-            raise BrokenLaw(_said(f"{who} differs in round {number}", changed[0], line, again))
+        if changed := _changed_fields(line, again):
+            raise BrokenLaw(_difference(f"{who} differs in round {number}", changed[0], line, again))
     if len(one.rounds) != len(other.rounds):
         raise BrokenLaw(f"{who} has {len(other.rounds)} rounds, not {len(one.rounds)}")
-    if changed := _changed(one.result, other.result):
-        raise BrokenLaw(_said(f"{who} differs in its result", changed[0], one.result, other.result))
+    if changed := _changed_fields(one.result, other.result):
+        raise BrokenLaw(_difference(f"{who} differs in its result", changed[0], one.result, other.result))
 
 
-def _said(who: str, name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _difference(who: str, name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return f"{who}: {name} is {shortened(repr(other.get(name)))}, not {shortened(repr(one.get(name)))}"
 
 
-def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _changed_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
@@ -169,7 +169,7 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
     def watched(grid: LocalGrid, messages: Iterable[Any], **how: Any) -> Iterable[Any]:
         asked = [*messages]
         answers = [*send(grid, asked, **how)]
-        if any(one.metadata.message_type == wire.TRAIN for one in asked) and not _charges(folder):
+        if any(one.metadata.message_type == wire.TRAIN for one in asked) and not _num_charges(folder):
             raise BrokenLaw("clients answered before any charge to a ledger, in a run that declares privacy costs")
         return answers
 
@@ -180,25 +180,25 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
         yield
 
 
-def _charges(folder: Path) -> int:
+def _num_charges(folder: Path) -> int:
     """Return the number of charges in all ledgers in ``folder``. A ledger has one line per charge after its header."""
     lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
     return sum(max(0, number - 1) for number in lines)
 
 
-def _expect_as_shown(one: _Ran, other: _Ran) -> None:
+def _expect_as_shown(one: _Output, other: _Output) -> None:
     for number, (line, again) in enumerate(zip(one.rounds, other.rounds, strict=False), start=1):
-        if changed := _told_apart(line, again, _MEASURED):
+        if changed := _first_change(line, again, _MEASURED):
             raise BrokenLaw(f"round {number} reveals whether a client has records: {changed}")
     if len(one.rounds) != len(other.rounds):
         raise BrokenLaw("the number of rounds reveals whether a client has records")
-    if changed := _told_apart(
+    if changed := _first_change(
         one.result, other.result, {"partition", "identity", "best_round", "confusion", "reached"}
     ):
         raise BrokenLaw(f"the result reveals whether a client has records: {changed}")
 
 
-def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
+def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
     """Return the path of the first text or whole number that differs between two JSON values; empty if all are equal.
 
     Two floats may differ, because they measure a noised model. ``apart``: names of fields that may differ, at any
@@ -206,12 +206,13 @@ def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
-            if name not in apart and (place := _told_apart(one.get(name), other.get(name), apart)):
+            if name not in apart and (place := _first_change(one.get(name), other.get(name), apart)):
                 return f"{name}.{place}".rstrip(".")
         return ""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return next(
-            (place for left, right in zip(one, other, strict=True) if (place := _told_apart(left, right, apart))), ""
+            (place for left, right in zip(one, other, strict=True) if (place := _first_change(left, right, apart))),
+            "",
         )
     same = (isinstance(one, float) and isinstance(other, float)) or one == other
     return "" if same else f" {one!r} or {other!r}"

@@ -163,7 +163,7 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
         left, right = pairs[place]
         chosen.append((left, right))
         tree[tree == tree[right]] = tree[left]
-    return _from_the_roots(chosen)
+    return _parents_first(chosen)
 
 
 def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
@@ -284,11 +284,11 @@ class ForestMarginals:
         for label, (start, end) in enumerate(zip(ends - counts, ends, strict=True)):
             rows = made[start:end]
             for column in roots:
-                rows[:, column] = _dealt(self.ones[column][label], len(rows), generator)
+                rows[:, column] = _systematic_sample(self.ones[column][label], len(rows), generator)
             for (parent, child), tables in self.twos.items():
                 for cell in np.unique(rows[:, parent]):
                     at = np.flatnonzero(rows[:, parent] == cell)
-                    rows[at, child] = _dealt(tables[label, cell], len(at), generator)
+                    rows[at, child] = _systematic_sample(tables[label, cell], len(at), generator)
         return made
 
 
@@ -314,21 +314,21 @@ def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> Fo
         {edge: np.zeros_like(table) for edge, table in noisy.twos.items()},
     )
     found = _marginals_of(potentials, totals)
-    gaps, loss = _gaps(found, noisy, of_ones, of_twos)
+    gaps, loss = _gradient_and_loss(found, noisy, of_ones, of_twos)
     rate = 1 / totals
     for _ in range(_STEPS):
-        tried = _combined(lambda rate, here, gap: here - rate * gap, rate, potentials, gaps)
+        tried = _combine_tables(lambda rate, here, gap: here - rate * gap, rate, potentials, gaps)
         near = _marginals_of(tried, totals)
-        near_gaps, near_loss = _gaps(near, noisy, of_ones, of_twos)
+        near_gaps, near_loss = _gradient_and_loss(near, noisy, of_ones, of_twos)
         better = near_loss <= loss
         rate = np.where(better, rate * _GROWTH, rate * _CUT)
-        potentials = _combined(np.where, better, tried, potentials)
-        found = _combined(np.where, better, near, found)
-        gaps, loss = _combined(np.where, better, near_gaps, gaps), np.where(better, near_loss, loss)
+        potentials = _combine_tables(np.where, better, tried, potentials)
+        found = _combine_tables(np.where, better, near, found)
+        gaps, loss = _combine_tables(np.where, better, near_gaps, gaps), np.where(better, near_loss, loss)
     return found
 
 
-def _from_the_roots(edges: Sequence[Edge]) -> list[Edge]:
+def _parents_first(edges: Sequence[Edge]) -> list[Edge]:
     """Return the edges of a forest as (parent, child), each parent before its children."""
     neighbours: dict[int, list[int]] = {}
     for left, right in edges:
@@ -377,7 +377,7 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
     return ForestMarginals(ones, twos)
 
 
-def _gaps(
+def _gradient_and_loss(
     found: ForestMarginals, noisy: ForestMarginals, of_ones: float, of_twos: float
 ) -> tuple[ForestMarginals, Array]:
     """Return the gradient of half the weighted squared differences, by ``found``, and the loss of each class.
@@ -392,7 +392,7 @@ def _gaps(
     return ForestMarginals(ones, twos), loss
 
 
-def _combined(
+def _combine_tables(
     combine: Callable[..., Any], by_class: NDArray[Any], first: ForestMarginals, second: ForestMarginals
 ) -> ForestMarginals:
     """Return ``combine(value, table of first, table of second)`` for all pairs of tables.
@@ -404,7 +404,7 @@ def _combined(
     return ForestMarginals(ones, twos)
 
 
-def _dealt(weights: Array, number: int, generator: np.random.Generator) -> NDArray[np.int64]:
+def _systematic_sample(weights: Array, number: int, generator: np.random.Generator) -> NDArray[np.int64]:
     """Return ``number`` cells in random order, by systematic sampling.
 
     A cell occurs as often as its share of ``weights`` times ``number``, rounded up or down at random.

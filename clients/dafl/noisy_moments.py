@@ -65,7 +65,9 @@ class Gaussian(Settings):
         The release is refused if the noise on each number of a mean over all records is as large as ``radius``.
         """
         del num_classes
-        return _priced(num_records, epsilon, delta, lambda z: z / math.sqrt(self.centre_share) / self.radius, "mean")
+        return _joint_bill(
+            num_records, epsilon, delta, lambda z: z / math.sqrt(self.centre_share) / self.radius, "mean"
+        )
 
     def generate(
         self,
@@ -137,7 +139,7 @@ class MeanEmbedding(Settings):
         """
         del num_classes
         length = math.sqrt(self.frequencies)
-        return _priced(
+        return _joint_bill(
             num_records, epsilon, delta, lambda z: z / math.sqrt(self.mean_share) * _FIRST_NORM * length, "mean image"
         )
 
@@ -302,7 +304,7 @@ def without_noise(values: Array, std: float) -> Array:
     return cleaned
 
 
-def _priced(
+def _joint_bill(
     num_records: int, epsilon: float, delta: float, fewest: Callable[[float], float], mean: str
 ) -> GeneratorBill:
     """Return the privacy cost of two Gaussian releases, as one Gaussian release of noise multiplier z.

@@ -94,10 +94,10 @@ def make_shares(
     A share is made once: a second call with the same folder returns the first share. ``public_records``: a public upper
     bound on the number of records of any client in a class. An exception from ``check`` aborts all unfinished shares.
     """
-    begun = [_caught(partial(begin_share, settings, client, seed, public_records)) for client in clients]
+    begun = [_outcome(partial(begin_share, settings, client, seed, public_records)) for client in clients]
     made = iter(_generated(settings, [one.request for one in begun if isinstance(one, PaidRequest)], check))
     return [
-        _caught(partial(finish_share, settings, client, one, next(made))) if isinstance(one, PaidRequest) else one
+        _outcome(partial(finish_share, settings, client, one, next(made))) if isinstance(one, PaidRequest) else one
         for client, one in zip(clients, begun, strict=True)
     ]
 
@@ -125,7 +125,7 @@ def begin_share(
     }
     seeded = f"{seed}/da-fl/{client.number}" if settings.noise == "seeded" else ""
     paid = pay(cost, client.folder, client.ledger, policy, seeded=seeded)
-    counts = _picked_labels(settings, records, settings.gamma_of(client.number), public_records, paid.noise)
+    counts = _selected_counts(settings, records, settings.gamma_of(client.number), public_records, paid.noise)
     request = GeneratorRequest(records, counts, bill, paid.noise, rng(seed, "generator", client.number))
     return PaidRequest(request, paid.receipt)
 
@@ -140,7 +140,7 @@ def generate_elsewhere(
     request = GeneratorRequest(records, counts, _bill(settings, records), noise, rng(seed, "generator", number))
     [made] = _generated(settings, [request])
     if isinstance(made, Exception):
-        raise _without_its_words(made)
+        raise _without_quotes(made)
     return made
 
 
@@ -150,7 +150,7 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
     If ``made`` is an exception, raise it with a message that quotes no records.
     """
     if isinstance(made, Exception):
-        raise _without_its_words(made)
+        raise _without_quotes(made)
     request, num_classes = paid.request, client.records.num_classes
     gamma, held = settings.gamma_of(client.number), len(client.records.labels)
     share = SyntheticShare(
@@ -177,14 +177,14 @@ def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
-def _caught(function: Callable[[], Returned]) -> Returned | Exception:
+def _outcome(function: Callable[[], Returned]) -> Returned | Exception:
     try:
         return function()
     except Exception as error:  # noqa: BLE001 (an error from one client's records is this client's failure)
-        return _without_its_words(error)
+        return _without_quotes(error)
 
 
-def _without_its_words(error: Exception) -> Exception:
+def _without_quotes(error: Exception) -> Exception:
     """Return an error that is safe to send to the server, because its message does not quote records.
 
     RunError, UserError and the operating system's errors about files are safe. Other messages are removed.
@@ -202,7 +202,7 @@ def _generated(settings: DaFl, requests: Sequence[GeneratorRequest], check: Chec
     try:
         return generate_all(settings.generator, requests, check)
     except Exception as error:
-        raise _without_its_words(error) from error
+        raise _without_quotes(error) from error
 
 
 def _bill(settings: DaFl, records: PrivateRecords) -> GeneratorBill:
@@ -210,7 +210,7 @@ def _bill(settings: DaFl, records: PrivateRecords) -> GeneratorBill:
     return settings.generator.bill(len(records.labels), records.num_classes, epsilon, settings.delta)
 
 
-def _picked_labels(
+def _selected_counts(
     settings: DaFl, records: PrivateRecords, gamma: float, public_records: int, noise: Noise
 ) -> NDArray[np.int64]:
     """Return the number of synthetic records of each class, (num_classes,), by private label selection.

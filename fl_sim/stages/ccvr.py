@@ -167,8 +167,8 @@ class Calibration(Stage):
         """
         job, log, settings = self.job, run.log, settings_of(self.job)
         params, seed, num_classes = log.server.params, job.experiment.seed, job.dataset.num_classes
-        with _stated(run):
-            answers = self._asked(run)
+        with _statement_first(run):
+            answers = self._moments(run)
         log.after["moments"] = self._traffic_of_moments(log.server.model)
         classes = self._classes(np.sum(answers, axis=0))
         if classes:
@@ -187,7 +187,7 @@ class Calibration(Stage):
         }
         log.server, log.measured, log.measured_again = calibrated, after, after
 
-    def _asked(self, run: Run) -> list[NDArray[np.float64]]:
+    def _moments(self, run: Run) -> list[NDArray[np.float64]]:
         shape, most = _shape(self.job), None if settings_of(self.job).is_private else run.strategy.most_examples
         return run.ask(
             SUMMARISE,
@@ -241,7 +241,7 @@ def _shape(job: Job) -> tuple[int, int]:
 
 
 @contextmanager
-def _stated(run: Run) -> Iterator[None]:
+def _statement_first(run: Run) -> Iterator[None]:
     """Add the privacy statement of the clients' releases to the log, before this block asks any client.
 
     So the statement exists even if the run stops in this block. After the block, the joint cost of all releases about

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 MEASURE: Final = "measure"
 """The name of the client task that returns sums over the client's records, for a question in the message."""
 
-_MOST_SAID: Final = 64 * 1024  # bytes of start.json
+_MOST_BYTES: Final = 64 * 1024  # bytes of start.json
 
 
 def settings_of(job: Job) -> PrivateStart:
@@ -136,7 +136,7 @@ def prepare_start(run: Run) -> Path:
     kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():
         try:
-            images, labels = _made(run)
+            images, labels = _released_images(run)
         except BudgetExhausted as spent:
             raise UserError(
                 f"aggregator.epsilon={privacy.aggregator.epsilon:g} is too small for the private start ({spent}): take "
@@ -189,7 +189,7 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
     return release.mean(answered, noise=privacy.noise, template={"sums": template}).payloads["sums"]
 
 
-def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Ask clients three questions. Return images (n, *shape) in [-1, 1], drawn from the answers, and labels (n,)."""
     job, strategy, settings = run.job, run.strategy, settings_of(run.job)
     shape, num_classes = job.dataset.input_shape, job.dataset.num_classes
@@ -221,7 +221,7 @@ def _checked(kept: Path, run: Run) -> Path:
 
     job, privacy = run.job, privacy_of(run)
     try:
-        said = json.loads(read_whole(kept, _MOST_SAID))
+        said = json.loads(read_whole(kept, _MOST_BYTES))
         receipt, path = Receipt.from_json(said["receipt"]), kept.with_name(said["images"])
         found = read_pool(path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, RunError) as error:

@@ -151,7 +151,7 @@ class TstrProcedure(Procedure):
         from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
 
         experiment, dataset = self.job.experiment, self.job.dataset
-        made, real = (_some(part, experiment.seed) for part in (read_pool(pool), dataset.test))
+        made, real = (_sampled_inputs(part, experiment.seed) for part in (read_pool(pool), dataset.test))
         if not experiment.evaluate.tests(is_last=True) or min(len(made), len(real)) < 2:
             return None
         kept: Features = experiment.features
@@ -184,7 +184,7 @@ class TstrProcedure(Procedure):
         return runtime_for(self.job, FedAvg(), tasks_of(self.job))
 
 
-def _some(examples: Examples, seed: int) -> NDArray[Any]:
+def _sampled_inputs(examples: Examples, seed: int) -> NDArray[Any]:
     """Return the inputs of at most ``MOST_COMPARED`` randomly drawn records."""
     rows = rng(seed, "frechet").permutation(len(examples))[:MOST_COMPARED]
     return examples.inputs[np.sort(rows)]

@@ -16,7 +16,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
     for name in ("freeze", "unfreeze", "get_freeze_count"):
         monkeypatch.setattr(gc, name, lambda name=name: asked.append(name))
-    monkeypatch.setattr(importing, "_LEFT_OUT", Event())
+    monkeypatch.setattr(importing, "_EXCLUDED", Event())
     return asked
 
 

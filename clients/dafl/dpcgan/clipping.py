@@ -95,7 +95,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     return [torch.cat([part.flatten() for parts in one for part in parts]) for one in zip(*by_layer, strict=True)]
 
 
-def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Linears | _Apart]":
+def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_LinearGradients | _SeparateGradients]":
     """Return the layers of D with parameters, each with its input and the derivative of the loss by its output.
 
     ``sizes``: the number of pairs of each client, after padding.
@@ -109,19 +109,19 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
     scores = stacked([one.discriminator for one in clients], rows, passed.append).view(-1, 2)
     loss = functional.softplus(scores * torch.tensor([-1.0, 1.0])).sum()
     errors: Sequence[torch.Tensor] = torch.autograd.grad(loss, [layers.left for layers in passed])
-    found: list[_Linears | _Apart] = []
+    found: list[_LinearGradients | _SeparateGradients] = []
     for layers, error in zip(passed, errors, strict=True):
         entered, first = [part.detach() for part in layers.entered], layers.layers[0]
         if isinstance(first, nn.Linear):
-            found.append(_Linears(entered, error, has_bias=first.bias is not None))
+            found.append(_LinearGradients(entered, error, has_bias=first.bias is not None))
         else:
-            kind = _Convolution if isinstance(first, nn.Conv2d) else _InstanceNorm
+            kind = _ConvolutionGradients if isinstance(first, nn.Conv2d) else _InstanceNormGradients
             parts = zip(layers.layers, entered, torch.split(error, [len(part) for part in entered]), strict=True)
-            found.append(_Apart([kind(*part) for part in parts]))
+            found.append(_SeparateGradients([kind(*part) for part in parts]))
     return found
 
 
-class _Linears:
+class _LinearGradients:
     """The float64 gradients of one linear layer for every pair of all clients.
 
     ``entered``: the layer's input rows of each client. ``errors``: the derivatives of the loss by the layer's outputs,
@@ -133,9 +133,9 @@ class _Linears:
 
     def squared_norms(self) -> torch.Tensor:
         """Return the squared norm of each pair's gradient in this layer, (pairs,), never less than the true value."""
-        products = [_products(part) for part in self.a]
+        products = [_scalar_products(part) for part in self.a]
         inputs, inputs_across = (torch.cat(parts) for parts in zip(*products, strict=True))
-        errors, errors_across = _products(self.e)
+        errors, errors_across = _scalar_products(self.e)
         if self.has_bias:  # a bias is the weight of one more input, which is always 1
             inputs, inputs_across = inputs + 1, inputs_across + 1
         own = (inputs * errors).view(-1, 2).sum(1)
@@ -157,19 +157,19 @@ class _Linears:
         return [[error.T @ entered, *([error.sum(0)] if self.has_bias else [])] for error, entered in parts]
 
 
-def _products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scalar_products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the squared norm of each row, (2 pairs,), and the scalar product of each real and fake row, (pairs,)."""
     real, fake = rows.view(-1, 2, rows.shape[1]).unbind(1)
     return torch.linalg.vecdot(rows, rows), torch.linalg.vecdot(real, fake)
 
 
-class _Apart:
+class _SeparateGradients:
     """The gradients of a layer other than Linear. Each client is computed separately: joint operations save no time.
 
-    The methods have the same meaning as those of ``_Linears``.
+    The methods have the same meaning as those of ``_LinearGradients``.
     """
 
-    def __init__(self, layers: "Sequence[_Convolution | _InstanceNorm]") -> None:
+    def __init__(self, layers: "Sequence[_ConvolutionGradients | _InstanceNormGradients]") -> None:
         self.layers = layers
         self.sizes = [layer.num_pairs for layer in layers]
 
@@ -185,7 +185,7 @@ class _Apart:
         return [layer.weighted_sum(part) for layer, part in parts]
 
 
-class _Convolution:
+class _ConvolutionGradients:
     """The gradients of a convolution, computed like those of a linear layer with one row for every output position.
 
     The gradient of a pair is e_r a_r' + e_f a_f', with inputs a and errors e of the real (r) and the fake (f) record.
@@ -214,10 +214,10 @@ class _Convolution:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
             own = ((self.a.mT @ self.a) * (self.e.mT @ self.e)).sum((1, 2))
             weight = torch.add(*_halves(own)) + 2 * ((real.mT @ fake) * (real_e.mT @ fake_e)).sum((1, 2))
-            weight += _SLACK * torch.add(*_halves(_sizes(self.a) * _sizes(self.e)))
+            weight += _SLACK * torch.add(*_halves(_squared_norms(self.a) * _squared_norms(self.e)))
         else:
-            weight = _sizes(self.each)
-        return weight if self.bias is None else weight + _sizes(self.bias)
+            weight = _squared_norms(self.each)
+        return weight if self.bias is None else weight + _squared_norms(self.bias)
 
     def forget(self, pairs: torch.Tensor) -> None:
         self.e = self.e.clone()  # may be a view of a tensor of other layers
@@ -236,7 +236,7 @@ class _Convolution:
         return [weight] if self.bias is None else [weight, factors @ self.bias]
 
 
-def _sizes(rows: torch.Tensor) -> torch.Tensor:
+def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
     """Return the squared norm of each row, (rows,). Further dimensions are flattened."""
     rows = rows.flatten(1)
     squares: torch.Tensor = torch.linalg.vecdot(rows, rows)
@@ -248,7 +248,7 @@ def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[0::2], rows[1::2]
 
 
-class _InstanceNorm:
+class _InstanceNormGradients:
     """The gradients of an InstanceNorm layer.
 
     The gradient of the scale is the sum over positions of error times normalised input; the gradient of the shift is

@@ -95,7 +95,7 @@ def stacked(
 
 def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the scores of each discriminator for its own joined views in ``parts``, (rows, 1) each."""
-    return _emptied(stacked(discriminators, [_filled(part) for part in parts]), parts)
+    return _unpadded(stacked(discriminators, [_padded(part) for part in parts]), parts)
 
 
 def kernel_for(nets: Networks) -> Kernel | None:
@@ -107,18 +107,18 @@ def kernel_for(nets: Networks) -> Kernel | None:
 
 def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the views that each generator makes from its own joined latent vectors in ``parts``."""
-    filled = [_filled(part) for part in parts]
+    filled = [_padded(part) for part in parts]
     small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
     others = [net for net in generators if isinstance(net, nn.Sequential)]
-    return _emptied(SmallGenerator.stacked(small_ones, filled) if small_ones else stacked(others, filled), parts)
+    return _unpadded(SmallGenerator.stacked(small_ones, filled) if small_ones else stacked(others, filled), parts)
 
 
-def _filled(rows: torch.Tensor) -> torch.Tensor:
+def _padded(rows: torch.Tensor) -> torch.Tensor:
     missing = -len(rows) % _BLOCK
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
 
-def _emptied(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _unpadded(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     made = torch.split(rows, [filled_up(len(part)) for part in parts])
     return [rows[: len(part)] for rows, part in zip(made, parts, strict=True)]
 

@@ -16,7 +16,7 @@ from clients.dafl.marginals import (
     CellTable,
     ForestMarginals,
     Marginals,
-    _dealt,
+    _systematic_sample,
     cells_of,
     chosen_pairs,
     exponential_mechanism,
@@ -308,8 +308,8 @@ def test_samples_have_the_model_s_shares_to_one_record_a_group() -> None:
 def test_cells_are_dealt_as_often_as_their_shares_say() -> None:
     generator = np.random.default_rng(0)
     shares = np.array([0.5, 0.25, 0.25])
-    counts = np.array([np.bincount(_dealt(shares, 10, generator), minlength=3) for _ in range(400)])
+    counts = np.array([np.bincount(_systematic_sample(shares, 10, generator), minlength=3) for _ in range(400)])
     assert set(counts[:, 0]) == {5}
     assert counts.sum(axis=1).tolist() == [10] * 400
     assert counts.mean(axis=0).tolist() == pytest.approx([5, 2.5, 2.5], abs=0.1)
-    assert len(_dealt(np.zeros(4), 8, generator)) == 8
+    assert len(_systematic_sample(np.zeros(4), 8, generator)) == 8

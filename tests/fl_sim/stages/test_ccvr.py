@@ -76,15 +76,15 @@ def test_a_run_that_is_stopped_in_the_stage_ends_in_the_same_bits(
 def test_a_class_that_nobody_can_tell_a_covariance_of_is_left_out_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ccvr.Calibration._asked
+    asked = ccvr.Calibration._moments
 
     def without_class_3(*given: Any, **how: Any) -> list[Any]:
         moments = asked(*given, **how)
         return [np.where(np.arange(10)[:, None] == 3, 0.0, one) for one in moments]
 
-    monkeypatch.setattr(ccvr.Calibration, "_asked", without_class_3)
+    monkeypatch.setattr(ccvr.Calibration, "_moments", without_class_3)
     assert run(_experiment(), tmp_path / "one")["calibrate"]["classes_skipped"] == [3]
-    monkeypatch.setattr(ccvr.Calibration, "_asked", lambda *given, **how: [0 * one for one in asked(*given, **how)])
+    monkeypatch.setattr(ccvr.Calibration, "_moments", lambda *given, **how: [0 * one for one in asked(*given, **how)])
     result = run(_experiment(), tmp_path / "all")
     assert result["calibrate"]["classes_skipped"] == list(range(10))
     assert result["calibrate"]["accuracy_before"] == result["final_accuracy"]
