@@ -1,1 +1,1 @@
-"""Clients' devices and the virtual clock: speeds of computing and sending, and availability."""
+"""Simulation of clients' devices (speed, bandwidth, availability) and of the virtual clock."""

@@ -1,7 +1,7 @@
-"""The virtual clock: simulated times of clients, rounds with a deadline, and the order of asynchronous events.
+"""The virtual clock: simulates the durations of clients' work, rounds with a deadline, and asynchronous training.
 
-A client's turn is its download of a model, its local steps, and its upload. No time depends on the trained values. So
-all events are known before a run, and a resumed run computes the same events again.
+A client's turn is one download of a model, local training, and one upload. Its duration depends on the device, the
+number of records and the settings, never on trained values. So a resumed run computes the same events again.
 """
 
 import bisect
@@ -19,16 +19,16 @@ from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, Traffic
 
 LOOK_AGAIN_SECONDS = 1.0
-"""Simulated seconds until the server looks for clients again if no client was available."""
+"""Simulated seconds that the server waits before it looks for clients again, if no client was available."""
 
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """The virtual clock. Its times depend only on the settings, not on trained values or real time.
+    """Computes how long each client works, in simulated seconds; independent of trained values and of real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
-    ``settings``: the settings of local training. ``traffic``: the bytes to and from a client in a turn. ``seed``: the
-    seed of availability and jitter.
+    ``settings``: of local training. ``traffic``: the bytes that a client downloads and uploads in one turn. ``seed``:
+    of the random availability and jitter.
     """
 
     fleet: Fleet
@@ -38,11 +38,11 @@ class Clock:
     seed: int
 
     def steps(self, client: int) -> int:
-        """Return the number of local steps in a turn of ``client``."""
+        """Return the number of local steps of ``client`` in one round."""
         return self.settings.num_steps(int(self.sizes[client]))
 
     def seconds(self, client: int, server_round: int, steps: int) -> float:
-        """Return the simulated seconds of a turn of ``client`` with ``steps`` steps: download, local steps, upload."""
+        """Return the simulated seconds that ``client`` needs for download, ``steps`` local steps and upload."""
         fleet = self.fleet
         sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
         records = 0
@@ -56,32 +56,32 @@ class Clock:
         return taken * math.exp(fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return the largest number of steps for which a turn fits into ``seconds``.
+        """Return how many local steps ``client`` can do if download, training and upload must end within ``seconds``.
 
-        None if the turn is too long even with the fewest steps: one step, or none for a client without records.
+        None if the time is too short even for one step (for a client without records: for download and upload).
         """
         steps = range(min(1, self.steps(client)), self.steps(client) + 1)
         fitting = bisect.bisect_right(steps, seconds, key=lambda some: self.seconds(client, server_round, some))
         return steps[fitting - 1] if fitting else None
 
-    def there(self, look: int) -> NDArray[np.bool_]:
-        """Return a mask of the available clients, shape (clients,), when the server looks for the ``look``-th time."""
+    def available(self, attempt: int) -> NDArray[np.bool_]:
+        """Draw the clients that are available at the server's ``attempt``-th search; return a mask (clients,)."""
         availability = self.fleet.availability
         if (availability == 1).all():
             return np.ones(len(availability), bool)
-        return rng(self.seed, "availability", look).random(len(availability)) < availability
+        return rng(self.seed, "availability", attempt).random(len(availability)) < availability
 
 
 @dataclass(frozen=True)
 class Turnout:
-    """The clients of a round with a deadline.
+    """The clients that take part in a round with a deadline. Clients have the order of the cohort.
 
-    ``asked``: the available clients of the cohort, in the cohort's order. ``in_time``: those of them that meet the
-    deadline. ``most_steps``: {client: number of steps that fit into the deadline}, for clients that shorten their
-    training. ``seconds``: the simulated length of the round.
+    ``available``: the clients of the cohort that are available. ``in_time``: the available clients that meet the
+    deadline. ``most_steps``: {client: number of local steps}, for clients that train fewer steps to meet the deadline.
+    ``seconds``: the simulated duration of the round.
     """
 
-    asked: NDArray[np.int64]
+    available: NDArray[np.int64]
     in_time: NDArray[np.int64]
     most_steps: Mapping[int, int]
     seconds: float
@@ -89,21 +89,21 @@ class Turnout:
     @property
     def num_late(self) -> int:
         """Return the number of updates that miss the deadline and are lost."""
-        return len(self.asked) - len(self.in_time)
+        return len(self.available) - len(self.in_time)
 
 
 def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline: float, partial: bool) -> Turnout:
     """Return the clients of ``cohort`` that finish a round within ``deadline`` simulated seconds (0: no deadline).
 
-    ``partial``: True if a client without time for all of its steps takes fewer steps, at least one. A round with a lost
-    update lasts until the deadline; any other round lasts as long as its slowest client; a round without available
+    ``partial``: True if a slow client may train fewer steps, at least one, to meet the deadline. A round with a late
+    client lasts until the deadline; any other round lasts as long as its slowest client. A round without available
     clients lasts ``LOOK_AGAIN_SECONDS``.
     """
-    there = clock.there(server_round)
-    asked = [int(client) for client in cohort if there[client]]
+    is_available = clock.available(server_round)
+    available = [int(client) for client in cohort if is_available[client]]
     most_steps: dict[int, int] = {}
     ends: dict[int, float] = {}
-    for client in asked:
+    for client in available:
         steps = clock.steps(client)
         seconds = clock.seconds(client, server_round, steps)
         if deadline and seconds > deadline:
@@ -113,16 +113,16 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
             most_steps[client] = fitting
             seconds = clock.seconds(client, server_round, fitting)
         ends[client] = seconds
-    lasts = deadline if len(ends) < len(asked) else max(ends.values(), default=LOOK_AGAIN_SECONDS)
-    return Turnout(np.array(asked, np.int64), np.array(list(ends), np.int64), most_steps, lasts)
+    lasts = deadline if len(ends) < len(available) else max(ends.values(), default=LOOK_AGAIN_SECONDS)
+    return Turnout(np.array(available, np.int64), np.array(list(ends), np.int64), most_steps, lasts)
 
 
 @dataclass(frozen=True, order=True)
 class ClientTurn:
-    """A client's turn: download, local training and upload. Turns are ordered by their end, then by client.
+    """One turn of a client in asynchronous training: download, local training and upload.
 
-    ``ends``: the virtual time of its end. ``server_round``: the number of the server's next step when the turn starts;
-    the client trains the model of the step before.
+    Turns are sorted by their end, then by client. ``ends``: the simulated time of the end. ``server_round``: the number
+    of the server step that follows the download; the client trains the model of the step before.
     """
 
     ends: float
@@ -132,10 +132,11 @@ class ClientTurn:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One step of the server. ``arrived``: the turns whose updates it merges, in the order of their arrival.
+    """One step of the server in asynchronous training: it merges the updates of several clients into the model.
 
-    ``num_started``: the number of turns that have started since the step before. ``seconds``: the simulated seconds
-    since the step before.
+    ``number``: counted from 1. ``arrived``: the turns whose updates are merged, in the order of arrival.
+    ``num_started``: the number of turns that started since the previous step. ``seconds``: the simulated seconds since
+    the previous step.
     """
 
     number: int
@@ -144,21 +145,21 @@ class ServerStep:
     seconds: float
 
     def staleness(self, turn: ClientTurn) -> int:
-        """Return the number of server steps since ``turn`` started, this step excluded."""
+        """Return the staleness of an update: the number of server steps between its client's download and this step."""
         return self.number - turn.server_round
 
 
 @dataclass
 class Schedule:
-    """The simulated events of asynchronous training, in the order of (time, client).
+    """Simulates asynchronous training: which clients start and finish when, and which updates each server step merges.
 
-    ``order_of(server_round)``: all clients in the order in which the server asks them before that server step.
-    ``concurrency``: the number of parallel turns. ``buffer``: the number of turns that one server step merges, at most
-    the number of clients.
+    ``order_of(server_round)``: all clients, in the order in which the server asks them to train before that server
+    step. ``concurrency``: the number of clients that train at the same time. ``buffer``: the number of updates that one
+    server step merges, at most the number of clients. ``now``: the simulated time. ``steps``: the number of server
+    steps so far.
 
-    When a client's turn ends, another client starts at once, with the server's model of that time. A client starts its
-    next turn when its place in the order comes. It never trains the same model twice, because the updates would be
-    equal.
+    When a client finishes, the next available client in the order starts at once, with the current global model. No
+    client trains the same global model twice, because its updates would be equal.
     """
 
     clock: Clock
@@ -167,27 +168,27 @@ class Schedule:
     buffer: int
     now: float = 0.0
     steps: int = 0
-    _flying: list[ClientTurn] = field(default_factory=list)
-    _away: set[int] = field(default_factory=set)
-    _unasked: deque[int] = field(default_factory=deque)
-    _looks: int = 0
+    _running: list[ClientTurn] = field(default_factory=list)
+    _busy: set[int] = field(default_factory=set)
+    _candidates: deque[int] = field(default_factory=deque)
+    _num_attempts: int = 0
 
     @property
     def in_flight(self) -> list[ClientTurn]:
-        """Return the turns that have not ended yet, in the order of their ends."""
-        return sorted(self._flying)
+        """Return the turns that have started but not ended, in the order of their ends."""
+        return sorted(self._running)
 
     def next_step(self) -> ServerStep:
-        """Advance the virtual time to the server's next step; return that step."""
+        """Simulate all events until the next server step; return this step."""
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
-        self._unasked = deque(self.order_of(number))
+        self._candidates = deque(self.order_of(number))
         while len(arrived) < self.buffer:
-            # All that end at the same time end before anybody starts: who starts is not decided by their order.
-            if not self._flying or self._flying[0].ends > self.now:
+            # All turns that end at the same time end before a new turn starts, so that their order has no effect.
+            if not self._running or self._running[0].ends > self.now:
                 started += self._start(number)
-            if self._flying:
-                turn = heapq.heappop(self._flying)
-                self._away.remove(turn.client)
+            if self._running:
+                turn = heapq.heappop(self._running)
+                self._busy.remove(turn.client)
                 self.now = turn.ends
                 arrived.append(turn)
             else:
@@ -196,18 +197,18 @@ class Schedule:
         return ServerStep(number, tuple(arrived), started, self.now - before)
 
     def _start(self, number: int) -> int:
-        """Start turns of available clients until ``concurrency`` turns run; return the number of new turns."""
-        if len(self._flying) >= self.concurrency:
+        """Start turns of available clients until ``concurrency`` clients train; return the number of new turns."""
+        if len(self._running) >= self.concurrency:
             return 0
-        self._looks += 1
-        there, passed_over, before = self.clock.there(self._looks), list[int](), len(self._flying)
-        while self._unasked and len(self._flying) < self.concurrency:
-            client = self._unasked.popleft()
-            if client in self._away or not there[client]:
-                passed_over.append(client)
+        self._num_attempts += 1
+        available, skipped, before = self.clock.available(self._num_attempts), list[int](), len(self._running)
+        while self._candidates and len(self._running) < self.concurrency:
+            client = self._candidates.popleft()
+            if client in self._busy or not available[client]:
+                skipped.append(client)
                 continue
             seconds = self.clock.seconds(client, number, self.clock.steps(client))
-            heapq.heappush(self._flying, ClientTurn(self.now + seconds, client, number))
-            self._away.add(client)
-        self._unasked.extendleft(reversed(passed_over))
-        return len(self._flying) - before
+            heapq.heappush(self._running, ClientTurn(self.now + seconds, client, number))
+            self._busy.add(client)
+        self._candidates.extendleft(reversed(skipped))
+        return len(self._running) - before

@@ -1,9 +1,9 @@
-"""The devices of clients: their settings, and the speeds and availability of each client's device.
+"""Settings of the simulated devices: speed, bandwidth and availability of each client's device.
 
-Devices are all equal, randomly drawn, or listed in a CSV file. The file has one row for each client, in order, or one
-row for each class of devices. Its columns: ``seconds_per_step`` or ``records_per_second``; ``download_mbps``,
-``upload_mbps`` and ``availability``, which may be left out (sending then takes no time, and clients are always
-available); ``clients``, the number of clients, if a row is a class of devices.
+All devices are equal, drawn at random, or listed in a CSV file. The file has one row for each client, in order, or one
+row for each class of devices. Its columns are ``seconds_per_step`` or ``records_per_second`` (one of the two);
+``download_mbps``, ``upload_mbps`` and ``availability`` (optional: without them, sending takes no time and clients are
+always available); and ``clients``, the number of clients of a class, if rows are classes.
 """
 
 import csv
@@ -36,12 +36,13 @@ BYTES_PER_MEGABIT = 125_000
 
 @dataclass(frozen=True, eq=False)
 class Fleet:
-    """One device for each client; all arrays have the shape (clients,).
+    """The devices of all clients; all arrays have the shape (clients,).
 
-    ``step_seconds``: seconds for a step, 0 if the time depends on records. ``record_seconds``: seconds for a record,
-    0 if the time depends on steps. ``download`` and ``upload``: bytes in a second to and from the client.
-    ``availability``: the probability, in (0, 1], that the client is available when the server looks for it. ``jitter``:
-    the standard deviation of the logarithm of a random factor on the time of each turn; 0: no jitter.
+    ``step_seconds``: seconds per local step, 0 if the time depends on the number of records. ``record_seconds``:
+    seconds per record, 0 if the time depends on the number of steps. ``download`` and ``upload``: bytes per second to
+    and from the client. ``availability``: the probability, in (0, 1], that the client is available when the server
+    looks for clients. ``jitter``: each duration is multiplied by exp(jitter * z), z from the standard normal
+    distribution; 0 for no jitter.
     """
 
     step_seconds: NDArray[np.float64]
@@ -52,7 +53,7 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Return a description of the first error in these arrays for ``num_clients`` clients; empty without one."""
+        """Check these arrays for ``num_clients`` clients; return the first error in words, empty if there is none."""
         computing = self.step_seconds + self.record_seconds
         for name, numbers, is_good in (
             ("step_seconds and record_seconds", computing, (computing > 0) & np.isfinite(computing)),
@@ -63,7 +64,7 @@ class Fleet:
             ("availability", self.availability, (self.availability >= 1e-3) & (self.availability <= 1)),
         ):
             if numbers.shape != (num_clients,):
-                return f"{name} have the shape {numbers.shape}, and there are {num_clients} clients"
+                return f"{name} have the shape {numbers.shape}, but there are {num_clients} clients"
             if not is_good.all():
                 return f"{name} of client {int(np.argmin(is_good))} is {numbers[np.argmin(is_good)]:g}"
         return "" if 0 <= self.jitter <= 3 else f"jitter is {self.jitter:g}: it must be from 0 to 3"
@@ -71,26 +72,30 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The interface of settings classes for devices; a user may write such a class."""
+    """The method that settings classes of devices must have, also a user's own class."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return one device for each client. Raises UserError if the settings describe another number of clients."""
+        """Return the devices of ``num_clients`` clients. ``seed``: of all random draws.
+
+        Raises UserError if the settings describe another number of clients.
+        """
         ...
 
 
 class NoDevices(Settings):
-    """No virtual clock: the time of clients is not simulated."""
+    """No simulated devices: all clients are always available, and no virtual time is computed."""
 
     kind: Literal["none"] = "none"
 
 
 class _Typical(Settings):
-    """Devices that differ from a typical device by random factors of their times.
+    """A typical device; each client's device is slower or faster by random factors.
 
-    ``seconds_per_step``: time of a local step on a typical device. ``records_per_second``: its speed in records instead
-    (0: ``seconds_per_step`` counts). ``download_mbps`` and ``upload_mbps``: megabits in a second to and from the
-    device. ``availability``: the probability that a client is available when the server looks for it. ``jitter``: each
-    turn of a client takes exp(``jitter`` * z) times as long, z from the normal distribution.
+    ``seconds_per_step``: the time of a local step on the typical device. ``records_per_second``: if above 0, the speed
+    of the typical device in records, in place of ``seconds_per_step``. ``download_mbps`` and ``upload_mbps``: megabits
+    per second to and from the typical device. ``availability``: the probability that a client is available when the
+    server looks for clients. ``jitter``: the time of a client in a round (download, training, upload) is multiplied by
+    exp(jitter * z), z from the standard normal distribution.
     """
 
     seconds_per_step: Seconds = 0.1
@@ -101,7 +106,7 @@ class _Typical(Settings):
     jitter: Jitter = 0.0
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return a device for each client; speed, download and upload are drawn independently of each other."""
+        """Return the devices of all clients; the factors of computing, download and upload are independent."""
         slow, down, up = (self._slowness(rng(seed, f"device {part}"), num_clients) for part in ("speed", "down", "up"))
         by_record = 1 / self.records_per_second if self.records_per_second else 0.0
         return Fleet(
@@ -115,11 +120,11 @@ class _Typical(Settings):
 
     @abstractmethod
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
-        """Return the factor of each client's time, relative to a typical device."""
+        """Return the times of each client's device divided by the times of the typical device, shape (clients,)."""
 
 
 class ConstantDevices(_Typical):
-    """All devices are equally fast."""
+    """All devices are equal to the typical device."""
 
     kind: Literal["constant"] = "constant"
 
@@ -129,27 +134,27 @@ class ConstantDevices(_Typical):
 
 
 class Uniform(_Typical):
-    """A device takes between 1 - ``spread`` and 1 + ``spread`` times as long as a typical one, all equally likely.
+    """A device takes f times as long as the typical device, f uniform from 1 - ``spread`` to 1 + ``spread``.
 
-    ``spread``: at 0 all devices are alike; the factors of computing, download and upload are drawn independently.
+    ``spread``: at 0 all devices are equal. The factors of computing, download and upload are drawn independently.
     """
 
     kind: Literal["uniform"] = "uniform"
     spread: float = Field(0.5, ge=0, le=0.99)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a warning if these settings make all devices equally fast; an empty list otherwise."""
+        """Return a warning for the user if ``spread`` is 0, because then all devices are equal; else an empty list."""
         del experiment
-        return [] if self.spread else [off("devices.spread=0", "all devices are alike")]
+        return [] if self.spread else [off("devices.spread=0", "all devices are equal")]
 
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
         return generator.uniform(1 - self.spread, 1 + self.spread, num_clients)
 
 
 class LogNormal(_Typical):
-    """A device takes exp(``sigma`` * z) times as long as a typical (median) device; z has the normal distribution.
+    """A device takes exp(``sigma`` * z) times as long as the typical (median) device, z standard normal.
 
-    ``sigma``: at 0 all devices are alike; at 0.5 the slowest of a hundred takes about ten times as long as the fastest.
+    ``sigma``: at 0 all devices are equal; at 0.5 the slowest of a hundred takes about ten times as long as the fastest.
     The factors of computing, download and upload are drawn independently.
     """
 
@@ -157,19 +162,20 @@ class LogNormal(_Typical):
     sigma: float = Field(0.5, ge=0, le=3)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a warning if these settings make all devices equally fast; an empty list otherwise."""
+        """Return a warning for the user if ``sigma`` is 0, because then all devices are equal; else an empty list."""
         del experiment
-        return [] if self.sigma else [off("devices.sigma=0", "all devices are alike")]
+        return [] if self.sigma else [off("devices.sigma=0", "all devices are equal")]
 
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
         return np.exp(self.sigma * generator.standard_normal(num_clients))
 
 
 class Profile(Settings):
-    """Devices from a CSV file (docs/heterogeneity.md): a row for each client, or for each class of devices.
+    """Devices from a CSV file (docs/heterogeneity.md), with one row for each client or for each class of devices.
 
-    ``path``: the CSV file. ``jitter``: each turn of a client takes exp(``jitter`` * z) times as long, z from the normal
-    distribution. ``digest``: SHA-256 of the file, filled in at the start, so that a later change of the file is found.
+    ``path``: the CSV file. ``jitter``: the time of a client in a round (download, training, upload) is multiplied by
+    exp(jitter * z), z from the standard normal distribution. ``digest``: the SHA-256 of the file. A run sets it at its
+    start, to detect a later change of the file.
     """
 
     kind: Literal["profile"] = "profile"
@@ -178,35 +184,41 @@ class Profile(Settings):
     digest: str = Field("", pattern="^([0-9a-f]{64})?$")
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return one device for each client. If the file lists classes, they are assigned to clients at random.
+        """Return the devices of all clients. If the file lists classes of devices, clients get their class at random.
 
-        Raises UserError for a file that is missing, has changed, or is malformed.
+        Raises UserError if the file is missing, has changed, is malformed, or is for another number of clients.
         """
         rows = read_profile(self.path, self.digest)
         return fleet_of(rows, self.path, num_clients, rng(seed, "device class"), self.jitter)
 
     def sealed(self) -> Self:
-        """Return these settings with the digest of the file. Raises UserError if the file cannot be read."""
+        """Return a copy of these settings with the digest of the file. Raises UserError if it cannot be read."""
         if self.digest:
             return self
         return self.model_validate({**self.model_dump(), "digest": digest_of(self.path)})
 
 
 def check_public(experiment: Choices) -> None:
-    """Raise ValueError if the run promises privacy and the times of clients' devices would reveal private facts."""
+    """Raise ValueError if devices are simulated in a run with a privacy guarantee, because times reveal private facts.
+
+    The time of a client reveals its number of records, and the time of a round reveals the cohort.
+    """
     if experiment.hides_time:
         raise ValueError(
-            f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: how long a client "
-            "takes tells how many records it holds, how long a round takes who was in it, and a client that is too "
-            "late makes the model depend on both, which no epsilon here covers; leave devices out"
+            f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: the time of a client "
+            "reveals its number of records, the time of a round reveals the cohort, and clients that miss a deadline "
+            "make the model depend on both. No epsilon here covers this; leave devices out"
         )
 
 
 def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
-    """Return one device for each client. Raises UserError for invalid numbers, which the user's own class may give."""
+    """Return the devices of all clients, after a check of the numbers, which may come from a user's own class.
+
+    Raises UserError for an invalid number.
+    """
     fleet = devices.fleet(num_clients, seed)
-    if told := fleet.wrong(num_clients):
-        raise UserError(f"devices {kind_of(devices)} gave a fleet whose {told}")
+    if error := fleet.wrong(num_clients):
+        raise UserError(f"devices {kind_of(devices)} gave a fleet whose {error}; correct its method fleet")
     return fleet
 
 
@@ -217,50 +229,51 @@ _DEFAULTS: Final = {"download_mbps": math.inf, "upload_mbps": math.inf, "availab
 _COLUMNS: Final = (*_SPEEDS, *_DEFAULTS, "clients")
 _LARGEST: Final = 2**28  # bytes
 _LEAST, _MOST = 1e-9, 1e12
-_WAY_ON: Final = "docs/heterogeneity.md shows what the file looks like"
+_CURE: Final = "docs/heterogeneity.md shows an example of the file"
 
 
 def digest_of(path: str) -> str:
-    """Return the SHA-256 of the file ``path``, in hexadecimal digits. Raises UserError if it cannot be read."""
+    """Return the SHA-256 of the file ``path`` in hexadecimal digits. Raises UserError if the file cannot be read."""
     return hashlib.sha256(_content(path)).hexdigest()
 
 
 def read_profile(path: str, digest: str = "") -> list[Row]:
-    """Return the rows of the CSV file ``path``, each as {column: number}.
+    """Read the CSV file of devices ``path``; return its rows, each as {column: number}.
 
-    ``digest``: the expected SHA-256 of the file; empty if any file is accepted. Raises UserError for a changed or
-    invalid file; the message names the line and column of an invalid cell.
+    ``digest``: the expected SHA-256 of the file; empty to accept any content. Raises UserError for a changed or invalid
+    file, with the line and column of an invalid cell.
     """
     content = _content(path)
     if digest and hashlib.sha256(content).hexdigest() != digest:
         raise UserError(
-            f"devices.path: {path} is not what it was when the run began (devices.digest): put it back as it was, or "
-            "leave devices.digest out and choose another --out"
+            f"devices.path: {path} has changed since the run began (its SHA-256 is not devices.digest): restore the "
+            "file, or leave devices.digest out and choose another --out"
         )
     try:
         lines = list(csv.reader(content.decode("utf-8-sig").splitlines(), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"devices.path: {path} is no CSV file in UTF-8 ({error}); {_WAY_ON}") from error
+        raise UserError(f"devices.path: {path} is no CSV file in UTF-8 ({error}); {_CURE}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if any(cell.strip() for cell in line)]
     if len(numbered) < 2:
-        raise UserError(f"devices.path: {path} has no rows below a line of column names; {_WAY_ON}")
+        raise UserError(f"devices.path: {path} has no rows below a line of column names; {_CURE}")
     names = _names(path, numbered[0][1])
     return [_row(path, number, names, line) for number, line in numbered[1:]]
 
 
 def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.random.Generator, jitter: float) -> Fleet:
-    """Return one device for each client, from the rows of the CSV file ``path``.
+    """Convert the rows of the CSV file ``path`` to the devices of all clients.
 
-    Raises UserError if the rows describe another number of clients than ``num_clients``.
+    ``generator``: assigns classes of devices to clients at random. Raises UserError if the rows describe another number
+    of clients than ``num_clients``.
     """
     counts = [int(row["clients"]) if "clients" in row else 1 for row in rows]
     if sum(counts) != num_clients:
         raise UserError(
-            f"devices.path: {path} is for {sum(counts)} clients, and this run has {num_clients}: give as many rows as "
-            "there are clients, or numbers in the column 'clients' that add up to them"
+            f"devices.path: {path} is for {sum(counts)} clients, but this run has {num_clients}: give one row per "
+            "client, or numbers in the column 'clients' with this sum"
         )
     places = np.repeat(np.arange(len(rows)), counts)
-    if "clients" in rows[0]:  # neighbours may hold the same class: their devices must not go with it
+    if "clients" in rows[0]:  # at random, because clients with similar numbers may have similar data (label-k)
         places = generator.permutation(places)
 
     def column(name: str, missing: float) -> NDArray[np.float64]:
@@ -281,7 +294,7 @@ def _content(path: str) -> bytes:
     try:
         return read_whole(Path(path).expanduser(), _LARGEST)
     except FileNotFoundError as error:
-        raise UserError(f"devices.path: no such file: {path}; {_WAY_ON}") from error
+        raise UserError(f"devices.path: no such file: {path}; {_CURE}") from error
     except OSError as error:
         raise UserError(f"devices.path: {explain(error)}") from error
 
@@ -295,7 +308,7 @@ def _names(path: str, cells: Sequence[str]) -> list[str]:
                 f"{', '.join(_COLUMNS)}"
             )
         if names.count(name) > 1:
-            raise UserError(f"devices.path: {path} has the column {name!r} twice: take one of them out")
+            raise UserError(f"devices.path: {path} has the column {name!r} twice: remove one of the two")
     if len([name for name in names if name in _SPEEDS]) != 1:
         raise UserError(f"devices.path: {path} must have one of the columns {' and '.join(_SPEEDS)}, and not both")
     return names
@@ -304,7 +317,7 @@ def _names(path: str, cells: Sequence[str]) -> list[str]:
 def _row(path: str, number: int, names: Sequence[str], cells: Sequence[str]) -> Row:
     where = f"devices.path: {path}, line {number}"
     if len(cells) != len(names):
-        raise UserError(f"{where} has {len(cells)} cells for {len(names)} columns: {', '.join(names)}")
+        raise UserError(f"{where} has {len(cells)} cells, but there are {len(names)} columns: {', '.join(names)}")
     return {name: _number(f"{where}, {name}", name, cell.strip()) for name, cell in zip(names, cells, strict=True)}
 
 
@@ -312,13 +325,13 @@ def _number(where: str, name: str, cell: str) -> float:
     try:
         value = float(cell)
     except ValueError:
-        raise UserError(f"{where} is {shortened(repr(cell))}, not a number") from None
+        raise UserError(f"{where} is {shortened(repr(cell))}; it must be a number") from None
     if name == "clients":
         if not (value >= 1 and value == math.floor(value) and value <= 10**6):
             raise UserError(f"{where} is {cell}: it must be a whole number of clients, at least 1")
     elif name == "availability":
         if not 1e-3 <= value <= 1:
-            raise UserError(f"{where} is {cell}: how often a device is there must be from 0.001 to 1")
+            raise UserError(f"{where} is {cell}: a probability must be from 0.001 to 1")
     elif not _LEAST <= value <= _MOST:
-        raise UserError(f"{where} is {cell}: it must be above 0, from {_LEAST:g} to {_MOST:g}")
+        raise UserError(f"{where} is {cell}: it must be from {_LEAST:g} to {_MOST:g}")
     return value

@@ -1,1 +1,1 @@
-"""Trackers: metrics of runs are sent to TensorBoard, MLflow, Weights & Biases and Trackio."""
+"""Trackers: send the metrics of runs to TensorBoard, MLflow, Weights & Biases or Trackio."""

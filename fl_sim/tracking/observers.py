@@ -1,7 +1,7 @@
-"""Observers of a run: trackers, and objects of the user, given by their import path.
+"""Observers of a run: trackers such as MLflow, and the user's own objects, named by their import paths.
 
-Trackers get the content of the run's own files, with the names of ``rounds.csv``. A background thread sends the data:
-a slow tracker never delays a round, and a failing tracker never aborts a run.
+Trackers receive the same numbers as the run's files, under the names of ``rounds.csv``. A background thread sends the
+numbers, so that a slow tracker never delays a round, and a failing tracker never aborts a run.
 """
 
 import secrets
@@ -30,18 +30,19 @@ from fl_sim.store.run_directory import CONFIG, RoundRecord, read_result, read_ro
 from fl_sim.tracking.trackers import TRACKERS, Session, TrackedRun, TrackerState, chosen_trackers
 
 Say: TypeAlias = Callable[[str], None]
+"""A function that shows a line of text to the user."""
 
 SECONDS_TOGETHER: Final = 5.0
-"""Seconds of rounds that are sent together, which reduces the cost of sending short rounds."""
+"""The rounds of so many seconds are sent to trackers together, because a request per short round would be slow."""
 
 LONGEST_SECONDS: Final = 60.0
-"""Timeout in seconds for the trackers at the end of a run."""
+"""Seconds that a run waits at its end for trackers that are still sending."""
 
 METRICS: Final = "metrics"
-"""Name of the method of a user's observer that measures the model after a round."""
+"""The name of the optional method of a user's observer that computes own metrics of the model after a round."""
 
 EVENTS: Final = (*(name for name in vars(Observer) if not name.startswith("_")), METRICS)
-"""Names of the methods of an observer. A user's observer needs at least one of them."""
+"""The names of all methods of an observer. A user's observer needs at least one of them."""
 
 TRACKING: Final = "tracking.json"
 _LONGEST: Final = 2**16
@@ -50,17 +51,21 @@ _STATES: Final = TypeAdapter(dict[str, TrackerState])
 
 @dataclass(frozen=True)
 class Tracking:
-    """The trackers and observers of each run. ``observers``: import paths of callables that take a run directory."""
+    """The trackers and user's observers that follow each run of a command.
+
+    ``trackers``: names, such as mlflow. ``observers``: import paths of functions or classes that create an observer
+    from the run directory.
+    """
 
     trackers: tuple[str, ...] = ()
     observers: tuple[str, ...] = ()
 
     def of(self, directory: Path, first: Observer, say: Say | None = None, given: object = None) -> "ObserverList":
-        """Return one observer for the run in ``directory``, which calls ``first`` and all other observers.
+        """Create the observers of the run in ``directory``, and return them as one observer.
 
-        ``say``: function that shows the failure of a tracker (default: on standard error). ``given``: a further
-        observer, as a Python object.
-        Raises UserError for an import path without an observer.
+        ``first``: an observer that is called before all others. ``say``: shows the failure of a tracker to the user
+        (default: on standard error). ``given``: a further user's observer, as an object. Raises UserError if an
+        observer cannot be created, or has no method of an observer.
         """
         own: list[tuple[str, object]] = []
         for path in self.observers:
@@ -69,7 +74,7 @@ class Tracking:
                 own.append((path, factory(directory)))
             except Exception as error:
                 raise UserError(
-                    f"observer {path!r} cannot be made: called with the run's directory it failed with "
+                    f"observer {path!r} cannot be created: called with the run directory, it failed with "
                     f"{in_one_line(error)}"
                 ) from error
         if given is not None:
@@ -78,7 +83,7 @@ class Tracking:
         return ObserverList([first, *live], own)
 
     def catch_up(self, directory: Path, say: Say) -> None:
-        """Send an earlier finished run to the trackers that have not received it yet."""
+        """Send the finished run in ``directory`` to those trackers that do not have all of it yet."""
         if self.trackers:
             send_whole(directory, self.trackers, say)
 
@@ -87,9 +92,9 @@ NO_TRACKING: Final = Tracking()
 
 
 def tracking_of(track: str | Iterable[str]) -> Tracking:
-    """Return the trackers and observers in ``track``, names of trackers and import paths of observers.
+    """Parse the option ``--track``: names of trackers and import paths of observers, as a list or with commas.
 
-    Raises UserError for a tracker that is unknown or not installed, and for a path without an object.
+    Raises UserError for a tracker that is unknown or not installed, and for an import path that does not exist.
     """
     names = chosen_trackers(track)
     paths = tuple(name for name in names if ":" in name)
@@ -100,7 +105,11 @@ def tracking_of(track: str | Iterable[str]) -> Tracking:
 
 @dataclass
 class Sender:
-    """Sends one run to ``trackers``. A failure is shown once; afterwards nothing more is sent to the failed tracker."""
+    """Sends one run to ``trackers``. After a failure, which is shown once, the failed tracker receives nothing more.
+
+    ``directory``: the run directory. ``say``: shows a failure to the user. ``failed``: the trackers that have failed.
+    ``sessions``: {tracker: its open session}.
+    """
 
     directory: Path
     trackers: Sequence[str]
@@ -109,7 +118,7 @@ class Sender:
     sessions: dict[str, Session] = field(default_factory=dict)
 
     def open(self, first_round: int) -> None:
-        """Open a session of each tracker for a run that continues with ``first_round``; send missing earlier rounds."""
+        """Connect to each tracker, and send the earlier rounds that it lacks. ``first_round``: the run's next round."""
         earlier = read_rounds(self.directory)[: first_round - 1]
         for tracker in self.trackers:
             with self._going_on(tracker):
@@ -117,7 +126,7 @@ class Sender:
         self.send(earlier)
 
     def send(self, records: Sequence[RoundRecord]) -> None:
-        """Send to each tracker the rounds in ``records`` that it has not received yet."""
+        """Send to each tracker those rounds of ``records`` that it does not have yet."""
         for tracker, session in list(self.sessions.items()):
             if new := [record for record in records if record.round > session.last_round]:
                 with self._going_on(tracker):
@@ -127,7 +136,10 @@ class Sender:
                     _write(self.directory, states)
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """Send the numbers of ``result.json``, with the names of ``table.csv`` and the prefix ``result.``."""
+        """Send the numbers in ``facts``, the content of ``result.json``, and close all sessions.
+
+        The names are those of ``table.csv`` with the prefix ``result.``.
+        """
         results = {f"result.{name}": value for name, value in measures(facts).items()}
         for tracker, session in list(self.sessions.items()):
             with self._going_on(tracker):
@@ -145,12 +157,15 @@ class Sender:
             self.failed.append(tracker)
             self.say(
                 f"{tracker} gets no more of this run: {in_one_line(error)}; the run itself is not affected, and "
-                f"'fl-sim export {self.directory} --to {tracker}' sends what is missing"
+                f"'fl-sim export {self.directory} --to {tracker}' sends the missing data"
             )
 
 
 def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
-    """Send the parts of a run's files that the trackers have not received; return the sender with its failures."""
+    """Send to each tracker the rounds and results in the run directory that it lacks.
+
+    Returns the sender; its ``failed`` lists the trackers that failed.
+    """
     rounds, facts = read_rounds(directory), read_result(directory)
     states = _read(directory)
     missing = []
@@ -167,10 +182,10 @@ def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
 
 
 class LiveTracker(Silent):
-    """Observer that sends a run to trackers, round by round, but a private run only at its end.
+    """An observer that sends a run to trackers: round by round, but a run with a privacy guarantee only at its end.
 
-    The end time of a private round would reveal the duration of local training, and so the number of records: all its
-    rounds are sent together after the last one.
+    A tracker stores when a round was sent. In a private run this time would reveal the duration of local training, and
+    so the number of records. So all rounds of a private run are sent together after the last round.
     """
 
     def __init__(self, directory: Path, trackers: Sequence[str], say: Say) -> None:
@@ -180,19 +195,19 @@ class LiveTracker(Silent):
         self._is_private = False
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Start the background thread, which opens the trackers; for a private run, do nothing yet."""
+        """Start the background thread, which connects to the trackers; a private run starts it at its end."""
         del engine
         self._is_private = experiment.is_private
         if not self._is_private:
             self._start(self._send_all, first_round)
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Add a round to the queue of the background thread; the rounds of a private run are sent at its end."""
+        """Pass the round to the background thread; the rounds of a private run are sent at its end."""
         if not self._is_private:
             self._queue.put(record)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Send the remaining data, and wait for the background thread until the timeout."""
+        """Pass the results to the background thread, and wait until all is sent, at most 60 seconds."""
         if self._is_private:
             self._start(send_whole, self._sender.directory, self._sender.trackers, self._sender.say)
         self._queue.put(facts)
@@ -200,8 +215,8 @@ class LiveTracker(Silent):
             self._thread.join(LONGEST_SECONDS)
             if self._thread.is_alive():
                 self._sender.say(
-                    f"trackers were not done after {LONGEST_SECONDS:g} seconds and are left: 'fl-sim export "
-                    f"{self._sender.directory} --to {','.join(self._sender.trackers)}' sends what is missing"
+                    f"trackers were not done after {LONGEST_SECONDS:g} seconds, and the run ends: 'fl-sim export "
+                    f"{self._sender.directory} --to {','.join(self._sender.trackers)}' sends the missing data"
                 )
 
     def _start(self, target: Callable[..., object], *arguments: object) -> None:
@@ -217,7 +232,7 @@ class LiveTracker(Silent):
         self._sender.end(facts)
 
     def _waited(self) -> tuple[list[RoundRecord], Mapping[str, Any] | None]:
-        """Wait for the next rounds, up to ``SECONDS_TOGETHER``; return them, and the results if the run has ended."""
+        """Collect rounds from the queue for ``SECONDS_TOGETHER``; return them, and the results if the run has ended."""
         said, records = self._queue.get(), []
         until = time.monotonic() + SECONDS_TOGETHER
         while isinstance(said, RoundRecord):
@@ -230,22 +245,23 @@ class LiveTracker(Silent):
 
 
 def ending_of(facts: Mapping[str, Any]) -> str:
-    """Return an identifier of the content of ``result.json``. The identifier changes when the run continues."""
+    """Return an identifier of the results in ``facts``; it changes when the run is extended and has new results."""
     return f"{facts['status']} {facts.get('chain', '')}"
 
 
 class ObserverList:
-    """Observer that calls all ``observers``, then the user's observers in ``own``, (name, observer).
+    """An observer that calls several observers: first fl-sim's ``observers``, then the user's ``own``, (name, object).
 
-    A user's observer may lack some methods. An exception in a user's observer stops the run with an error of one line.
-    Raises UserError for an observer without any known method.
+    A user's observer may lack methods. An exception in a user's observer stops the run with an error message of one
+    line. Raises UserError for a user's observer without any method of an observer.
     """
 
     def __init__(self, observers: Sequence[Observer], own: Sequence[tuple[str, object]]) -> None:
         for name, observer in own:
             if not any(callable(getattr(observer, event, None)) for event in EVENTS):
                 raise UserError(
-                    f"observer {name!r} is a {type(observer).__name__} with none of the methods {', '.join(EVENTS)}"
+                    f"observer {name!r} is a {type(observer).__name__} with none of the methods {', '.join(EVENTS)}; "
+                    "define at least one of them"
                 )
         self._observers, self._own = observers, own
         self.own_metrics: Mapping[str, OwnMetrics] = {
@@ -254,37 +270,40 @@ class ObserverList:
         self.has_started = False
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Report the start of the run to all observers."""
+        """Report to all observers that the run starts, or resumes with ``first_round``."""
         self.has_started = True
         self._call("started", experiment, engine, first_round)
 
     def preparing(self, what: str) -> None:
-        """Report the preparation before the first round to all observers."""
+        """Report to all observers the preparation before the first round that starts now; ``what`` describes it."""
         self._call("preparing", what)
 
     def replied(self, replies: int) -> None:
-        """Report the number of client replies in the round to all observers."""
+        """Report to all observers how many clients of the current round have replied."""
         self._call("replied", replies)
 
     def finished_round(self, record: RoundRecord) -> str | None:
-        """Report a round to all observers. If a user's observer returns True to end the run, return the reason."""
+        """Report the measures of a finished round to all observers.
+
+        If a user's observer returns True to end the run, the reason for the end is returned; otherwise None.
+        """
         reasons = []
         for name, returned in self._call("finished_round", record):
             if not (returned is None or isinstance(returned, bool | np.bool_)):
                 raise RunError(
                     f"observer {name} returned {in_one_line(repr(returned))} from finished_round: return True to end "
-                    "the run after this round, None or False to go on; mend it, and the same command goes on"
+                    "the run after this round, None or False to continue; correct it, and the same command resumes"
                 )
             if returned:
                 reasons.append(f"observer {name} ended the run after round {record.round}")
         return "; ".join(reasons) or None
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Report the result of the run to all observers."""
+        """Report to all observers that the run has ended. ``facts``: the content of ``result.json``."""
         self._call("ended", facts)
 
     def _call(self, event: str, *arguments: object) -> list[tuple[str, object]]:
-        """Call the method ``event`` of all observers. Return (name, returned value) of the user's observers."""
+        """Call the method ``event`` of all observers; return (name, returned value) of the user's observers."""
         returned = []
         for observer in self._observers:
             getattr(observer, event)(*arguments)
@@ -295,7 +314,8 @@ class ObserverList:
                     returned.append((name, method(*arguments)))
                 except Exception as error:
                     raise RunError(
-                        f"observer {name} failed in {event}: {with_place(error)}; mend it, and the same command goes on"
+                        f"observer {name} failed in {event}: {with_place(error)}; correct it, and the same command "
+                        "resumes the run"
                     ) from error
         return returned
 
@@ -305,9 +325,10 @@ def _to_standard_error(line: str) -> None:
 
 
 def _opened(tracker: str, directory: Path, first_round: int) -> Session:
-    """Return a session of ``tracker`` that has only rounds of this run.
+    """Open a session of ``tracker`` for a run whose next round is ``first_round``.
 
-    If the tracker has ``first_round`` or later rounds, these come from an earlier run: this run gets a new identity.
+    If the tracker already has this round, that round is of an earlier run in the same directory. Then this run gets a
+    new identity, so that the tracker does not mix the two runs.
     """
     run = _tracked_run(directory, tracker)
     if run.state.sent >= first_round:
@@ -317,9 +338,10 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 
 
 def _tracked_run(directory: Path, tracker: str, *, anew: bool = False) -> TrackedRun:
-    """Return the run in ``directory`` for ``tracker``. The run gets a new identity if it has none, or if ``anew``.
+    """Return the name, settings and state of the run in ``directory`` that ``tracker`` needs.
 
-    Raises UserError for a damaged ``tracking.json`` or damaged settings.
+    The run gets a new identity in the tracker if it has none, or if ``anew``. Raises UserError for a damaged
+    ``tracking.json`` or ``config.toml``.
     """
     states = _read(directory)
     if anew or tracker not in states:
@@ -336,7 +358,7 @@ def _read(directory: Path) -> dict[str, TrackerState]:
     try:
         return _STATES.validate_json(read_whole(path, _LONGEST))
     except ValidationError as error:
-        raise UserError(f"{path} is damaged: delete it, and trackers take the run for a new one") from error
+        raise UserError(f"{path} is damaged: delete it, and trackers will receive the run as a new run") from error
 
 
 def _write(directory: Path, states: Mapping[str, TrackerState]) -> None:

@@ -1,6 +1,6 @@
-"""The trackers TensorBoard, MLflow, Weights & Biases and Trackio, with one session per run; and their selection.
+"""The trackers TensorBoard, MLflow, Weights & Biases and Trackio. A session sends one run to one tracker.
 
-The library of a tracker is imported when its session opens, so that libraries of other trackers are not needed.
+The library of a tracker is imported when a session opens, so that a user needs only the libraries of chosen trackers.
 """
 
 import importlib.util
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from fl_sim.report.measures import Value
 
 PROJECT: Final = "fl-sim"
-"""Default project name of all runs. The environment variable of the tracker has priority."""
+"""The name of the project in the tracker, unless the tracker's environment variable (WANDB_PROJECT, ...) is set."""
 
 _FOLDER: Final = "tensorboard"
-_AROUND: Final = 16  # bytes around an event in its file: its length, and two checksums
+_AROUND: Final = 16  # bytes that an event file adds to each event: its length and two checksums
 
 _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Default environment variables, which the user may override. An unavailable server fails fast and without messages."""
+"""Defaults of MLflow's environment variables: a missing server then fails fast, and without many messages."""
 
 _IDENTITY: Final = "fl-sim.identity"
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one request
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # MLflow's limits for one request
 _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 @dataclass(frozen=True)
 class TrackerState:
-    """The state of one tracker in ``tracking.json``. ``identity``: identifier of the run in the tracker.
+    """What one tracker has received of a run, stored in ``tracking.json``.
 
-    ``sent``: the last round that was sent. ``ended``: the identifier of the result that was sent (``ending_of``), empty
-    before the end of the run.
+    ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that was sent.
+    ``ended``: the identifier of the results that were sent (``ending_of``); empty if none were sent.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -58,7 +58,11 @@ class TrackerState:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The data of a run for a tracker. ``settings``: all settings of ``config.toml`` by dotted name."""
+    """The facts about a run that a tracker's session needs.
+
+    ``name``: the name of the run directory. ``settings``: all settings of ``config.toml``, as {dotted name: value}.
+    ``state``: what the tracker has received before.
+    """
 
     name: str
     directory: Path
@@ -67,31 +71,34 @@ class TrackedRun:
 
 
 class Session(Protocol):
-    """The session of a tracker for one run. The methods may raise any exception of the tracker's library."""
+    """The connection of one run to one tracker. The methods may raise any exception of the tracker's library."""
 
     @property
     def last_round(self) -> int:
-        """Return the number of the last round that the tracker has; 0 if it has no round."""
+        """Return the number of the last round that the tracker has; 0 if it has none."""
         ...
 
     @property
     def place(self) -> str:
-        """Return as text the command, address or name with which the user finds the run."""
+        """Return the command, address or name with which the user finds the run in the tracker."""
         ...
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Send the numbers of further rounds. ``rounds``: {round: {name: value}}."""
+        """Send the measures of further rounds. ``rounds``: {round: {name of a measure: value}}."""
         ...
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Send the results of the run after ``last_round``. ``status``: finished, failed or interrupted."""
+        """Send the ``results`` of the run, {name: value}, and close the session.
+
+        ``status``: finished, failed or interrupted. ``last_round``: the last round of the run.
+        """
         ...
 
 
 class TensorBoard:
-    """TensorBoard session: one event file in the run directory, for ``tensorboard --logdir``.
+    """TensorBoard: writes one event file in the run directory, for ``tensorboard --logdir``.
 
-    A resumed run appends to the file after the last complete event.
+    A resumed run appends to the file. If a crash has left an incomplete event at the end, it is removed first.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -99,15 +106,15 @@ class TensorBoard:
         self._path.parent.mkdir(exist_ok=True)
         for other in self._path.parent.glob("events.out.tfevents.*"):
             if other != self._path:
-                other.unlink()  # of an earlier run, which is no longer in this directory
-        steps = [event.step for event in _kept(self._path)] if self._path.exists() else []
+                other.unlink()  # the file of an earlier run that is no longer in this directory
+        steps = [event.step for event in _complete_events(self._path)] if self._path.exists() else []
         self.last_round = max(steps, default=0)
         self.place = f"tensorboard --logdir {tracked.directory}"
         if not steps:
             self._write({"file_version": "brain.Event:2"}, {"summary": _text("settings", tracked.settings)})
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Write the numbers of the rounds into the event file."""
+        """Write the measures of the rounds into the event file."""
         self._write(*({"step": step, "summary": _scalars(numbers)} for step, numbers in rounds.items()))
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
@@ -127,7 +134,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """MLflow session: a run on the server or in the database of ``$MLFLOW_TRACKING_URI``, found by its identity."""
+    """MLflow: sends a run to the server or database ``$MLFLOW_TRACKING_URI``. A tag contains the run's identity."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         for name, value in _PATIENCE.items():
@@ -144,7 +151,7 @@ class MLflow:
         self._describe(tracked, run)
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Send the numbers of the rounds, many of them in one request."""
+        """Send the measures of the rounds, up to 1000 numbers per request."""
         from mlflow.entities import Metric  # noqa: PLC0415 (an extra)
 
         now = int(1000 * time.time())
@@ -153,14 +160,14 @@ class MLflow:
             self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Send the results, and close the run."""
+        """Send the results and the status; MLflow then shows the run as ended."""
         self.send({last_round: results})
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
     def _describe(self, tracked: TrackedRun, run: "Run") -> None:
-        """Send the settings of the run as parameters.
+        """Send the settings of the run as MLflow parameters.
 
-        A setting that changed since the first part of the run becomes a tag, because MLflow parameters cannot change.
+        Parameters cannot change. So a setting that was changed for a resumed run becomes a tag, ``now.SETTING``.
         """
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 (an extra)
 
@@ -174,9 +181,9 @@ class MLflow:
 
 
 class WandB:
-    """Weights & Biases session: offline files in the run directory, unless ``$WANDB_MODE`` has another value.
+    """Weights & Biases: writes offline files in the run directory, unless ``$WANDB_MODE`` is set to another mode.
 
-    The collection of data on the machine, the program and the code by the library is switched off.
+    The library may not collect data about the machine, the program or its code.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -196,21 +203,21 @@ class WandB:
         self.place = f"wandb sync {tracked.directory}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Log the rounds' numbers."""
+        """Log the measures of the rounds."""
         for step, numbers in rounds.items():
             self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Write the results into the summary of the run, and close the run."""
+        """Write the results and the status into the summary of the run, and close the run."""
         del last_round
         self._run.summary.update({**results, "status": status})
         self._run.finish(exit_code=int(status != "finished"))
 
 
 class Trackio:
-    """Trackio session: a local database, or the server ``$TRACKIO_SERVER_URL``, for ``trackio show``.
+    """Trackio: writes to a local database, or to the server ``$TRACKIO_SERVER_URL``, for ``trackio show``.
 
-    The name of the run in Trackio consists of the directory name and the identity of the run.
+    The name of a run in Trackio is the name of its directory and its identity.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -218,7 +225,7 @@ class Trackio:
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{tracked.name}-{tracked.state.identity}"
-        with redirect_stdout(StringIO()):  # it prints the address of the dashboard, but --json prints JSON alone
+        with redirect_stdout(StringIO()):  # Trackio prints an address, but with --json only JSON may be printed
             self._run = trackio.init(
                 project, name=name, config=dict(tracked.settings), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
@@ -227,12 +234,12 @@ class Trackio:
         self.place = f"trackio show --project {project}"
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Log the rounds' numbers."""
+        """Log the measures of the rounds."""
         for step, numbers in rounds.items():
             self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Log the results at the last round, and wait until all data are written."""
+        """Log the results and the status at the last round, and wait until all data are written."""
         self._run.log({**results, "status": status}, step=last_round)
         with redirect_stdout(StringIO()):
             self._run.finish()
@@ -241,11 +248,11 @@ class Trackio:
 TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Session]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "trackio": Trackio,
 }  # fmt: skip
-"""{name of a tracker, which is also the name of its library and of the extra that installs it: session class}."""
+"""{name of a tracker: its session class}. The name is also that of its library, and of the extra that installs it."""
 
 
 def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of trackers and the import paths of observers in ``typed``, without duplicates.
+    """Split the option ``--track`` into names of trackers and import paths of observers, without duplicates.
 
     ``typed``: a list, or text with commas. Raises UserError for a tracker that is unknown or not installed.
     """
@@ -254,16 +261,16 @@ def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
     for name in (one for one in chosen if ":" not in one):
         if name not in TRACKERS:
             raise UserError(
-                f"unknown tracker {name!r}{guess(name, TRACKERS)}; there are {', '.join(TRACKERS)}, and MODULE:NAME "
-                "for an observer of your own"
+                f"unknown tracker {name!r}{guess(name, TRACKERS)}; valid: {', '.join(TRACKERS)}, and MODULE:NAME for "
+                "your own observer"
             )
         if importlib.util.find_spec(name) is None:
             raise UserError(f"tracker {name!r} is not installed: pip install {name}")
     return chosen
 
 
-def _kept(path: Path) -> "Iterator[Event]":
-    """Return the events in a file. Remove an incomplete event at its end, which a crash may have left."""
+def _complete_events(path: Path) -> "Iterator[Event]":
+    """Return the events in the file ``path``, after an incomplete event at its end, left by a crash, is removed."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415 (an extra)
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
 
@@ -279,7 +286,7 @@ def _scalars(numbers: Mapping[str, float]) -> object:
 
 
 def _text(tag: str, table: Mapping[str, Any]) -> object:
-    """Return a TensorBoard text summary with a Markdown table of names and values."""
+    """Return ``table`` as a TensorBoard text summary with a Markdown table."""
     from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: PLC0415 (an extra)
 
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.items())]
@@ -288,7 +295,7 @@ def _text(tag: str, table: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _alone_at(uri: str) -> Iterator[None]:
-    """Lock the SQLite database at ``uri`` while it opens, so that two processes never create its tables both."""
+    """Lock the folder of the SQLite database at ``uri``, so that two processes never create its tables together."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -302,7 +309,7 @@ def _alone_at(uri: str) -> Iterator[None]:
 
 
 def _run_of(client: "MlflowClient", tracked: TrackedRun) -> "Run":
-    """Return the MLflow run with the identity of ``tracked``; create the run if it is missing."""
+    """Find the MLflow run with the identity of ``tracked``, or create it."""
     experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{tracked.state.identity}'", max_results=1)
     if found:
@@ -317,7 +324,7 @@ def _experiment(client: "MlflowClient", name: str) -> str:
     if (found := client.get_experiment_by_name(name)) is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run was quicker
+        except MlflowException:  # another process may have created it meanwhile
             if (found := client.get_experiment_by_name(name)) is None:
                 raise
     return str(found.experiment_id)

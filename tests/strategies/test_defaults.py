@@ -151,7 +151,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "one group": ({"sampler": {"kind": "cyclic", "groups": 1, "sampling_rate": 1}}, "sampler.groups=1 has no effect"),
     "all of the largest": ({"compress": "top-k:1"}, "compress.share=1 has no effect: all numbers"),
     "all of some": ({"compress": "rand-k:1"}, "compress.share=1 has no effect: all numbers"),
-    "devices alike": ({"devices": {"kind": "uniform", "spread": 0}}, "all devices are alike"),
+    "devices alike": ({"devices": {"kind": "uniform", "spread": 0}}, "all devices are equal"),
     "devices all alike": ({"devices": {"kind": "log-normal", "sigma": 0}}, "devices.sigma=0 has no effect"),
     "age does not count": (
         {"devices": "constant", "server": {"kind": "fedasync", "staleness_exponent": 0}},

@@ -46,9 +46,9 @@ def test_jitter_and_availability_are_drawn_for_each_turn_and_the_same_again() ->
     assert factors[0] != shaken.seconds(0, 2, 6) / 11.5
     assert abs(np.log(factors).mean()) < 0.1
     assert np.log(factors).std() == pytest.approx(0.5, abs=0.08)
-    assert shaken.there(1).mean() == pytest.approx(0.25, abs=0.08)
-    assert (shaken.there(1) == shaken.there(1)).all()
-    assert (shaken.there(1) != shaken.there(2)).any()
+    assert shaken.available(1).mean() == pytest.approx(0.25, abs=0.08)
+    assert (shaken.available(1) == shaken.available(1)).all()
+    assert (shaken.available(1) != shaken.available(2)).any()
 
 
 def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
@@ -58,7 +58,7 @@ def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
 
 def test_who_is_late_is_lost_and_the_round_lasts_to_the_deadline() -> None:
     held = turnout(clock([0.1, 0.5], [10, 10]), 1, [0, 1], deadline=7.0, partial=False)
-    assert (held.asked.tolist(), held.in_time.tolist(), held.num_late, held.seconds) == ([0, 1], [0], 1, 7.0)
+    assert (held.available.tolist(), held.in_time.tolist(), held.num_late, held.seconds) == ([0, 1], [0], 1, 7.0)
 
 
 def test_who_would_be_late_does_the_steps_that_fit_or_is_lost() -> None:
@@ -71,7 +71,7 @@ def test_who_would_be_late_does_the_steps_that_fit_or_is_lost() -> None:
 def test_a_round_without_anybody_lasts_until_the_server_looks_again() -> None:
     rare = clock([0.1] * 2, [10] * 2, availability=1e-3)
     held = turnout(rare, 1, [0, 1], deadline=7.0, partial=False)
-    assert (held.asked.tolist(), held.in_time.tolist(), held.num_late, held.seconds) == ([], [], 0, 1.0)
+    assert (held.available.tolist(), held.in_time.tolist(), held.num_late, held.seconds) == ([], [], 0, 1.0)
 
 
 @given(st.floats(1e-3, 3), st.integers(0, 50), st.floats(5, 40), st.floats(0, 0.2), st.floats(0, 1))
@@ -111,7 +111,7 @@ def test_who_is_through_at_the_deadline_itself_is_in_time() -> None:
 def test_every_client_is_there_as_often_as_it_is_available_itself() -> None:
     mixed = clock([0.1] * 3, [10] * 3)
     mixed = replace(mixed, fleet=replace(mixed.fleet, availability=np.array([1.0, 0.5, 0.1])))
-    looks = np.mean([mixed.there(look) for look in range(400)], axis=0)
+    looks = np.mean([mixed.available(look) for look in range(400)], axis=0)
     assert looks == pytest.approx([1.0, 0.5, 0.1], abs=0.07)
 
 
@@ -220,8 +220,8 @@ def test_turns_in_flight_are_told_in_the_order_in_which_they_end() -> None:
 class Attended(Clock):
     """Clients 0 and 1 are not there when the server looks for the first time."""
 
-    def there(self, look: int) -> NDArray[np.bool_]:
-        return np.arange(len(self.sizes)) >= (2 if look == 1 else 0)
+    def available(self, attempt: int) -> NDArray[np.bool_]:
+        return np.arange(len(self.sizes)) >= (2 if attempt == 1 else 0)
 
 
 def test_who_was_not_there_is_asked_first_when_the_server_looks_again_in_the_order_of_asking() -> None:

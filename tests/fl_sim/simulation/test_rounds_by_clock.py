@@ -143,7 +143,7 @@ def test_who_trains_on_the_released_pool_alone_takes_the_time_of_the_pool(server
     assert first.virtual_seconds == pytest.approx(made / 100, rel=1e-3)
     assert first.seconds is None
     assert result["privacy"][0]["epsilon"] <= 10
-    with pytest.raises(UserError, match="which no epsilon here covers"):
+    with pytest.raises(UserError, match="No epsilon here covers this"):
         experiment(preprocess={**pool, "train_on": "own-and-synthetic"}, devices=devices)
 
 
@@ -158,7 +158,7 @@ def test_a_profile_that_changes_between_stop_and_start_is_noticed(tmp_path: Path
     with pytest.raises(UserError, match=r"holds a run with other settings \(devices\)"):
         run(chosen, tmp_path / "run")
     path.write_text("seconds_per_step,clients\n0.1,3\n0.6,2\n")
-    with pytest.raises(UserError, match="is for 5 clients, and this run has 6"):
+    with pytest.raises(UserError, match="is for 5 clients, but this run has 6"):
         run(chosen, tmp_path / "other")
     assert not (tmp_path / "other" / "config.toml").exists()
 
