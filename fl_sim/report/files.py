@@ -301,7 +301,7 @@ def read_json(path: Path) -> Any:
     with path.open("rb") as file:
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST:,} bytes, which no file of this program has")
+        raise ValueError(f"it has more than {_LARGEST:,} bytes, which is more than fl-sim writes")
     try:
         value = json.loads(content.decode())
         if _is_deeper(value, _DEEPEST):

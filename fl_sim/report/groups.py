@@ -186,7 +186,7 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
     for name in ("code", "records"):
         own = run.identity.get(name)
-        if own and not str(own).startswith("keyed-"):  # a digest of private records has a new secret key in every run
+        if own and not str(own).startswith("keyed-"):  # private records: the digest is salted anew in every run
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
             settings[f"identity.{name}"] = digest[:8]
     return {**settings, "evaluate": used} if used else settings

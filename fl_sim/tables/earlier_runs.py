@@ -30,8 +30,8 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 
     The earlier run is a finished run in the parent folder of ``out`` with the settings of ``experiment`` but fewer
     rounds. Its extension must be bit-identical to a run of ``experiment``. Return the directory of the earlier run with
-    the most rounds; None if there is no such run. The earlier run itself is not changed. ``experiment`` must be
-    resolved. Raises RunError if the copy cannot be written.
+    the most rounds; None if there is no such run. The earlier run itself is not changed. All defaults in ``experiment``
+    must be filled in (``resolved``). Raises RunError if the copy cannot be written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
@@ -48,7 +48,7 @@ def finished_result(directory: Path, experiment: Experiment, data_root: Path | N
     """Return the content of ``result.json`` if ``directory`` has a finished run of ``experiment``, else None.
 
     Also return None for a damaged run, and for a run with different settings, records or code. The worker that executes
-    the run reports the reason. ``experiment`` must be resolved.
+    the run reports the reason. In ``experiment``, all defaults must be filled in (``resolved``).
     """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":

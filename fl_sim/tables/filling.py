@@ -66,7 +66,7 @@ class TableState:
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
-        """Store the results of hyperparameter tuning, and the plan with the chosen values."""
+        """Store the results of the hyperparameter search, and the plan with the chosen values."""
         self.choices, self.plan = choices, plan
         vars(self).pop("_flat_settings", None)  # a cached property of the old plan
 

@@ -171,7 +171,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
         elif key.startswith("tune."):
             if key.split(".")[1] in {"space", "spaces"}:
                 raise UserError(
-                    f"{shortened(override)!r}: the search space cannot be changed here: change [tune.space] in the file"
+                    f"{shortened(override)!r}: KEY=VALUE cannot change a search space: change [tune.space] in the file"
                 )
             tune[key.removeprefix("tune.")] = value
             changed["tune"] = tune
@@ -227,7 +227,7 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        seed = getattr(one.experiment, over)  # None: an upper bound has no split and no cohorts
+        seed = getattr(one.experiment, over)  # None for an upper bound, which has no partition and no cohorts
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
         if cells.setdefault(place, cell) != cell:
@@ -334,7 +334,7 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
     experiment = experiment_at(base, point)
     with _naming(point):
         look_for(experiment.data, data_root)
-        with importing():  # after the settings are checked: an error is reported without torch
+        with importing():  # torch is imported only after the settings are checked, so that an error appears at once
             from fl_sim.experiment.job import job_of  # noqa: PLC0415
             from fl_sim.simulation.engine_choice import check_trainer  # noqa: PLC0415
         job = job_of(experiment, data_root)

@@ -174,10 +174,10 @@ class Method:
     is_bound: bool = False
 
 
-def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) -> dict[str, Space]:
+def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> dict[str, Space]:
     """Return {row: search space} for ``methods``. In each space, the settings of [tune.space] come first.
 
-    ``federations``: names of the settings of federated learning, which the space of an upper bound lacks. Raises
+    ``federated``: names of the settings of federated learning, which the space of an upper bound lacks. Raises
     UserError for an empty space, for a value that is no list or range, for a setting that must not be tuned or is
     already in the grid, and for an unknown method.
     """
@@ -199,7 +199,7 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
         for key in space:
             _check_free(key, method)
         if method.is_bound:
-            space = {key: dimension for key, dimension in space.items() if key.split(".")[0] not in federations}
+            space = {key: dimension for key, dimension in space.items() if key.split(".")[0] not in federated}
         elif not space:
             raise UserError(
                 f"row {method.row} has no setting to search for, and every row gets the same search: name a setting of "
@@ -212,7 +212,8 @@ def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) ->
 def drawn(space: Space, seed: int, trial: int) -> dict[str, Any]:
     """Return {setting: random value} for trial number ``trial`` (from 0).
 
-    The value of a setting depends only on its own search space, so that methods with the same space get equal values.
+    The value of a setting depends only on ``seed``, ``trial`` and the search space of this setting. Methods with the
+    same search space for a setting therefore get equal values.
     """
     return {key: dimension.drawn(seed, key, trial) for key, dimension in space.items()}
 

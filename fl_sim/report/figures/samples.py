@@ -43,7 +43,8 @@ PER_CLASS = 10
 MOST_CLASSES = 100
 _GAP = 4
 """Pixels between neighbouring images."""
-_LEFT, _RIGHT = 95, 150  # pixels
+_LEFT, _RIGHT = 95, 150
+"""Widths in pixels of the left and the right margin."""
 
 MOST_RECORD_CLASSES = 40
 MOST_PIXELS = 128

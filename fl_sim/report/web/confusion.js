@@ -1,4 +1,4 @@
-// Confusion matrices: row, the true class; column, the class it was taken for.
+// Confusion matrices. Rows are true classes, columns are predicted classes.
 
 const INK = [11, 79, 134], PAPER = [255, 255, 255];
 const MOST_NUMBERS = 30;
@@ -10,7 +10,7 @@ function luminance(rgb) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 }
 
-// Black or white, whichever is read better.
+// The text colour for a background `rgb`: black or white, whichever has more contrast.
 function inkOn(rgb) { return luminance(rgb) > 0.18 ? "#000000" : "#ffffff"; }
 
 function matrixTable(counts, told) {

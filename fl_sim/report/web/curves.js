@@ -1,4 +1,4 @@
-// Curves over rounds, bytes, seconds, virtual seconds or epsilon: a panel for each data set and split, one legend for all.
+// Curves over rounds, bytes, seconds, virtual seconds or epsilon. Each data set and partition has a panel.
 
 const MEASURES = { accuracy: "test accuracy (%)", loss: "test loss (nats)" };
 const AXES = {
@@ -9,7 +9,7 @@ const state = { measure: "accuracy", x: "round", log: false, full: data.full, hi
 
 function visible(panel) { return panel.lines.filter((line) => !state.hidden.has(line.method)); }
 
-// The points of a line that can be drawn: [{x, y, deviation, round}].
+// Return the points of a line that can be drawn: [{x, y, deviation, round}].
 function points(line) {
   const { mean, deviation } = line[state.measure];
   const found = line.round.map((round, at) => ({
@@ -20,7 +20,7 @@ function points(line) {
 
 function axisName(panel) { return state.x === "round" ? panel.x : AXES[state.x]; }
 
-// The range of the vertical axis: one for all panels of the same data, with the deviations that are drawn.
+// Return the range of the vertical axis of a panel, including deviations. Panels of the same data set share a range.
 function yRange(panel) {
   const alike = data.panels.filter((one) => one.data === panel.data);
   const found = alike.flatMap((one) => visible(one).flatMap(points));
@@ -32,7 +32,7 @@ function yRange(panel) {
   return percentRange(lows, highs);
 }
 
-// The range of an axis of accuracies: that of the values, at least five points, or 0 to 100.
+// Return the range of an axis in percent: that of the values, but at least five percentage points; or 0 to 100.
 function percentRange(lows, highs) {
   if (state.full || !lows.length) return [0, 100];
   const from = Math.max(0, Math.min(...lows)), to = Math.min(100, Math.max(...highs));
@@ -48,7 +48,7 @@ function paintCurves(panel, host) {
   const range = xs.length ? [state.x === "round" ? Math.min(...xs) : 0, Math.max(...xs)] : [0, 1];
   if (range[0] === range[1]) range[0] -= 1;
   const [low, high] = yRange(panel);
-  // The bands of many methods would hide each other: bars beside the last round are drawn instead.
+  // The bands of many methods would hide each other. Bars to the right of the last round replace them.
   const spread = lines.filter(({ found }) => found.some(({ deviation }) => deviation));
   const bars = spread.length > MOST_BANDS ? spread : [];
   const x = scale(range[0], range[1], box.left, box.width - box.right - 7 * bars.length);
@@ -108,7 +108,7 @@ function trace(line, found, x, y, [low, high], hasBand) {
   return parts;
 }
 
-// A cross line that follows the pointer, or the arrow keys, and a box below the chart with every method's value there.
+// Show a vertical line that follows the pointer or the arrow keys, and a box with the value of every method there.
 function follow(host, panel, lines, box, x, y, marks) {
   if (!lines.length) { host.onpointermove = host.onkeydown = null; return; }
   const tip = make("div", { class: "tip", hidden: true, role: "status" });
@@ -142,7 +142,7 @@ function follow(host, panel, lines, box, x, y, marks) {
   };
 }
 
-// The last point up to there: how far a method was with as many rounds, bytes or seconds, or such an epsilon.
+// Return the last point of a line whose x (rounds, bytes, seconds or epsilon) is at most `place`.
 function upTo(found, place) { return found.findLast((one) => one.x <= place); }
 
 const MOST_TOLD = 24;
@@ -162,7 +162,7 @@ function tell(tip, panel, place, there) {
   tip.hidden = false;
 }
 
-// In words, for those who do not see the picture.
+// Return a description of the chart as text, for screen readers.
 function spoken(panel) {
   const ends = visible(panel).filter((line) => line.final[0] !== null).sort((a, b) => b.final[0] - a.final[0]);
   const best = ends.length ? ` The highest final accuracy is ${data.methods[ends[0].method].name}'s: ${ends[0].final[2]} %.` : "";

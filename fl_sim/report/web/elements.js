@@ -1,4 +1,4 @@
-// Elements of the page and of its drawings. Text is only ever set as text, never read as HTML.
+// HTML and SVG elements. Text from the data is set as text and never parsed as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -17,17 +17,17 @@ function fill(element, attributes, children) {
   return element;
 }
 
-// An HTML element with its attributes, listeners (values that are functions) and children.
+// Return an HTML element with attributes, event listeners (attributes whose values are functions) and children.
 function make(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-// The same of a drawing.
+// Return an SVG element with attributes, event listeners and children.
 function draw(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-// A <select> of [value, text], inside its label.
+// Return a <label> with a <select>. `options`: [value, text] of each option. `change`: called with the new value.
 function choice(text, options, chosen, change) {
   const select = make("select", { change: () => change(select.value) });
   for (const [value, told] of options) select.append(make("option", { value, selected: value === chosen }, told));
@@ -40,7 +40,7 @@ function tick(text, isOn, change) {
   return make("label", {}, box, text);
 }
 
-// How each method is drawn: 12 colours times 5 dashes; the upper bound is black or white.
+// Styles of lines: 12 colours times 5 dash patterns. The upper bound is black, or white on a dark page.
 const DASHES = ["", "9 3", "2 2", "10 3 2 3", "15 4"];
 
 function lineStyle(method) {
@@ -50,7 +50,7 @@ function lineStyle(method) {
   return { stroke: `var(--c${style % 12})`, "stroke-dasharray": DASHES[(style + turn) % 5] || null };
 }
 
-// What is drawn as soon as it comes into view, and again when its width or what it shows has changed.
+// Charts that are drawn when they scroll into view, and again when their width or their content has changed.
 const views = [];
 const seen = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
@@ -79,7 +79,7 @@ function show(host, paint) {
 
 function repaint() { views.forEach(stale); }
 
-// Paper shows what no screen has shown yet, in light colours.
+// Before printing, draw all charts that have not been drawn yet, in light colours.
 let screenTheme;
 addEventListener("beforeprint", () => {
   screenTheme = document.documentElement.dataset.theme;

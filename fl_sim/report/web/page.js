@@ -1,4 +1,4 @@
-// The page: its interactive sections, links to all sections, and the switch from light to dark.
+// The interactive sections of the page, the links to all sections, and the switch between light and dark.
 
 function live(heading, parts) {
   if (parts) document.getElementById("live").append(make("section", {}, make("h2", {}, heading), ...parts));

@@ -1,6 +1,6 @@
-// Figures of one row a method: final accuracy, what a target took, how the clients fare.
+// Charts with one row per method: final accuracy, costs until a target accuracy, accuracy of the clients.
 
-// Rows of {method, text, marks(x)}: name, drawing, value. The axis reaches from `low` to `high`.
+// Draw a chart with a row (name, marks, value) for each of `rows`: {method, text, marks(x)}. The axis: `low` to `high`.
 function rowChart(host, rows, [low, high], unit) {
   const x = (value) => `${Math.max(0, Math.min(100, (100 * (value - low)) / (high - low))).toFixed(2)}%`;
   const parts = rows.map((row) => make("div", { class: "row" },
@@ -29,7 +29,7 @@ function stroke(x, value, color) {
   return draw("line", { x1: x(value), x2: x(value), y1: 4, y2: 18, stroke: color, "stroke-width": 2.5 });
 }
 
-// The highest first, the upper bounds last.
+// Return the lines sorted by `value`, by default the highest first. Upper bounds come last.
 function ordered(lines, value, isDown = true) {
   const bound = (line) => (data.methods[line.method].bound ? 1 : 0);
   return [...lines].sort((a, b) => bound(a) - bound(b) || (isDown ? value(b) - value(a) : value(a) - value(b)));
@@ -69,7 +69,7 @@ function goalRows(panel, host) {
   }), [0, high], UNITS[goal.unit]);
 }
 
-// The target that was asked for, else the highest that all runs of a method got to, else the first.
+// Return the index of the target that the user gave, else of the highest that all runs of a method reached, else 0.
 function firstGoal() {
   if (data.aim !== null) return data.aim;
   const lines = data.panels.flatMap((panel) => panel.lines).filter((line) => !data.methods[line.method].bound);

@@ -1,13 +1,13 @@
-// From numbers to places and to text.
+// Conversion of numbers to positions on an axis and to text.
 
-// A function from [low, high] to [from, to], linear or logarithmic.
+// Return a function that maps [low, high] to [from, to], linear or logarithmic.
 function scale(low, high, from, to, isLog = false) {
   const turn = isLog ? Math.log10 : (value) => value;
   const start = turn(low), width = turn(high) - start || 1;
   return (value) => from + ((turn(value) - start) / width) * (to - from);
 }
 
-// About `count` round numbers in [low, high].
+// Return about `count` round numbers in [low, high].
 function ticks(low, high, count, isLog = false) {
   if (isLog) return logTicks(low, high, count);
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
@@ -29,7 +29,7 @@ function logTicks(low, high, count) {
   return found.filter((value) => value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9));
 }
 
-// A number as people read it: four digits, no exponent where it can be helped.
+// Return a number as text with `digits` significant digits, with an exponent only if it is very large or small.
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
@@ -39,7 +39,7 @@ function number(value, digits = 4) {
 
 function percentText(value) { return value === null ? "–" : value.toFixed(1); }
 
-// Mean and deviation, as the tables write them.
+// Return mean ± standard deviation as text, as in tables.
 function spreadText([mean, deviation], told = percentText) {
   if (mean === null) return "–";
   return deviation === null ? told(mean) : `${told(mean)} ± ${told(deviation)}`;

@@ -1,4 +1,4 @@
-// Tables that are sorted by a click on a head: numbers by size, what is not told at the end, upper bounds below all.
+// Tables that are sorted by a click on a heading. Missing values come last, and upper bounds below all other rows.
 
 function cellValue(row, column) {
   const text = (row.cells[column]?.textContent ?? "").trim();
@@ -24,7 +24,7 @@ function sortBy(table, head, column) {
   body.append(...rows.map(({ row }) => row));
 }
 
-// What is wider than its place is reached by the keyboard, too, so that the arrow keys scroll it.
+// A table that is wider than the page can be focused with the keyboard, so that the arrow keys scroll it.
 const wideOnes = new ResizeObserver((entries) => {
   for (const { target } of entries) {
     target.classList.toggle("scrolls", target.scrollWidth > target.clientWidth);
