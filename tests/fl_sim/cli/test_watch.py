@@ -101,5 +101,5 @@ def test_a_terminal_is_shown_what_runs_until_it_has_ended(tmp_path, monkeypatch,
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         watched(tmp_path / "nowhere")
