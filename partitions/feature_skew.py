@@ -82,7 +82,7 @@ class Natural:
     """Each client receives all records of one or more sources, such as hospitals (LEAF, Caldas et al. 2018).
 
     If there are as many sources as clients, client i receives the source with the i-th smallest number. If there are
-    more sources, each client receives equally many, drawn at random; their numbers differ by at most 1.
+    more sources, they are divided at random, so that clients differ by at most one source.
     """
 
     kind: Literal["natural"] = field(default="natural", kw_only=True)
@@ -91,7 +91,7 @@ class Natural:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Raise ImpossibleSplit: called only for a data set without sources of records, which this partition needs."""
+        """Raise ImpossibleSplit. This method is called for a data set without sources, which this partition needs."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
             "this data set does not say where its records come from; set data.client=COLUMN for a table, "

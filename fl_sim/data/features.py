@@ -117,9 +117,9 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 
 
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
-    """Return the features in a cache file. Raises FileNotFoundError if it is missing, another error if it is bad.
+    """Return the features in the cache file ``path``. ``identity``: the hash of records and version that it must have.
 
-    ``identity``: the hash of records and version that the file must contain.
+    Raises FileNotFoundError if the file is missing, another error if it is damaged.
     """
     if not path.exists():
         raise FileNotFoundError(path)

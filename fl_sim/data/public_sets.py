@@ -34,7 +34,7 @@ from fl_sim.types import Column, Dataset, Examples
 
 _NUM_TRAIN, _NUM_TEST = 1437, 360
 _MEAN, _STD = (0.3054,), (0.3760,)
-"""Mean and standard deviation of the digits' public training images, computed once; constants as of other data sets."""
+"""Mean and standard deviation of the digits' public training images, pixel values from 0 to 1. Computed once."""
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -157,7 +157,7 @@ def read_uci(root: Path, known: KnownSet) -> Dataset:
 
 
 def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (training, test) record indices of the digits, shuffled and stratified, exactly as scikit-learn does."""
+    """Split the digits exactly as scikit-learn does; return (training, test) indices, shuffled and stratified."""
     coins = np.random.RandomState(0)
     held = np.bincount(labels)
     for_training = _shares(held, _NUM_TRAIN, coins)

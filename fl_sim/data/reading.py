@@ -40,7 +40,7 @@ _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "sta
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
-    """Load the data set ``name``: a public name (``NAMES``), KIND:PLACE (fl_sim.data.naming), or module:function.
+    """Load the data set ``name``: a public name (``NAMES``), KIND:PLACE (``own_name``), or package.module:function.
 
     Files are searched in ``data_root``, $FL_SIM_DATA and the user's cache folder, in this order. A missing public data
     set is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files have
@@ -368,12 +368,12 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
             with path.open("rb") as file:
                 if path.suffix.lower() == ".csv":  # neither the order of lines nor the line endings count
                     lines = (line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n") for line in file)
-                    digests.append(_added(hashlib.sha256(line).digest() for line in lines if line))
+                    digests.append(_combined(hashlib.sha256(line).digest() for line in lines if line))
                 else:
                     digests.append(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
-    return digests[0].hex() if len(digests) == 1 else _added(digests).hex()
+    return digests[0].hex() if len(digests) == 1 else _combined(digests).hex()
 
 
 @lru_cache(maxsize=8)
@@ -383,10 +383,10 @@ def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -
 
 
 def _of_inputs(inputs: NDArray[Any]) -> str:
-    return _added(hashlib.sha256(np.ascontiguousarray(record).data).digest() for record in inputs).hex()
+    return _combined(hashlib.sha256(np.ascontiguousarray(record).data).digest() for record in inputs).hex()
 
 
-def _added(digests: Iterable[bytes]) -> bytes:
+def _combined(digests: Iterable[bytes]) -> bytes:
     """Combine ``digests`` to one digest that does not depend on their order."""
     total, count = 0, 0
     for digest in digests:

@@ -60,7 +60,7 @@ class TestPart:
     other: str = ""
 
     def check(self, *, has_column: bool) -> None:
-        """Raise UserError unless exactly one setting defines the test records. ``has_column``: is a split column."""
+        """Raise UserError unless exactly one setting, or a split column (``has_column``), defines the test records."""
         ways = (self.share > 0) + bool(self.other) + has_column
         if ways == 1:
             return

@@ -42,7 +42,10 @@ class Clock:
         return self.settings.num_steps(int(self.sizes[client]))
 
     def seconds(self, client: int, server_round: int, steps: int) -> float:
-        """Return the simulated seconds that ``client`` needs for download, ``steps`` local steps and upload."""
+        """Return the simulated seconds that ``client`` needs for download, ``steps`` local steps and upload.
+
+        ``server_round`` selects the random jitter.
+        """
         fleet = self.fleet
         sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
         records = 0

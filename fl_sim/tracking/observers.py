@@ -33,7 +33,7 @@ Say: TypeAlias = Callable[[str], None]
 """A function that shows a line of text to the user."""
 
 SECONDS_TOGETHER: Final = 5.0
-"""The rounds of so many seconds are sent to trackers together, because a request per short round would be slow."""
+"""Rounds that finish within this number of seconds are sent together, because one request per round would be slow."""
 
 LONGEST_SECONDS: Final = 60.0
 """Seconds that a run waits at its end for trackers that are still sending."""
@@ -275,7 +275,7 @@ class ObserverList:
         self._call("started", experiment, engine, first_round)
 
     def preparing(self, what: str) -> None:
-        """Report to all observers the preparation before the first round that starts now; ``what`` describes it."""
+        """Report to all observers that a preparation before the first round starts; ``what`` describes it."""
         self._call("preparing", what)
 
     def replied(self, replies: int) -> None:
