@@ -112,7 +112,7 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Batc
 
 
 def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
-    """Return a function that computes the answers of several clients to a ``Grouped`` task in one computation."""
+    """Return a function that computes the answers of several clients together, for a task that is ``Grouped``."""
     reader = _Reader(runtime_of)
 
     def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
@@ -134,7 +134,7 @@ def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a node: ``data`` names the node's data set, ``state`` is the node's folder for client states."""
+    """The settings of a node's owner: ``data``, the node's own data set, and ``state``, the folder of client states."""
 
     data: str
     state: Path
@@ -143,7 +143,7 @@ class Owner:
         """Return the configuration of a task with this node's state folder in place of the server's paths.
 
         Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
-        letters, digits, _ and -, because such a name could form a path out of the folder.
+        letters, digits, _ and -: such a name could be a path out of the folder.
         """
         if not _RUN.fullmatch(config.run):
             raise RunError(
@@ -159,7 +159,7 @@ def client_of(context: Context) -> int:
 
 
 def owner_of(context: Context) -> Owner | None:
-    """Return the owner of a node if the node's configuration has ``data``, else None."""
+    """Return the owner's settings from the node's configuration; None if it names no data set of its own."""
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
@@ -168,9 +168,9 @@ def owner_of(context: Context) -> Owner | None:
 
 
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Answer a message; on a node with an owner, remove the owner's paths and records from error messages.
+    """Answer a message (a Flower mod). On a node with its own data set, errors are sent without paths and records.
 
-    The node's log contains the full error. Messages of nodes without an owner pass unchanged.
+    The node's log contains the full error. Errors of other nodes pass unchanged.
     """
     if owner_of(context) is None:
         return call_next(message, context)
@@ -244,10 +244,10 @@ def _policy(context: Context) -> "Policy | None":
 
 
 def _without_paths(error: Exception, context: Context) -> str:
-    """Return an error text that contains no paths and no values of the node's configuration.
+    """Return an error message for the server that contains no paths and no values of the node's configuration.
 
-    For RunError and UserError the text is the error's message with these parts removed; for other errors the text names
-    only the type, because their messages may quote records.
+    From messages of RunError and UserError these parts are removed. Of other errors only the type is named, because
+    their messages may quote records.
     """
     if not isinstance(error, RunError | UserError):
         return f"{type(error).__name__}; the full message, which may quote records, is in the log of the node"

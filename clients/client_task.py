@@ -146,7 +146,7 @@ class ClientTask(Protocol):
 
 @runtime_checkable
 class Grouped(Protocol):
-    """A task that computes the answers of several clients together, which saves time."""
+    """A task that computes the answers of several clients together, which takes less time (DA-FL's generators)."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
         """Return each client's answer or error. An exception from one client's ``check`` aborts all clients."""

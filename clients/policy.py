@@ -2,10 +2,10 @@
 
 The policy is a TOML file on the client's machine, which no task of a server can change:
 
-    epsilon = 10.0               # the largest, per record, over ALL releases that this client ever makes
+    epsilon = 10.0               # the largest epsilon per record over ALL releases that this client ever makes
     delta = 1e-5
-    allow_raw_updates = false    # may it train on its own records, and send what it learnt without noise?
-    allow_votes = false          # may it vote as a teacher? Votes leave it without noise
+    allow_raw_updates = false    # may it train on its own records, and send updates without noise?
+    allow_votes = false          # may it send the votes of a PATE teacher, without noise?
 
 The folder ``<file>.private`` beside the policy contains the ledger of all releases under the policy, and temporary
 files of a release. All tasks share this ledger, whatever experiment, seed, partition or data set they name: a new task
@@ -81,9 +81,9 @@ class Policy:
         return self.home / "ledger.jsonl"
 
     def check_noise(self, noise: str, setting: str) -> None:
-        """Raise RunError for seeded noise, which the sender of the task could subtract.
+        """Raise RunError for seeded noise, which the server could subtract, because it knows the seed.
 
-        ``setting``: the name of the setting that ``noise`` comes from, for the message.
+        ``noise``: "secret" or "seeded". ``setting``: the setting with this value, for the message.
         """
         if noise != "secret":
             raise RunError(

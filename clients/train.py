@@ -62,7 +62,7 @@ class TrainingJob:
 
     @classmethod
     def of(cls, client: Client) -> TrainingJob:
-        """Return the training job of a client, with the algorithm's local plan.
+        """Return the training job for the message to ``client``, with the algorithm's local plan.
 
         Raises RunError if the algorithm's code wrote to its arguments.
         """

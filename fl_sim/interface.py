@@ -107,7 +107,7 @@ def run(
     track: str | Iterable[str] = (),
     observer: object = None,
 ) -> RunResult:
-    """Run an experiment, or resume or read its run in ``out``, and return the result.
+    """Run an experiment and return the result. A run in ``out`` is resumed, or only read if it is finished.
 
     ``experiment``: an Experiment, or settings as in a TOML file; None is the default experiment. ``out``: the run
     directory, by default ``results/NAME``, named after the settings. ``data_root``: the first directory in which data
@@ -206,9 +206,9 @@ def table(
     {...}}``, which may contain settings objects. ``out``: by default ``results/NAME``, for a plan from Python
     ``results/table-DIGEST``. ``jobs``: the number of runs at the same time (default: one per core). ``budget``: the
     time limit in hours, after which the table is returned with the cells finished so far; the same call continues from
-    there. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: runs
-    that were made with other records or code than the present ones are moved aside and repeated. Raises UserError for a
-    plan that cannot be run, and for such runs without ``again``.
+    there. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: True
+    moves runs aside and repeats them if they were made with other records or other code. Raises UserError for a plan
+    that cannot be run, and for such runs if ``again`` is False.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 

@@ -156,7 +156,7 @@ def edited(modules: Iterable[str]) -> list[str]:
 
 
 def remember(module: str) -> None:
-    """Store the digest of a module that this process has just imported."""
+    """Store the digest of a module that this process has just imported, so that a later change of it is detected."""
     known = _imported.get(module)
     if known is None or known[0] is not _spec(module):
         digests([module])

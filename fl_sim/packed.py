@@ -66,7 +66,10 @@ class Packing:
     seed: int
 
     def sizes(self, template: Payloads, model: Params) -> dict[str, Size]:
-        """Return {group: compressed size}. ``template``: all groups of an update; ``model``: the model's parameters."""
+        """Return {group: compressed size} of the groups that are compressed.
+
+        ``template``: all groups of tensors of an update. ``model``: the model's parameters.
+        """
         like = dict(layout_of(model))
         layouts = {name: layout_of(params) for name, params in template.items()}
         return {name: self.compressor.size(layout) for name, layout in layouts.items() if dict(layout) == like}
@@ -81,7 +84,7 @@ class Packing:
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
-            if not is_finite({name: update}):  # so that divergence is reported as for whole updates
+            if not is_finite({name: update}):  # all NaN, so that the server detects divergence after decompression
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
             on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)
             packed[name], kept[name] = self.compressor.pack(on_cpu, held.get(name, {}), coins)

@@ -17,7 +17,7 @@ from fl_sim.errors import UserError
 from fl_sim.kinds import is_none
 from fl_sim.mistakes import guess, shortened
 from fl_sim.one_of import Json, OurKinds, entry_points_of_ours, load_entry_point
-from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (said so for mypy: settings are declared with it)
+from fl_sim.one_of import OneOf as OneOf  # noqa: PLC0414 (exported)
 
 CHECKS: Final = "fl_sim.check"
 """The entry-point group of functions that check whether one setting is compatible with all others."""
@@ -91,7 +91,7 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     one_of = next((mark for mark in marks if isinstance(mark, OneOf)), None)
     inner = table.get(name, {})
     if isinstance(inner, BaseModel) or is_dataclass(inner):
-        raise UserError(f"{name} is a Python object: set its parameters where you create it")
+        raise UserError(f"{name} is a Python object: set its parameters where you create the object")
     if isinstance(inner, str) and field is not None and one_of is not None:
         inner = one_of.expand(inner, field.annotation)
     in_one_line = next((mark for mark in marks if isinstance(mark, InOneLine)), None)

@@ -158,7 +158,9 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     limit = 2 * 1.0 / len(honest)  # sums of two clients, each clipped to norm 1, divided by 2
     for one, other in ((released[0], released[1]), (released[1], released[2])):
         if (moved := _distance(one.payloads, other.payloads)) > limit * (1 + 1e-6):
-            raise BrokenLaw(f"{title_of(algorithm)}: one client moved the private mean by {moved:g}, above {limit:g}")
+            raise BrokenLaw(
+                f"{title_of(algorithm)}: one client changed the mean under Global DP by {moved:g}, above {limit:g}"
+            )
     algorithm.merge(server, released[0])
 
 

@@ -330,7 +330,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The replies of one round, sorted by client, with the public numbers of the round.
+    """The clients' updates of one round, sorted by client, with the public numbers of the round.
 
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
     number of replies. ``num_holders``: the number of clients, of all ``num_clients``, that have records to train on;
@@ -383,8 +383,8 @@ class Aggregate:
 class ServerState:
     """The server state: the global model (``params``), and tensors for clients (``broadcast``) and server (``memory``).
 
-    ``layers``: running statistics of BatchNorm layers and, if these layers are personal, their parameters: the clients'
-    means after the last round (fl_sim.params). Algorithms neither read nor change ``layers``.
+    ``layers``: the means over clients, after the last round, of the running statistics of BatchNorm layers and, if
+    these layers are personal, of their parameters. Algorithms neither read nor change ``layers``.
     """
 
     params: Params

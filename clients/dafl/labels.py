@@ -44,7 +44,7 @@ class Totals:
 
 
 class _Selection(Settings):
-    """The cost, the range and the threshold of both mechanisms. Privacy unit: one record, add or remove.
+    """The settings that both mechanisms of label selection share. Privacy unit: one record, add or remove.
 
     ``epsilon``: epsilon_1, the cost of the selection for one class at delta 0. ``composition``: the rule for the total
     over all classes that is charged. ``false_positive``: an upper bound on the probability that a class without records
@@ -71,7 +71,7 @@ class _Selection(Settings):
         return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
 
     def totals(self, num_classes: int) -> Totals:
-        """Return the epsilon of the selections for ``num_classes`` classes, by three bounds."""
+        """Return three bounds on the epsilon of the selections for ``num_classes`` classes together."""
         return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
 
     def total_epsilon(self, num_classes: int) -> float:
@@ -125,7 +125,10 @@ class _Selection(Settings):
         raise NotImplementedError
 
     def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
-        """Return one selected count per class. ``coins``: (2, num_classes), uniform random numbers in (0, 1]."""
+        """Return one selected count per class. ``held``: the client's records per class, (num_classes,), SENSITIVE.
+
+        ``coins``: (2, num_classes), uniform random numbers in (0, 1].
+        """
         raise NotImplementedError
 
     def _event_of_one_class(self) -> "dp_event.DpEvent":

@@ -47,9 +47,9 @@ class Marginals(Settings):
     """Draw records of a table from noisy counts of single columns and of pairs of columns.
 
     ``columns_share`` and ``pairs_share``: the parts of the budget (in zCDP) for the counts of single columns and for
-    the selection of pairs; the rest is for the counts of pairs. The published method takes a third for each. ``cells``:
-    the number of equal intervals into which the range from 0 to 1 of a number is divided, if the data set does not
-    describe its columns.
+    the selection of pairs; the remaining budget is for the counts of pairs. The published method takes a third for
+    each. ``cells``: the number of equal intervals into which the range from 0 to 1 of a number is divided, if the data
+    set does not describe its columns.
     """
 
     kind: Literal["marginals"] = "marginals"
@@ -60,7 +60,10 @@ class Marginals(Settings):
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise UserError for images: this generator makes only table records."""
         if len(shape) != 1:
-            raise UserError(f"preprocess.generator marginals is for tables; these records are images of shape {shape}")
+            raise UserError(
+                f"preprocess.generator marginals is for tables, and these records are images of shape {shape}: take "
+                "preprocess.generator=dp-cgan or mean-embedding"
+            )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Return the cost of all three parts together as one zCDP release of rho = 1 / (2 z^2).
@@ -293,9 +296,10 @@ class ForestMarginals:
 
 
 def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
-    """Return the marginals of the model that is nearest to the ``noisy`` marginals, in weighted squares.
+    """Return consistent marginals: those of the forest model with the least weighted squared distance to ``noisy``.
 
-    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise. If both are 0, return ``noisy`` itself.
+    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise on ``noisy.ones`` and ``noisy.twos``, which
+    determine the weights. If both are 0, return ``noisy`` itself.
     """
     if not std_of_ones:
         return noisy
@@ -354,9 +358,9 @@ def _rho(noise_multiplier: float) -> float:
 
 
 def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals:
-    """Return the marginals of the distribution proportional to exp(sum of potentials), scaled to counts of records.
+    """Return the marginals of the forest model proportional to exp(sum of ``potentials``), as counts of records.
 
-    ``totals``: the number of records of each class.
+    ``totals``: the number of records of each class. The function makes one pass to the roots and one pass back.
     """
     inward = [table.copy() for table in potentials.ones]
     given: dict[Edge, Array] = {}
@@ -380,10 +384,10 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
 def _gradient_and_loss(
     found: ForestMarginals, noisy: ForestMarginals, of_ones: float, of_twos: float
 ) -> tuple[ForestMarginals, Array]:
-    """Return the gradient of half the weighted squared differences, by ``found``, and the loss of each class.
+    """Return the loss of each class, and the gradient of half the loss by ``found``.
 
-    The differences are those between ``found`` and ``noisy`` marginals; the loss is the weighted sum of their squares.
-    ``of_ones``, ``of_twos``: the weights of the tables of columns and of pairs.
+    The loss is the weighted sum of squared differences between ``found`` and ``noisy`` marginals. ``of_ones``,
+    ``of_twos``: the weights of the tables of columns and of pairs.
     """
     ones = [of_ones * (here - there) for here, there in zip(found.ones, noisy.ones, strict=True)]
     twos = {edge: of_twos * (here - noisy.twos[edge]) for edge, here in found.twos.items()}

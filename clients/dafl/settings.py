@@ -25,7 +25,7 @@ AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 
 
 class DaFl(Settings):
-    """Every client releases about ``gamma`` times as many synthetic records as it holds, before the main task.
+    """Before the rounds, the main task, a client releases about ``gamma`` times as many synthetic records as it has.
 
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for labels and
     generator together. ``generator``: "dp-cgan" is the paper's generator, and the better one if clients also train on
@@ -36,7 +36,7 @@ class DaFl(Settings):
     either the client's own and the pool of all synthetic records, or the pool alone; the pool alone makes the whole run
     private by post-processing.
     ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
-    round; 0, as in the paper, starts from random weights. The server holds the pool in any case.
+    round; 0, as in the paper, starts from random weights. The server has the pool in any case.
     ``noise``: "secret" protects the records and differs from run to run; "seeded" repeats in every run, for simulations
     only, and protects nobody.
     """

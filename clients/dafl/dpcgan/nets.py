@@ -94,19 +94,19 @@ def stacked(
 
 
 def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the scores of each discriminator for its own joined views in ``parts``, (rows, 1) each."""
+    """Return the scores (rows, 1) of each discriminator for its own input in ``parts``: views joined with classes."""
     return _unpadded(stacked(discriminators, [_padded(part) for part in parts]), parts)
 
 
 def kernel_for(nets: Networks) -> Kernel | None:
-    """Return the compiled code for the training steps of ``nets``, or None if only PyTorch can compute the steps."""
+    """Return the compiled code (kernel) for the training steps of ``nets``; None if only PyTorch can compute them."""
     generator = nets.generator
     parts = [nets.discriminator, generator.curved, generator.straight] if isinstance(generator, SmallGenerator) else []
     return load_kernel()[0] if parts and all(map(is_perceptron, parts)) else None
 
 
 def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the views that each generator makes from its own joined latent vectors in ``parts``."""
+    """Return the views from each generator for its own input in ``parts``: latent vectors joined with classes."""
     filled = [_padded(part) for part in parts]
     small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
     others = [net for net in generators if isinstance(net, nn.Sequential)]
@@ -209,7 +209,7 @@ class SmallGenerator(nn.Module):
 
 
 def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:
-    """Return four convolutions (LeakyReLU) and four transposed ones (ReLU, tanh) on 32x32 images, as in the paper.
+    """Return the paper's networks for 32x32 images: four convolutions (LeakyReLU), and four transposed (ReLU, tanh).
 
     The paper states neither widths nor kernels; here the layers have 32, 64 and 128 channels, 4x4 kernels and stride 2.
     InstanceNorm has scale and shift and keeps no running statistics. It is not used on D's first layer, as in DCGAN,
