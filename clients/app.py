@@ -92,11 +92,13 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Batc
     def trained(messages: Sequence[Message]) -> list[Message]:
         with in_python:
             jobs = [TrainingJob.of(reader.client(message, partition_of(message))) for message in messages]
-            train = jobs[0].client.runtime.prepare([one.job for one in jobs], stacked=stacked)
-        results = train()
+            train = jobs[0].client.runtime.prepare([each for one in jobs for each in one.jobs], stacked=stacked)
+        results = iter(train())
         with in_python:
-            turns = zip(jobs, results, messages, strict=True)
-            replies = [Message(job.finished(result), reply_to=message) for job, result, message in turns]
+            replies = [
+                Message(job.finished([next(results) for _ in job.jobs]), reply_to=message)
+                for job, message in zip(jobs, messages, strict=True)
+            ]
             jobs[-1].check_bits()  # of the broadcast, which all clients share
             return replies
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -20,7 +20,7 @@ from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import error_context
 from fl_sim.params import WriteGuard, check_layout, layout_of
-from fl_sim.seeding import seeded_alone
+from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import load_state, read_by_content
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.records import Records
@@ -194,7 +194,8 @@ class ClientRuntime:
     training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
-    tensors in a file that a task names. ``layers``: the client halves of the layers, innermost first.
+    tensors in a file that a task names. ``initial``: the model with which the run begins. ``layers``: the client halves
+    of the layers, innermost first.
     """
 
     algorithm: LocalAlgorithm
@@ -212,6 +213,7 @@ class ClientRuntime:
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
     read_tensors: Callable[[str], Params] = read_by_content
+    initial: Params = field(default_factory=dict)
 
     def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
         """Return a context that seeds the global random generators of the process for a user's own algorithm.
@@ -243,8 +245,30 @@ class ClientRuntime:
         """Return a function that trains the clients of ``jobs`` and returns one result per job, in the same order.
 
         A job is executed by the first of ``own_trainers`` that supports it; all other jobs together by ``trainer``.
-        ``stacked``: train all clients as one computation, if the algorithm defines no trainers.
+        ``stacked``: train all clients as one computation, if the algorithm defines no trainers. Jobs with several
+        phases are trained phase by phase.
         """
+        if not any(job.plan.phases for job in jobs):
+            return self._prepare(jobs, stacked=stacked)
+        train_first = self._prepare([job.in_phase(0) for job in jobs], stacked=stacked)
+
+        def train_phases() -> list[Trained]:
+            results = train_first()
+            for phase in range(1, max(len(job.plan.phases) for job in jobs)):
+                places = [place for place, job in enumerate(jobs) if phase < len(job.plan.phases)]
+                later = [self._phase_of(jobs[place], phase, results[place]) for place in places]
+                for place, result in zip(places, self._prepare(later, stacked=stacked)(), strict=True):
+                    results[place] = results[place].followed_by(result)
+            return results
+
+        return train_phases
+
+    def _phase_of(self, job: LocalJob, phase: int, before: Trained) -> LocalJob:
+        task = replace(job.task, params=before.params, statistics=before.statistics)
+        batches = rng(self.seed, "batches", task.client, task.server_round, phase)
+        return replace(job, task=task, generator=batches).in_phase(phase)
+
+    def _prepare(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
         if not self.own_trainers:
             return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
         chosen = [next((one for one in self.own_trainers if one.supports(job)), None) for job in jobs]

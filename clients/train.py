@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 from flwr.app import RecordDict
 
 from clients.client_task import Client, CustomStart, OnClient
 from fl_sim.engines import wire
 from fl_sim.kinds import is_own_kind
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import FurtherModel, FurtherModels, LocalPlan
 from fl_sim.own_code import check_returned
 from fl_sim.params import WriteGuard, check_layout, layout_of
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.tensors import save_state
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
+from fl_sim.types import ClientUpdate, LocalTask, Trained
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Train:
     def run(self, client: Client) -> RecordDict:
         """Train the client for one round, and return its update."""
         job = TrainingJob.of(client)
-        [trained] = client.runtime.prepare([job.job])()
-        answer = job.finished(trained)
+        answer = job.finished(client.runtime.prepare(job.jobs)())
         job.check_bits()
         return answer
 
@@ -50,15 +50,22 @@ class Train:
 class TrainingJob:
     """The local training of one client in one round.
 
-    ``job``: the input of the trainer. ``came``: for each layer, innermost first, the task before that layer changed it.
-    ``guards``: detectors of writes to tensors that the algorithm's code must only read. The first guard covers the
-    broadcast; a second guard covers the pool and the client state, if there are any.
+    ``job``: the input of the trainer. ``further``: the jobs of the algorithm's further models, by name. ``came``: for
+    each layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to tensors that
+    the algorithm's code must only read. The first guard covers the broadcast; a second guard covers the pool and the
+    client state, if there are any.
     """
 
     client: Client
     job: LocalJob
     came: tuple[LocalTask, ...]
     guards: tuple[WriteGuard, ...]
+    further: Mapping[str, LocalJob] = field(default_factory=dict)
+
+    @property
+    def jobs(self) -> list[LocalJob]:
+        """Return the inputs of the trainer: first that of the model that is sent, then those of the further models."""
+        return [self.job, *self.further.values()]
 
     @classmethod
     def of(cls, client: Client) -> TrainingJob:
@@ -66,37 +73,16 @@ class TrainingJob:
 
         Raises RunError if the algorithm's code wrote to its arguments.
         """
-        runtime, config, number, algorithm = client.runtime, client.config, client.number, client.runtime.algorithm
-        records, server_round = runtime.records(number, config.synthetic), config.server_round
-        settings = runtime.local_settings(config.learning_rate)
-        if most_steps := config.most_steps.get(number):
-            settings = replace(settings, steps=most_steps)
-        task = LocalTask(
-            server_round=server_round,
-            client=number,
-            num_clients=runtime.num_clients,
-            num_examples=len(records),
-            settings=settings,
-            params=client.broadcast.params,
-            broadcast={**client.broadcast.groups},
-            state={**client.state},
-            pool=runtime.read_tensors(config.pool) if config.pool else {},
-            class_counts=runtime.class_counts(number, config.synthetic),
-        )
+        runtime, number, server_round = client.runtime, client.number, client.config.server_round
+        algorithm = runtime.algorithm
+        records = runtime.records(number, client.config.synthetic)
+        task = _received(client, len(records))
         came: list[LocalTask] = []
         for layer in reversed(runtime.layers):
             came.insert(0, task)
             task = layer.received(task)
         runtime.use_threads()
-        guards, own = [client.broadcast.write_guard], dict[str, Params]()
-        methods: list[Callable[..., Any]] = [algorithm.plan]
-        if task.pool:
-            own["the pool"] = task.pool
-        for name, group in client.state.items():
-            own[f"client state {name!r}"] = group
-        if own:
-            # fl_sim.testing.check tests fl-sim's algorithms; here a sum over a large pool would cost time per client.
-            guards.append(WriteGuard.of(own, by_bits=is_own_kind(algorithm)))
+        guards, methods = _guards(client, task), list[Callable[..., Any]]([algorithm.plan])
         if isinstance(algorithm, CustomStart):
             methods.append(algorithm.start)
             layout = layout_of(task.params)
@@ -109,19 +95,27 @@ class TrainingJob:
         for layer, before in zip(runtime.layers, came, strict=True):
             plan = layer.planned(before, plan)
         seeded = partial(seed_process, runtime.seed, "local", number, server_round)
-        batches = rng(runtime.seed, "batches", number, server_round)
-        job = cls(client, LocalJob(task, plan, records, batches, seeded), tuple(came), tuple(guards))
+        batches = partial(rng, runtime.seed, "batches", number, server_round)  # the same for all models
+        models: Mapping[str, FurtherModel] = {}
+        if isinstance(algorithm, FurtherModels):
+            methods.append(algorithm.further)
+            with runtime.drawing("further", number, server_round):
+                models = algorithm.further(task)
+        first = LocalJob(task, plan, records, batches(), seeded)
+        further = {name: _further(first, name, model, batches()) for name, model in models.items()}
+        job = cls(client, first, tuple(came), tuple(guards), further)
         job.check(*methods)
         return job
 
-    def finished(self, trained: Trained) -> RecordDict:
+    def finished(self, results: Sequence[Trained]) -> RecordDict:
         """Store the client's new state, and return the message with its update.
 
-        If there is no folder for the client state, the message carries the state. Raises RunError if training wrote to
-        the broadcast, the pool or the client state.
+        ``results``: those of ``jobs``, in the same order. If there is no folder for the client state, the message
+        carries the state. Raises RunError if training wrote to the broadcast, the pool or the client state.
         """
         runtime, config, number = self.client.runtime, self.client.config, self.client.number
         algorithm, server_round = runtime.algorithm, config.server_round
+        trained = replace(results[0], further=dict(zip(self.further, results[1:], strict=True)))
         self.check(runtime.model.forward, *([term.function] if (term := self.job.plan.loss_term) else ()))
         task, seen = self.job.task, trained
         for layer, came in zip(runtime.layers, self.came, strict=True):
@@ -150,3 +144,43 @@ class TrainingJob:
         """Raise RunError if the bits of a guarded tensor changed, also by writes that PyTorch does not count."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)
+
+
+def _received(client: Client, num_examples: int) -> LocalTask:
+    """Return the task of a client with ``num_examples`` training records, as the message describes it."""
+    runtime, config, number = client.runtime, client.config, client.number
+    settings = runtime.local_settings(config.learning_rate)
+    if most_steps := config.most_steps.get(number):
+        settings = replace(settings, steps=most_steps)
+    return LocalTask(
+        server_round=config.server_round,
+        client=number,
+        num_clients=runtime.num_clients,
+        num_examples=num_examples,
+        settings=settings,
+        params=client.broadcast.params,
+        broadcast={**client.broadcast.groups},
+        state={**client.state},
+        pool=runtime.read_tensors(config.pool) if config.pool else {},
+        class_counts=runtime.class_counts(number, config.synthetic),
+        initial=runtime.initial,
+    )
+
+
+def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
+    """Return the guards of the broadcast, and of the pool and the client state, if there are any."""
+    own = {"the pool": task.pool} if task.pool else {}
+    own |= {f"client state {name!r}": group for name, group in client.state.items()}
+    guards = [client.broadcast.write_guard]
+    if own:
+        # fl_sim.testing.check tests fl-sim's algorithms; here a sum over a large pool would cost time per client.
+        guards.append(WriteGuard.of(own, by_bits=is_own_kind(client.runtime.algorithm)))
+    return guards
+
+
+def _further(job: LocalJob, name: str, model: FurtherModel, batches: np.random.Generator) -> LocalJob:
+    """Return the job of a further model. Raises ValueError if its names or shapes differ from those of the model."""
+    task = job.task
+    check_layout(f"the weights of the further model {name}", model.params, layout_of(task.params))
+    start = replace(task, params=model.params, settings=model.settings or task.settings)
+    return replace(job, task=start, plan=model.plan, generator=batches)

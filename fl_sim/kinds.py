@@ -27,6 +27,18 @@ class LocalChoices(Protocol):
     def optimizer(self) -> str:
         """The name of the optimiser."""
 
+    @property
+    def steps(self) -> int:
+        """The number of local steps; 0 if training is counted in epochs."""
+
+
+class EvaluateChoices(Protocol):
+    """The settings of evaluation that a kind's ``check`` may read."""
+
+    @property
+    def fine_tune_epochs(self) -> int:
+        """The number of epochs for which clients train their own model after the last round."""
+
 
 class Harm(Protocol):
     """The settings of an attack that the ``check`` of another setting may read."""
@@ -78,6 +90,10 @@ class Choices(Protocol):
     @property
     def local(self) -> LocalChoices:
         """The settings of local training."""
+
+    @property
+    def evaluate(self) -> EvaluateChoices:
+        """The settings of evaluation."""
 
     @property
     def preprocess(self) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +11,7 @@ import numpy as np
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
+from fl_sim.params import head_names
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 
@@ -150,6 +151,18 @@ class Pull:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a client's local training in which only some parameters are trained.
+
+    ``names``: the trained parameters; all others keep their values. ``epochs``: the number of passes over the client's
+    records, in place of the setting ``local.epochs``.
+    """
+
+    names: frozenset[str]
+    epochs: float
+
+
+@dataclass(frozen=True)
 class LocalPlan:
     """The local plan: an algorithm's additions to local SGD as data, equal for one client and for a stack of clients.
 
@@ -163,8 +176,10 @@ class LocalPlan:
     before clipping (``LocalSettings.clip_norm``), weight decay and momentum. The anchor is the model that the client
     received. ``step_offset`` is added to the momentum buffer in each step: w <- w - learning rate * (buffer +
     step_offset). ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks for
-    ``Trained.feature_sums``. A term of strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer that does
-    not support a field in use passes the client to another trainer.
+    ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change; None means all of them.
+    Frozen parameters are left out of norms. ``phases``: parts of the training, one after another, in place of the
+    settings' epochs; the anchor of a phase is the model at its beginning. A term of strength 0 (``weight``, ``radius``,
+    ``share``) is left out. A trainer that does not support a field in use passes the client to another trainer.
 
     Raises UserError for a shift or a scale together with ``mix``: mixed labels include classes that the client may not
     hold, so a correction of logits by the client's own label counts has no meaning there.
@@ -185,6 +200,8 @@ class LocalPlan:
     pull: Pull | None = None
     loss_term: LossTerm | None = None
     class_features: bool = False
+    trained: frozenset[str] | None = None
+    phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UserError for fields that exclude each other: ``mix`` beside a shift or a scale of logits."""
@@ -203,6 +220,26 @@ class LocalAlgorithm(Protocol):
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the client's update: the payload and the new client state."""
+
+
+@dataclass(frozen=True)
+class FurtherModel:
+    """The training of a further model in a round: its initial parameters, its local plan, and its local settings.
+
+    ``settings``: None means the settings of the round.
+    """
+
+    params: Params
+    plan: LocalPlan = LocalPlan()
+    settings: LocalSettings | None = None
+
+
+@runtime_checkable
+class FurtherModels(Protocol):
+    """An algorithm whose clients train further models in a round, such as a model of their own, on the same batches."""
+
+    def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
+        """Return the further models of a client by name; ``finish`` receives their results as ``Trained.further``."""
 
 
 @runtime_checkable
@@ -226,21 +263,45 @@ class Sending(Protocol):
         """Return the names of the parameters that a client sends, a subset of the trained ``params``."""
 
 
-def sent_by(algorithm: object, params: Params) -> Params:
-    """Return the parameters of ``params`` that clients of ``algorithm`` send; all of them by default.
+def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
+    """Return the sent part of ``params``, a model's trained parameters; possibly no parameter at all.
 
-    ``params``: the model's trained parameters. Raises UserError if the algorithm names unknown parameters or none.
+    ``personal``: the setting ``local.personal``. Raises UserError for unknown names.
     """
-    if not isinstance(algorithm, Sending):
-        return params
-    names = set(algorithm.sends(params))
-    if not names or not names <= set(params):
-        what = ", ".join(sorted(names - set(params))) or "nothing"
-        raise UserError(
-            f"sends of {type(algorithm).__name__} returned {what}, but the model trains {', '.join(params)}: return "
-            "some of these names"
-        )
+    names = set(params)
+    if isinstance(algorithm, Sending):
+        names = set(algorithm.sends(params))
+        if unknown := names - set(params):
+            raise UserError(
+                f"sends of {type(algorithm).__name__} returned {', '.join(sorted(unknown))}, but the model trains "
+                f"{', '.join(params)}: return some of these names"
+            )
+    names -= personal_names(personal, params)
     return {name: value for name, value in params.items() if name in names}
+
+
+def personal_names(personal: str, params: Params) -> frozenset[str]:
+    """Return the names of the parameters that the setting ``local.personal`` keeps on clients.
+
+    Raises UserError for names that no trained parameter of the model has.
+    """
+    if personal == "none":
+        return frozenset()
+    if personal in {"head", "body"}:
+        head = head_names(params)
+        return head if personal == "head" else frozenset(params) - head
+    names = frozenset(personal.split(","))
+    if unknown := sorted(names - set(params)):
+        raise UserError(
+            f"local.personal names {', '.join(unknown)}, and the model trains {', '.join(params)}: give some of these "
+            "names, separated by commas, or head, or body"
+        )
+    return names
+
+
+def sends_a_part(algorithm: object, personal: str) -> bool:
+    """Return True if a part of the model may stay with each client."""
+    return isinstance(algorithm, Sending) or personal != "none"
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:

@@ -152,14 +152,24 @@ def num_in(layout: Layout) -> int:
 
 def head_shape(params: Params) -> tuple[int, int]:
     """Return (classes, features) of the last linear layer. Raises UserError if the model has no linear layer."""
-    matrices = {name: value for name, value in params.items() if value.ndim == 2}
+    classes, features = params[_head_weight(params)].shape
+    return classes, features
+
+
+def head_names(params: Params) -> frozenset[str]:
+    """Return the names of the parameters of the last linear layer. Raises UserError as ``head_shape`` does."""
+    layer = _head_weight(params).rpartition(".")[0]
+    return frozenset(name for name in params if name.rpartition(".")[0] == layer)
+
+
+def _head_weight(params: Params) -> str:
+    matrices = [name for name, value in params.items() if value.ndim == 2]
     if not matrices:
         raise UserError(
             "the algorithm needs features, the inputs of a model's last linear layer, and this model has no linear "
             "layer: take another model, or another algorithm, such as fedavg"
         )
-    classes, features = matrices.get("head.weight", list(matrices.values())[-1]).shape
-    return classes, features
+    return "head.weight" if "head.weight" in matrices else matrices[-1]
 
 
 def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:

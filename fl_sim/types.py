@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
@@ -241,8 +241,9 @@ class LocalTask:
     of its training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: the
     client state after this client's last round. ``pool``: the tensors that all clients shared before the first round.
     ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic ones
-    included; only the client knows them. ``statistics``: the received running statistics of BatchNorm layers; if they
-    are empty, the client resets its statistics.
+    included; only the client knows them. ``initial``: the run's initial model, which every client makes from the seed.
+    ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the client resets its
+    statistics.
     """
 
     server_round: int
@@ -256,6 +257,7 @@ class LocalTask:
     pool: Mapping[str, torch.Tensor] = field(default_factory=dict)
     class_counts: tuple[int, ...] = ()
     statistics: Params = field(default_factory=dict)
+    initial: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ class Trained:
     ``params``: the new model. ``momentum_buffers``: the optimiser's momentum buffers. ``num_steps``: the number of
     steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: (C, d), for
     each class the sum over the client's records of the inputs of the new model's last linear layer, if the plan asks
-    for it. ``statistics``: the running statistics of the new model's BatchNorm layers.
+    for it. ``statistics``: the running statistics of the new model's BatchNorm layers. ``further``: the results of the
+    algorithm's further models, by name (fl_sim.local_plan.FurtherModels).
     """
 
     params: Params
@@ -274,6 +277,14 @@ class Trained:
     loss: float | None
     feature_sums: torch.Tensor | None = None
     statistics: Params = field(default_factory=dict)
+    further: Mapping[str, Trained] = field(default_factory=dict)
+
+    def followed_by(self, later: Trained) -> Trained:
+        """Return the result of two trainings, of which ``later`` began with this one's parameters."""
+        losses = [(one.loss, one.num_steps) for one in (self, later) if one.loss is not None]
+        steps = self.num_steps + later.num_steps
+        loss = sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None
+        return replace(later, num_steps=steps, loss=loss)
 
 
 class Size(NamedTuple):

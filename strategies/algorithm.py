@@ -7,6 +7,7 @@ methods ``init`` and ``merge``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -15,7 +16,7 @@ from pydantic import model_validator
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
-from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
+from fl_sim.local_plan import FurtherModels, LocalAlgorithm, LocalPlan, sends_a_part, sent_by
 from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (for mypy: this module exports the name, too)
 from fl_sim.own_code import check_returned, error_context
 from fl_sim.params import WriteGuard, add, scale, subtract
@@ -235,27 +236,35 @@ def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes
         return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
-def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
+def plan_template(
+    algorithm: Algorithm, params: Params, pool: Params, num_classes: int, personal: str = "none"
+) -> LocalPlan:
     """Return an example of a local plan: that of a client with one record in round 1.
 
-    ``pool``: the tensors that clients share before the first round; their values do not matter.
+    ``params``: the trained parameters. ``personal``: the setting ``local.personal``. ``pool``: the tensors that clients
+    share before the first round; their values do not matter.
     """
     with seeded_alone(0, "template"), error_context(f"init of {type(algorithm).__name__}"):
-        server = algorithm.init(sent_by(algorithm, params))
+        server = algorithm.init(sent_by(algorithm, params, personal))
     check_returned(server, ServerState, algorithm.init)
     counts = (1, *[0] * (num_classes - 1))
-    whole = {**params, **server.params} if isinstance(algorithm, Sending) else server.params
+    whole = {**params, **server.params} if sends_a_part(algorithm, personal) else server.params
     with seeded_alone(0, "template"), error_context(f"plan of {type(algorithm).__name__}"):
-        plan = algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts))
+        task = LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts, initial=whole)
+        plan = algorithm.plan(task)
     check_returned(plan, LocalPlan, algorithm.plan)
     return plan
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
     """Return the update of a client that took one step per record and whose model did not change."""
-    task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
+    task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast, initial=server.params)
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)
+    if isinstance(algorithm, FurtherModels):
+        with seeded_alone(0, "template"), error_context(f"further of {type(algorithm).__name__}"):
+            names = list(algorithm.further(task))
+        trained = replace(trained, further=dict.fromkeys(names, trained))
     write_guard = WriteGuard.of(groups_of(server))
     with seeded_alone(0, "template"), error_context(f"finish of {type(algorithm).__name__}"):
         update = algorithm.finish(task, trained)

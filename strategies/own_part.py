@@ -12,7 +12,7 @@ from torch import nn
 from clients.client_layer import ClientLayer
 from fl_sim.errors import UserError
 from fl_sim.kinds import kind_of
-from fl_sim.local_plan import Sending, sent_by
+from fl_sim.local_plan import Sending, sends_a_part, sent_by
 from fl_sim.params import detached, trainable
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.layer import Beginning, Layer
@@ -35,7 +35,7 @@ class OwnPart(Layer):
     @classmethod
     def applies(cls, experiment: Any) -> bool:
         """Return True if the algorithm keeps a part of the model with each client."""
-        return isinstance(experiment.algorithm, Sending)
+        return sends_a_part(experiment.algorithm, experiment.local.personal)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
@@ -45,9 +45,8 @@ class OwnPart(Layer):
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
         """Return the client half, which keeps the personal parameters in client state."""
-        del experiment
         params = detached(trainable(model()).items())
-        travel = sent_by(algorithm, params)
+        travel = sent_by(algorithm, params, experiment.local.personal)
         own = {name: value for name, value in params.items() if name not in travel}
         return ClientOwnPart(own, tuple(params))
 
@@ -60,16 +59,18 @@ class OwnPart(Layer):
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError if a stage trains the whole model at the server, or if BatchNorm layers are personal, too."""
-        kind = kind_of(experiment.algorithm)
+        what = f"algorithm {kind_of(experiment.algorithm)}"
+        if not isinstance(experiment.algorithm, Sending):
+            what = f"local.personal={experiment.local.personal}"
         if beginning.whole:
             raise UserError(
-                f"algorithm {kind} leaves a part of the model with each client, and {beginning.whole[0]} trains the "
-                "whole model at the server: leave out preprocess or calibrate, or take another algorithm"
+                f"{what} leaves a part of the model with each client, and {beginning.whole[0]} trains the "
+                "whole model at the server: leave out one of the two"
             )
         if experiment.local.batch_norm == "personal":
             raise UserError(
-                f"algorithm {kind} decides which part of the model stays with each client: take "
-                "local.batch_norm=average, and leave BatchNorm layers out of the names that its method sends returns"
+                f"{what} decides which part of the model stays with each client: take local.batch_norm=average, "
+                "and count the BatchNorm layers to that part"
             )
 
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 from pydantic import (
@@ -138,6 +139,10 @@ class Local(Settings):
     statistics in the same way as parameters, for every method, and with "personal" BatchNorm layers stay on every
     client, with their parameters (FedBN, Li et al. 2021).
 
+    ``personal``: the parameters that stay with each client, beside any method. "head" is the last linear layer, "body"
+    is everything else, and names of parameters are separated by commas; "none" sends all. They are trained, and neither
+    sent nor averaged.
+
     ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, steps and
     evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors with
     bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any CPU, but saves no
@@ -159,6 +164,7 @@ class Local(Settings):
     batch_norm: BatchNorm = "none"
     schedule: Annotated[Schedule, OneOf("local.schedule", wants=RateSchedule)] = Constant()
     precision: Precision = "float32"
+    personal: str = Field("none", pattern=r"^[\w.,]+$")
 
     def rate_in(self, server_round: int, rounds: int) -> float:
         """Return the learning rate of round ``server_round`` of ``rounds``, after the schedule."""
@@ -231,6 +237,17 @@ Validation: TypeAlias = Annotated[
 """The share of every client's training records that is held out, or "given": records that the data come with."""
 
 
+def _known_own_tests(value: str) -> str:
+    name, _, share = value.partition(":")
+    if value in {"none", "own", "class-shares"}:
+        return value
+    if name == "pooled":
+        with suppress(ValueError):
+            if 0 < float(share or "0.25") < 1:
+                return f"pooled:{float(share or '0.25'):g}"
+    raise ValueError("it is none, own, class-shares, or pooled:SHARE with a share above 0 and below 1, such as 0.25")
+
+
 class Evaluate(Settings):
     """The records on which the server's model is measured, and the rules that stop a run early.
 
@@ -247,6 +264,15 @@ class Evaluate(Settings):
     ``test_is_public``: true states that the test records of the user's own data are public. A run that promises privacy
     measures models on public records only: the measures are published, and no epsilon covers them.
 
+    ``clients``: the records on which each client's own model is measured. "own" takes the test records of a client's
+    sources, where the data name them; "class-shares" takes records of the test set with the client's class
+    distribution; "pooled:0.25" merges training and test set, splits all records, and cuts a quarter of each client's
+    records off as its test records (PFLlib's protocol; the test set is then all clients' test records). "none" measures
+    the server's model alone. ``personal_every``: own models are measured after each round whose number is a multiple of
+    this, and after the last round. ``fine_tune_epochs``: after the last round each client also trains its own model
+    for so many epochs, and this model is measured, too (0: none). ``held_out_clients``: the share of clients that never
+    take part in a round; they receive the model after the last round, and are measured apart.
+
     ``patience``: the run stops after so many rounds without a better validation accuracy than before (0: it does not
     stop). ``target_accuracy``: the run stops once the validation accuracy is at least this (0: it does not stop).
     """
@@ -256,9 +282,21 @@ class Evaluate(Settings):
     test_is_public: bool = False
     patience: int = Field(0, ge=0)
     target_accuracy: float = Field(0.0, ge=0, le=1)
+    clients: Annotated[str, AfterValidator(_known_own_tests)] = "none"
+    personal_every: int = Field(10, ge=1)
+    fine_tune_epochs: int = Field(0, ge=0, le=10**6)
+    held_out_clients: float = Field(0.0, ge=0, lt=1)
+
+    stage: ClassVar[str] = "fl_sim.stages.own_models:OwnModels"
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
+        for name in ("fine_tune_epochs", "held_out_clients"):
+            if (value := getattr(self, name)) and not self.measures_clients:
+                raise ValueError(
+                    f"evaluate.{name}={value:g} is about clients' own models, and evaluate.clients=none measures none: "
+                    "set evaluate.clients=class-shares, or leave it out"
+                )
         for name in ("patience", "target_accuracy"):
             if (value := getattr(self, name)) and not self.validation:
                 raise ValueError(
@@ -271,7 +309,19 @@ class Evaluate(Settings):
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
-        return {key: value for key, value in written.items() if key != "test_is_public" or value}
+        newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients"}
+        unused = {name for name in newer if getattr(self, name) == type(self).model_fields[name].default}
+        return {key: value for key, value in written.items() if key not in unused}
+
+    @property
+    def measures_clients(self) -> bool:
+        """True if the clients' own models are measured."""
+        return self.clients != "none"
+
+    @property
+    def pooled_share(self) -> float:
+        """The share of a client's records that become its test records; 0 if the test set stays apart."""
+        return float(self.clients.partition(":")[2]) if self.clients.startswith("pooled") else 0.0
 
     @property
     def measures_nothing(self) -> bool:

@@ -15,6 +15,7 @@ from fl_sim import models
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, own_name, without_settings
 from fl_sim.errors import UserError
+from fl_sim.experiment import own_tests
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
@@ -53,6 +54,7 @@ class Job:
     ``experiment``: the experiment, with all defaults that depend on the data filled in. ``shards``: indices into
     ``dataset.train`` of each client's training records. ``device``: the device of this process. ``root``: the first
     folder to look for data sets. ``validation``: indices of each client's held-out records, empty without validation.
+    ``own_tests``: indices into ``dataset.test`` of each client's own test records, empty if none are asked for.
     ``read``: a function path -> tensors, for files whose names contain the digest of their content.
     """
 
@@ -62,6 +64,7 @@ class Job:
     device: torch.device
     root: Path | None
     validation: Parts = field(default_factory=lambda: Parts.of(()))
+    own_tests: Parts = field(default_factory=lambda: Parts.of(()))
     read: Callable[[str], Params] = read_by_content
 
     @property
@@ -108,7 +111,12 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     """
     dataset = _scaled(load(experiment.data, data_root, experiment.features), experiment.normalise)
     experiment = _resolved(experiment, dataset)
+    if pooled := experiment.evaluate.pooled_share:
+        dataset = own_tests.merged(dataset)
     job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
+    if experiment.evaluate.measures_clients:
+        job = _with_own_tests(job, pooled)
+        dataset = job.dataset
     share = experiment.evaluate.validation
     _check_validation(experiment, dataset)
     if share and share != "given":
@@ -118,6 +126,17 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
         experiment.calibrate.check_head(job.num_features, dataset.num_classes)
     _check_tested(experiment)
     return job
+
+
+def _with_own_tests(job: Job, pooled: float) -> Job:
+    """Return ``job`` with test records for each client. ``pooled``: the share that is cut off its records, or 0."""
+    dataset, seed = job.dataset, job.experiment.seed_of_partition
+    if pooled:
+        dataset, shards, tests = own_tests.cut(dataset, job.shards, pooled, seed)
+        return replace(job, dataset=dataset, shards=shards, own_tests=tests)
+    if job.experiment.evaluate.clients == "own":
+        return replace(job, own_tests=own_tests.of_sources(dataset, job.shards))
+    return replace(job, own_tests=own_tests.with_class_shares(dataset, job.shards, seed))
 
 
 def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:

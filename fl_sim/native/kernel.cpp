@@ -37,6 +37,7 @@ struct Request {
     float *params, *buffers;               // where the results go; buffers: null without momentum
     const float *anchor, *warm;            // where params and buffers start; warm: null where there is none
     const float *offset, *drift;           // of gradients and of steps; null where there is none
+    const float* trained;                  // 0 for frozen parameters, else 1; null: none is frozen
     const float* inputs;
     const int64_t *labels, *order;                 // order: [epoch][record]
     const float *partner_inputs, *partner_labels;  // null: the loss is plain
@@ -155,7 +156,7 @@ int train(const Request& request, double* mean_loss) {
     float* const first_moments = request.adam ? moments.data() : nullptr;
     Optimizer optimizer{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
                         request.gradient_scale, request.clip_norm, request.weight_kept, request.params, request.buffers,
-                        request.anchor, request.offset, request.drift,
+                        request.anchor, request.offset, request.drift, request.trained,
                         {first_moments, first_moments + moments.size() / 2, 1, 1}};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};

@@ -1,7 +1,7 @@
 """Calls of the compiled trainer (the kernel), if there is one for this processor."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,12 +51,21 @@ class PreparedTraining:
         return [
             Trained(
                 params=FlatParams(params, self.stack.layout),
-                momentum_buffers=FlatParams(buffers, self.stack.layout) if job.has_momentum else {},
+                momentum_buffers=_buffers_of(job, FlatParams(buffers, self.stack.layout)),
                 num_steps=job.task.settings.num_steps(len(job.labels)),
                 loss=loss,
             )
             for job, params, buffers, loss in zip(self.jobs, self.params, self.buffers, losses, strict=True)
         ]
+
+
+def _buffers_of(job: KernelJob, buffers: FlatParams) -> Mapping[str, torch.Tensor]:
+    """Return the momentum buffers of a trained client: those that it began with, and those of trained parameters."""
+    if not job.has_momentum:
+        return {}
+    if (trained := job.plan.trained) is None or job.plan.momentum_buffers:
+        return buffers
+    return {name: value for name, value in buffers.items() if name in trained}
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,12 @@ struct Optimizer {
     float *params, *buffers;       // buffers are not touched without momentum
     const float *anchor, *offset;  // offset: of the gradient; null where there is none
     const float* drift;            // joins what the optimiser makes of the gradient; likewise
+    const float* trained;          // 0 for a frozen parameter, which never moves, else 1; null: no parameter is frozen
     Moments moments;               // null but for Adam and AdamW
     bool decays = weight_decay != 0, has_momentum = momentum != 0;
 
     bool is_plain() const {
-        return gradient_scale == 1 && !offset && proximal_mu == 0 && !moments.first && !drift && weight_kept == 1;
+        return gradient_scale == 1 && !offset && proximal_mu == 0 && !moments.first && !drift && weight_kept == 1 && !trained;
     }
 
     template <bool PLAIN = false>
@@ -60,13 +61,15 @@ struct Optimizer {
         if (gradient_scale != 1) gradient *= gradient_scale;
         if (offset) gradient += load(offset + at);
         if (proximal_mu != 0) gradient += proximal_mu * (load(params + at) - load(anchor + at));
+        if (trained) gradient = load(trained + at) != 0.0f ? gradient : vec{};
         return gradient;
     }
 
     // Takes the optimiser's step.
     template <bool PLAIN = false>
     inline __attribute__((always_inline)) void move(long at, vec gradient, long count) const {
-        const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
+        ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
+        if (!PLAIN && trained) is_mine &= load(trained + at) != 0.0f;
         const vec weight = load(params + at);
         if (decays) gradient += weight_decay * weight;
         if (!PLAIN && moments.first) {

@@ -1,6 +1,7 @@
 """The input of the compiled trainer: checks against the model, and conversion to C structures."""
 
 import ctypes
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from fl_sim.types import LocalSettings, LocalTask, Params
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps", "augment", "optimizer",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
-    "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
+    "distillation", "suppression", "ascent", "contrast", "pull", "step_offset", "trained",
     "class_features",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that the compiled trainer supports."""
@@ -149,7 +150,7 @@ class Request(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
         ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("warm", _POINTER), ("offset", _POINTER),
-        ("drift", _POINTER),
+        ("drift", _POINTER), ("trained", _POINTER),
         ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
         ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("masks", _LONG),
         ("num_partners", _LONG),
@@ -169,6 +170,7 @@ class RequestBuffers:
         self._stack = stack
         self._padded: dict[int, torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
+        self._masks: dict[frozenset[str], torch.Tensor] = {}
 
     def request(self, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor) -> Request:
         """Return the C request for one client's training, which writes its results to ``params`` and ``buffers``.
@@ -187,6 +189,7 @@ class RequestBuffers:
             warm=self._vector("the momentum buffers", plan.momentum_buffers or None),
             offset=self._vector("the gradient offsets", plan.gradient_offset or None),
             drift=self._vector("the step offsets", plan.step_offset or None),
+            trained=self._mask(plan.trained),
             inputs=records, labels=targets, order=self._pointer(draws.order), masks=draws.masks,
             num_examples=len(labels),
             num_steps=settings.num_steps(len(labels)), batch_size=min(settings.batch_size, len(labels)),
@@ -232,6 +235,17 @@ class RequestBuffers:
             return None
         self._tensors.append(torch.as_tensor(values).contiguous())
         return self._tensors[-1].data_ptr()
+
+    def _mask(self, trained: frozenset[str] | None) -> int | None:
+        """Store a padded vector with 1 for every trained number and 0 for frozen ones; return its memory address."""
+        if trained is None:
+            return None
+        if trained not in self._masks:
+            rows = [torch.full((math.prod(shape),), float(name in trained)) for name, shape in self._stack.layout]
+            self._masks[trained] = torch.cat(
+                [*rows, torch.zeros(padded(num_in(self._stack.layout)) - num_in(self._stack.layout))]
+            )
+        return self._masks[trained].data_ptr()
 
     def _vector(self, what: str, params: Params | None) -> int | None:
         """Store ``params`` as one padded vector in the order of the model's layout; return its memory address.
@@ -282,6 +296,8 @@ def check_job(stack: Stack, job: KernelJob) -> None:
         check_tensor(what, values, dtype, shape)
     if settings.augment.moves:
         _check_moves(stack, job)
+    if plan.trained is not None and plan.ascent is not None:
+        raise ValueError("the compiled trainer knows no ascent with frozen parameters")
     if (mix := plan.mix) is not None:
         if terms := sorted(fields_in_use(plan) & TERMS):
             raise ValueError(f"the compiled trainer does not support mixing together with {', '.join(terms)}")

@@ -21,7 +21,7 @@ Value: TypeAlias = str | int | float | bool
 """The type of an entry in ``table.csv``, such as the value of a setting."""
 
 _SHARE: Final = re.compile(
-    r"(^|[._])(accuracy(_[a-z_]+)?|client_deviation|client_worst_tenth|recall|precision|f1|auc|share)$"
+    r"(^|[._])(accuracy(_[a-z_]+)?|([a-z_]+_)?deviation|([a-z_]+_)?worst_tenth|recall|precision|f1|auc|share)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
 """Numbers at the top level of ``result.json`` that are settings, and so no measures. ``rounds`` gets another name."""

@@ -3,6 +3,7 @@
 This module also decides how many clients a worker executes at the same time.
 """
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, kind_of, replaces_records
 from fl_sim.local_plan import LocalAlgorithm
+from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
@@ -69,7 +71,8 @@ def runtime_for(
         mine = own(client)
         return mine + pool(synthetic) if synthetic and (len(mine) or not hides) else mine
 
-    hides, model = hides_clients(experiment.aggregator), job.model().to(job.device)
+    initial = job.model()
+    hides, model = hides_clients(experiment.aggregator), copy.deepcopy(initial).to(job.device)
 
     @lru_cache(maxsize=2**16)  # each call waits for the GPU: once for each client, not in every round
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
@@ -91,6 +94,7 @@ def runtime_for(
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
         read_tensors=job.read,
+        initial=detached(trainable(initial).items()),
     )
 
 
@@ -184,6 +188,17 @@ def _own_records(job: Job, client: int) -> Records:
         return resident(examples, job.dataset, job.device).whole()
     inputs, labels = to_tensors(examples, job.dataset)
     return Records.of(_as_seen_by(client, inputs, job).to(job.device), labels.to(job.device))
+
+
+def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
+    """Return ``examples`` on the job's device with the feature skew of ``client``.
+
+    ``purpose``: the purpose of the random numbers of the skew.
+    """
+    if not _is_skewed(job.experiment):
+        return resident(examples, job.dataset, job.device).whole()
+    inputs, labels = to_tensors(examples, job.dataset)
+    return Records.of(_as_seen_by(client, inputs, job, purpose).to(job.device), labels.to(job.device))
 
 
 def _in_memory(job: Job) -> Callable[[int], Records]:

@@ -32,15 +32,16 @@ from partitions import Parts
 class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
-    ``experiment``: the experiment as JSON. ``shards``, ``validation``: as in ``Job``. ``digest``: the digest of all
-    arrays. ``signer``: checks the signature of a ticket, the driver's proof that a private release was charged.
-    ``files``: {name: content} of files that the worker received later.
+    ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``: as in ``Job``. ``digest``: the
+    digest of all arrays. ``signer``: checks the signature of a ticket, the driver's proof that a private release was
+    charged. ``files``: {name: content} of files that the worker received later.
     """
 
     experiment: str
     dataset: Dataset
     shards: Parts
     validation: Parts
+    own_tests: Parts
     digest: str
     signer: remote.Signer
     files: dict[str, bytes] = field(default_factory=dict)
@@ -51,17 +52,17 @@ class WorkerSetup:
         """Return the setup of ``job``; its workers accept a ticket (proof of a charge) only if ``signer`` signed it."""
         # The driver evaluates models, so workers need no validation records.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
-        digest = _digest(dataset, job.shards, job.validation)
-        return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest, signer)
+        parts = (job.shards, job.validation, job.own_tests)
+        return cls(job.experiment.model_dump_json(), dataset, *parts, _digest(dataset, *parts), signer)
 
     @cached_property
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of the job. Raises RunError if the received records differ from those sent."""
-        if _digest(self.dataset, self.shards, self.validation) != self.digest:
+        if _digest(self.dataset, self.shards, self.validation, self.own_tests) != self.digest:
             raise RunError("the received records differ from those that were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
         device = device_of(experiment)
-        job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self._read)
+        job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self.own_tests, self._read)
         return procedure_of(job).runtime()
 
     def _read(self, name: str) -> Params:

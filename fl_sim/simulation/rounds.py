@@ -28,7 +28,16 @@ from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import Procedure, Run, Stage, prepared_strategy, run_stage, stages_of, tasks_of
+from fl_sim.simulation.stage import (
+    Procedure,
+    Run,
+    Stage,
+    measured_by_stages,
+    prepared_strategy,
+    run_stage,
+    stages_of,
+    tasks_of,
+)
 from fl_sim.simulation.timing import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, Progress, RoundRecord, write_state
@@ -118,6 +127,9 @@ class Rounds(Procedure):
         log.measured = None
         seed_process(experiment.seed, "evaluation", record.round)
         is_last = record.round == experiment.rounds or not layer.affords(record.round + 1)
+        further = measured_by_stages(run, record.round, is_last=is_last)
+        if further:
+            record = replace(record, metrics=further)
         if record.round % experiment.evaluate_every and not is_last:
             return record
         server = run.strategy.server
@@ -127,7 +139,7 @@ class Rounds(Procedure):
             log.measured = run.measuring.measured(model, when, is_last=True)
         noted = log.measured.noted_in(record)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
-        return replace(noted, metrics=own) if own else noted
+        return replace(noted, metrics={**further, **own}) if own else noted
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
         """Log the warnings of all rounds and the final model, then call ``after`` of every stage."""
@@ -204,7 +216,8 @@ class Rounds(Procedure):
             template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
             pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
         params = detached(trainable(self.job.model()).items())
-        return plan_template(self.algorithm, params, pool, dataset.num_classes)
+        personal = self.job.experiment.local.personal
+        return plan_template(self.algorithm, params, pool, dataset.num_classes, personal)
 
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of a worker."""
@@ -220,7 +233,8 @@ class Rounds(Procedure):
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
             )
         with error_context(f"init of {type(self.algorithm).__name__}"):
-            server = self.algorithm.init(sent_by(self.algorithm, detached(trainable(model).items())))
+            params = sent_by(self.algorithm, detached(trainable(model).items()), experiment.local.personal)
+            server = self.algorithm.init(params)
         sent, kept = payload_template(self.algorithm, server), client_state_template(self.algorithm, server)
         check_names(experiment, {**server.broadcast, **sent, **kept})
         whole = [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]

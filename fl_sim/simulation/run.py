@@ -1,5 +1,6 @@
 """Run one experiment in a run directory. After a crash, the same call resumes the run from its checkpoint."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError, UserError
@@ -95,21 +97,28 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     """Write the final model, and ``clients.csv`` with one line for each client.
 
-    ``clients.csv`` is left out if client accuracies are unknown, if there are more than ``MOST_LISTED`` clients, and
-    always if the run promises privacy.
+    ``clients.csv`` is left out if nothing is known of single clients, if there are more than ``MOST_LISTED`` clients,
+    and always if the run promises privacy.
     """
     run_directory.write_model(out, {**log.fixed, **log.server.model})
-    last = log.measured
-    if last is None or last.by_client is None or job.experiment.is_private or len(job.shards.sizes) > MOST_LISTED:
-        return
     records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)
-    accuracies = np.full(len(records), np.nan)
-    accuracies[: len(last.by_client)] = last.by_client
+    if job.experiment.is_private or len(records) > MOST_LISTED:
+        return
+    columns: dict[str, NDArray[Any]] = {}
+    if (last := log.measured) is not None and last.by_client is not None:
+        columns["client_accuracy"] = np.full(len(records), np.nan)
+        columns["client_accuracy"][: len(last.by_client)] = last.by_client
+    for stage in log.stages:
+        columns |= stage.by_client()
+    if not columns:
+        return
+    rows = zip(records.tolist(), *(column.tolist() for column in columns.values()), strict=True)
     lines = [
-        f"{client},{count},{'' if np.isnan(accuracy) else accuracy}\n"
-        for client, (count, accuracy) in enumerate(zip(records.tolist(), accuracies.tolist(), strict=True))
+        ",".join([str(client), str(count), *("" if math.isnan(value) else str(value) for value in values)])
+        for client, (count, *values) in enumerate(rows)
     ]
-    run_directory.write_text(out / run_directory.CLIENTS, "".join(["client,records,client_accuracy\n", *lines]))
+    heads = ",".join(["client", "records", *columns])
+    run_directory.write_text(out / run_directory.CLIENTS, "\n".join([heads, *lines]) + "\n")
 
 
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_sim.data import is_own, sealed_content, tuned_on
 from fl_sim.data.naming import without_settings
@@ -40,7 +41,7 @@ class Pooled:
 
 
 class FactSource(Protocol):
-    """The methods of a stage whose results are written to ``result.json``."""
+    """The methods of a stage whose results are written to ``result.json`` and ``clients.csv``."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return the fields that the stage adds to ``result.json``."""
@@ -48,6 +49,10 @@ class FactSource(Protocol):
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the privacy statements ``others``, which the stage may change, and the stage's own statements."""
+        ...
+
+    def by_client(self) -> Mapping[str, NDArray[Any]]:
+        """Return columns for ``clients.csv``, {name: one number for each client}."""
         ...
 
 

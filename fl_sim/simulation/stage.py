@@ -119,6 +119,12 @@ class Stage:
     def __init__(self, job: Job) -> None:
         self.job = job
 
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Return True if the stage is a part of the runs of ``experiment``."""
+        del experiment
+        return True
+
     def tasks(self) -> Mapping[str, ClientTask]:
         """Return the client tasks of the stage, {name: task}. A client task is the code that runs on clients."""
         return {}
@@ -134,8 +140,20 @@ class Stage:
         A resumed run calls this method again; the stage must then use its stored result and not repeat the work.
         """
 
+    def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
+        """Return further measures of the models after a round, {name: number}; empty in most rounds.
+
+        ``is_last``: True after the last round, as far as this is known in advance.
+        """
+        del run, server_round, is_last
+        return {}
+
     def after(self, run: Run) -> None:
         """Do the work after the last round."""
+
+    def by_client(self) -> Mapping[str, NDArray[Any]]:
+        """Return columns for ``clients.csv``, {name: one number for each client}; NaN is written as an empty cell."""
+        return {}
 
     def num_pooled(self) -> int:
         """Return the approximate number of records that the stage adds to the training records of every client."""
@@ -264,12 +282,26 @@ def run_stage(stage: Stage, run: Run, method: Literal["before", "after"]) -> Non
             raise RunError(f"facts of {name} gave {facts!r}; it must return a dict of JSON values by name")
 
 
+def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[str, float]:
+    """Return the measures of all stages after a round, {name: number}.
+
+    An error in a stage that the user wrote is raised as an error that names its class.
+    """
+    found: dict[str, float] = {}
+    for stage in run.log.stages:
+        assert isinstance(stage, Stage)
+        with error_context(f"measured of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
+            found |= stage.measured(run, server_round, is_last=is_last)
+    return found
+
+
 def stages_of(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a run of ``job``, in the order of ``preprocess``, ``algorithm`` and ``calibrate``."""
+    """Return the stages of a run of ``job``, in the order of preprocess, algorithm, calibrate and evaluate."""
     experiment = job.experiment
-    parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate)
+    parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate, experiment.evaluate)
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
-    return tuple(load_object(path, "stage")(job) for both in named for path in both if path)
+    kinds: list[type[Stage]] = [load_object(path, "stage") for both in named for path in both if path]
+    return tuple(kind(job) for kind in kinds if kind.applies(experiment))
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:

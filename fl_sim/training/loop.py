@@ -35,6 +35,7 @@ TAKES = frozenset({
     "label_smoothing", "optimizer", "augment",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
+    "trained",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` supports: all of them.
 
@@ -91,7 +92,9 @@ def train(
     the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
-    trained = trainable(model)
+    trained = {
+        name: weight for name, weight in trainable(model).items() if plan.trained is None or name in plan.trained
+    }
     _check(plan, task.settings, weights, inputs)
     with torch.no_grad():
         copy_into(weights, task.params)

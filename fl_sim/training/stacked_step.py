@@ -37,6 +37,7 @@ TAKES = frozenset({
     "label_smoothing", "optimizer", "augment",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
+    "trained",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that stacked training supports."""
 
@@ -68,6 +69,7 @@ class Kind:
     label_smoothing: float = 0.0
     optimizer: Optimizer = "sgd"
     augment: Augment = Augment()  # noqa: RUF009 (frozen)
+    trained: frozenset[str] | None = None
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
@@ -81,7 +83,7 @@ class Kind:
             bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, mixing,
             _shapes(adjustment_of(plan)), terms, ascent_of(plan),
             plan.gradient_scale, bool(plan.step_offset), settings.clip_norm,
-            settings.label_smoothing, settings.optimizer, settings.augment,
+            settings.label_smoothing, settings.optimizer, settings.augment, plan.trained,
         )  # fmt: skip
 
 
@@ -110,7 +112,8 @@ class StackedStep:
         check_layout("the model's weights", placed_in(model, dict(kind.layout).keys()), kind.layout)
         self._adjustment = _room_like(adjustment_of(plan), capacity, device)
         self._data = [_room_like(term.data, capacity, device) for term in self._terms]
-        self._trainable = self._moved_by_the_loss()
+        chosen = kind.trained
+        self._trainable = [name for name in self._moved_by_the_loss() if chosen is None or name in chosen]
         shapes = dict(kind.layout)
         self.params = _room(shapes, capacity, device)
         moved = shapes if kind.warm else {name: shapes[name] for name in self._trainable if kind.momentum}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock, local
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -62,6 +62,15 @@ class LocalJob:
     def num_steps(self) -> int:
         """Return the number of local steps."""
         return self.task.settings.num_steps(len(self.records))
+
+    def in_phase(self, number: int) -> Self:
+        """Return the job of one phase of the plan, numbered from 0; the job itself if the plan has no phases."""
+        if not self.plan.phases:
+            return self
+        phase = self.plan.phases[number]
+        plan = replace(self.plan, phases=(), trained=phase.names)
+        settings = replace(self.task.settings, epochs=phase.epochs, steps=0)
+        return replace(self, plan=plan, task=replace(self.task, settings=settings))
 
 
 class LocalTrainer(Protocol):
@@ -239,7 +248,12 @@ class Trainer:
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
         """Return the kernel's description of the model; None if ``plan`` or a field in ``asked`` is unsupported."""
         stack = self._stack(input_shape) if self._kernel is not None else None
-        if stack is None or not asked <= TAKES or ("augment" in asked and asked & RECEIVED):
+        if (
+            stack is None
+            or not asked <= TAKES
+            or ("augment" in asked and asked & RECEIVED)
+            or asked >= {"trained", "ascent"}
+        ):
             return None
         if asked & {"contrast", "pull", "class_features"}:  # the kernel's features are the last linear layer's inputs
             linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]

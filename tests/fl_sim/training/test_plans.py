@@ -153,8 +153,8 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
 
 def test_trainers_name_fields_that_there_are() -> None:
     there = {part.name for kind in (LocalPlan, LocalSettings) for part in fields(kind)}
-    assert there == loop.TAKES == stacked_step.TAKES
-    assert there - {"loss_term", "label_smoothing"} == request.TAKES
+    assert there - {"phases"} == loop.TAKES == stacked_step.TAKES  # each phase is a job of its own
+    assert there - {"phases", "loss_term", "label_smoothing"} == request.TAKES
 
 
 def test_a_field_is_in_use_where_it_differs_from_its_default() -> None:
@@ -203,6 +203,8 @@ PARTS: dict[str, Callable[[LocalTask], dict[str, Any]]] = {
     "step offset": lambda task: {"step_offset": like(task.params, task.client + 50)},
     "adaptive ascent": lambda task: {"ascent": Ascent(0.9, adaptive=True), "proximal_mu": 0.3},
     "contrast": lambda task: {"contrast": Contrast(5.0, 0.5, task.state["previous"])},
+    "frozen parameters": lambda task: {"trained": frozenset(list(task.params)[task.client % 2 :: 2])},
+    "ascent beside frozen": lambda task: {"trained": frozenset(list(task.params)[1:]), "ascent": Ascent(0.3)},
     "pull": lambda task: {"pull": Pull(numbers(CLASSES, 6) + task.client, torch.arange(3) != 1, 0.3)},
     "mix beside others": lambda task: {
         "mix": Mix(*POOL, 0.1, linearise=True), "distillation": Distillation(2.0), "ascent": Ascent(0.3),
@@ -220,6 +222,25 @@ def test_every_part_of_a_plan_trains_alike_everywhere(part: str) -> None:
     assert_apart(expected, by_loop(jobs(lambda task: LocalPlan())))
     for trained_by in (by_trainer, one_by_one, by_stack):
         assert_near(trained_by(jobs(planned)), expected)
+
+
+@pytest.mark.parametrize("trained_by", TRAINERS)
+@pytest.mark.parametrize(
+    "more", [{}, {"clip_norm": 0.05}, {"optimizer": "adamw", "momentum": 0.0, "weight_decay": 0.1}], ids=str
+)
+def test_frozen_parameters_stay_to_the_bit(trained_by: Any, more: dict[str, Any]) -> None:
+    settings = replace(SETTINGS, **more)
+    head = list(detached(model().named_parameters()))[-2:]
+
+    def planned(task: LocalTask) -> LocalPlan:
+        return LocalPlan(trained=frozenset(head), step_offset=like(task.params, 3), proximal_mu=0.2)
+
+    given, expected = jobs(planned, settings), by_loop(jobs(planned, settings))
+    for job, found, other in zip(given, trained_by(jobs(planned, settings)), expected, strict=True):
+        for name, before in job.task.params.items():
+            assert torch.equal(found.params[name], before) == (name not in head or not len(job.records)), name
+        torch.testing.assert_close(flat(found.params), flat(other.params), rtol=1e-4, atol=1e-5)
+        assert found.momentum_buffers.keys() == other.momentum_buffers.keys()
 
 
 @pytest.mark.parametrize("trained_by", [by_trainer, by_stack])

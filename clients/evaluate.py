@@ -1,0 +1,134 @@
+"""The client task that measures a client's own model on the client's own test and validation records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Protocol, runtime_checkable
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from clients.client_task import Client
+from clients.train import TrainingJob
+from fl_sim.errors import Malformed
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import check_layout, layout_of
+from fl_sim.seeding import rng
+from fl_sim.training.evaluation import Scores
+from fl_sim.training.records import Records
+from fl_sim.types import LocalTask, Params
+
+RECEIVED: Final = "received"
+"""The model with which the client would begin its next round."""
+
+OWN: Final = "own"
+"""The client's own model: what the method calls so, else the received model."""
+
+TRAINED: Final = "trained"
+"""The received model after one more round of local training, or the own model if the method trains one."""
+
+FINE_TUNED: Final = "fine_tuned"
+"""The own model after epochs of plain SGD on the client's training records."""
+
+TESTED, VALIDATED = "test", "validation"
+
+ROWS: Final = 3
+"""The numbers that a client reports for each class: its records, those predicted as the class, and those of both."""
+
+
+@runtime_checkable
+class OwnModel(Protocol):
+    """An algorithm whose clients have a model of their own beside the one that they send."""
+
+    def own_model(self, task: LocalTask) -> Params:
+        """Return the client's own model after its last round. ``task``: the task of its next round."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Count the right predictions of a client's models on its own records, by class.
+
+    ``tests(client)`` and ``validation(client)``: the client's own test and validation records, both possibly empty.
+    ``num_classes``: the number of classes. ``trains``: True if the models after further training are measured, too.
+    ``fine_tune_epochs``: see ``Evaluate.fine_tune_epochs`` of an experiment.
+    """
+
+    own_records: OwnRecords
+    num_classes: int
+    trains: bool = False
+    fine_tune_epochs: int = 0
+    reads_records: ClassVar[bool] = True
+    reads_state: ClassVar[bool] = True
+    runs_in_threads: ClassVar[bool] = True
+
+    def run(self, client: Client) -> RecordDict:
+        """Return the counts of every measured model, see ``counts_in``."""
+        records = {TESTED: self.own_records.tests(client.number), VALIDATED: self.own_records.validation(client.number)}
+        found: dict[str, list[int]] = {}
+        if any(map(len, records.values())):
+            for name, params in self._models(client).items():
+                for what, one in records.items():
+                    if len(one):
+                        scores = client.runtime.trainer.evaluate(params, *one.tensors())
+                        found[f"{name}/{what}"] = counts_of(scores, self.num_classes).ravel().tolist()
+        return RecordDict({"counts": MetricRecord({**found})})
+
+    def _models(self, client: Client) -> Mapping[str, Params]:
+        """Return the client's models by name, with the running statistics of BatchNorm layers."""
+        runtime, algorithm = client.runtime, client.runtime.algorithm
+        training = TrainingJob.of(client)
+        task, own = training.job.task, training.job.task.params
+        if isinstance(algorithm, OwnModel):
+            with runtime.drawing("own model", client.number, task.server_round):
+                own = algorithm.own_model(task)
+            training.check(algorithm.own_model)
+            check_layout("the weights that own_model returns", own, layout_of(task.params))
+        models = {RECEIVED: {**task.params, **task.statistics}, OWN: {**own, **task.statistics}}
+        if self.trains and isinstance(algorithm, OwnModel):
+            models[TRAINED] = models[OWN]
+        elif self.trains:
+            [trained] = runtime.prepare([training.job])()
+            models[TRAINED] = {**trained.params, **trained.statistics}
+        if self.trains and self.fine_tune_epochs:
+            settings = replace(task.settings, epochs=self.fine_tune_epochs, steps=0)
+            start = replace(task, params=own, settings=settings)
+            batches = rng(runtime.seed, "fine-tuning", client.number)
+            tuned = runtime.trainer.train(replace(training.job, task=start, plan=LocalPlan(), generator=batches))
+            models[FINE_TUNED] = {**tuned.params, **tuned.statistics}
+        training.check_bits()
+        return models
+
+
+class OwnRecords(Protocol):
+    """The records of clients on which their own models are measured."""
+
+    def tests(self, client: int) -> Records:
+        """Return the client's own test records."""
+        ...
+
+    def validation(self, client: int) -> Records:
+        """Return the client's own validation records."""
+        ...
+
+
+def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
+    """Return counts of shape (3, classes): records of each class, records predicted as it, and those of both."""
+    right = scores.labels[scores.labels == scores.predicted]
+    return np.stack([np.bincount(one, minlength=num_classes) for one in (scores.labels, scores.predicted, right)])
+
+
+def counts_in(content: RecordDict, num_classes: int) -> Mapping[str, NDArray[np.int64]]:
+    """Return the counts in a client's answer, {"model/records": array of shape (3, classes)}. Raises Malformed."""
+    found = {}
+    for name, values in content.metric_records.get("counts", {}).items():
+        counts = np.asarray(values)
+        if counts.shape != (ROWS * num_classes,) or counts.dtype != np.int64 or (counts < 0).any():
+            raise Malformed("sent counts of another form", cure="see that it runs the same version of fl-sim")
+        found[name] = counts.reshape(ROWS, num_classes)
+        held, predicted, right = found[name]
+        if held.sum() != predicted.sum() or (right > np.minimum(held, predicted)).any():
+            raise Malformed("counted more right predictions than there are", cure="see what this client runs")
+    return found

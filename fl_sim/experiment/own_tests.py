@@ -1,0 +1,127 @@
+"""Test records of each client: records of its own source, of its class distribution, or of its own shard."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.errors import UserError
+from fl_sim.seeding import rng
+from fl_sim.training.evaluation import OwnTests
+from fl_sim.types import Dataset, Examples
+from partitions import Parts, label_counts
+
+FEWEST: Final = 10
+"""The number of test records that ``with_class_shares`` gives to every client with records, as far as there are any."""
+
+
+def of_sources(dataset: Dataset, shards: Parts) -> Parts:
+    """Return each client's test records: those of the sources (writers, hospitals) of its training records.
+
+    The result has indices into ``dataset.test``. Raises UserError if the sources are unknown, if two clients share one,
+    or if no test record is from a source of a client.
+    """
+    if dataset.train.groups is None or dataset.test.groups is None:
+        raise UserError(
+            f"evaluate.clients=own needs the source of each training and test record, and {dataset.name} does not name "
+            "them: take evaluate.clients=class-shares or pooled:0.25, or name the sources (docs/data.md)"
+        )
+    found = OwnTests.of(shards, dataset.train.groups, dataset.test.groups)
+    if found is None:
+        raise UserError(
+            "evaluate.clients=own gives test records to the client with the training records of their source, and "
+            "here several clients share a source: take partition=natural, or evaluate.clients=class-shares"
+        )
+    if not found.counts.any():
+        raise UserError(
+            f"evaluate.clients=own: no test record of {dataset.name} is from a source of a client; take "
+            "evaluate.clients=class-shares or pooled:0.25"
+        )
+    owned = np.flatnonzero(found.owners >= 0)
+    order = owned[np.argsort(found.owners[owned], kind="stable")]
+    return Parts(order, np.concatenate([[0], np.cumsum(found.counts)]))
+
+
+def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
+    """Return each client's test records: records of the test set with the class distribution of its training records.
+
+    The result has indices into ``dataset.test``. With n_i of all n training records, a client gets n_i / n of the test
+    records that the class with the fewest of them allows, but at least ``FEWEST``. The records of a client are all
+    different. Clients share no records as long as the records of a class suffice; beyond that they are dealt again.
+    """
+    tested = dataset.test.labels
+    held = label_counts(dataset.train.labels, shards, dataset.num_classes)
+    there = np.bincount(tested, minlength=dataset.num_classes)
+    usable = held * (there > 0)  # no test record has the other classes
+    sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
+    share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
+    wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
+    exact = usable * (wanted / np.maximum(sizes, 1))[:, None]
+    counts = np.minimum(_rounded(exact, np.where(wanted > FEWEST, wanted, 0), there), there)
+    records, coins = [], rng(seed, "own test records")
+    starts = np.zeros(dataset.num_classes, dtype=np.int64)
+    pools = [coins.permutation(np.flatnonzero(tested == label)) for label in range(dataset.num_classes)]
+    for row in counts.tolist():
+        own = []
+        for label, count in enumerate(row):
+            if count:
+                own.append(pools[label][(starts[label] + np.arange(count)) % len(pools[label])])
+                starts[label] += count
+        records.append(np.sort(np.concatenate(own)) if own else np.zeros(0, dtype=np.int64))
+    return Parts.of(records)
+
+
+def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Round the rows of ``exact``, by cumulative sums, to whole numbers with the same sums.
+
+    Where the rows with a total in ``totals`` ask for more records of a class than ``there`` are, those that were
+    rounded up most get one less.
+    """
+    bounds = np.rint(np.cumsum(exact, axis=1))
+    counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
+    large = totals > 0
+    for label in np.flatnonzero(counts[large].sum(axis=0) > there).tolist():
+        surplus = int(counts[large, label].sum() - there[label])
+        raised = np.where(large & (counts[:, label] > 0), counts[:, label] - exact[:, label], -np.inf)
+        counts[np.argsort(-raised, kind="stable")[:surplus], label] -= 1
+    return counts
+
+
+def num_shared(tests: Parts) -> int:
+    """Return the number of test records that more than one client has."""
+    _, times = np.unique(tests.records, return_counts=True)
+    return int((times > 1).sum())
+
+
+def merged(dataset: Dataset) -> Dataset:
+    """Return ``dataset`` with all training and test records as training records, the protocol of PFLlib."""
+    parts = (dataset.train, dataset.test)
+    groups = [part.groups for part in parts if part.groups is not None]
+    train = Examples(
+        np.concatenate([part.inputs for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+        np.concatenate(groups) if len(groups) == 2 else None,
+    )
+    return Dataset(**{**vars(dataset), "train": train})
+
+
+def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Dataset, Parts, Parts]:
+    """Cut each client's records into training and test records at random.
+
+    Return the data set with the clients' test records as its test set, each client's training records, and each
+    client's test records. ``share``: the part of a client's records that become test records, rounded, at least one of
+    a client with two records or more.
+    """
+    is_test = np.zeros(len(shards.records), dtype=bool)
+    for client in np.flatnonzero(shards.sizes > 1).tolist():
+        own = is_test[shards.bounds[client] : shards.bounds[client + 1]]
+        count = min(max(1, round(share * len(own))), len(own) - 1)
+        own[rng(seed, "own test records", client).permutation(len(own))[:count]] = True
+    if not is_test.any():
+        raise UserError(
+            f"evaluate.clients=pooled:{share:g} finds no client with two records: have fewer clients, or take "
+            "evaluate.clients=class-shares"
+        )
+    tests = shards.where(is_test)
+    cut_out = Dataset(**{**vars(dataset), "test": dataset.train.take(tests.records)})
+    return cut_out, shards.where(~is_test), Parts(np.arange(len(tests.records)), tests.bounds)

@@ -1,0 +1,56 @@
+"""Ditto: beside the global model each client trains a model of its own near it (Li et al. 2021, algorithm 1)."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import FurtherModel, LocalPlan
+from fl_sim.params import scale, subtract
+from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
+from strategies.algorithm import Averaging
+
+_OWN = "own-model"
+
+
+def near(start: Params, centre: Params, strength: float) -> LocalPlan:
+    """Return the plan that adds ``strength`` (v - ``centre``) to the gradient at v of a model that begins at ``start``.
+
+    A plan's proximal term is about the model at the start: the difference of the two is a constant part of the
+    gradient.
+    """
+    if not strength:
+        return LocalPlan()
+    return LocalPlan(gradient_offset=scale(subtract(start, centre), strength), proximal_mu=strength)
+
+
+class Ditto(Averaging):
+    """FedAvg trains the global model x; each client also makes steps v <- v - eta (grad F(v) + ``strength`` (v - x)).
+
+    The client's own model v begins at the run's initial model, and is trained in the rounds in which the client takes
+    part: as many steps as the global model, on the same batches. ``strength``: the paper's lambda, chosen among 0.1, 1
+    and 2 on validation records; 0 trains v alone. In the released code both models take turns batch by batch.
+    """
+
+    kind: Literal["ditto"] = "ditto"
+    strength: float = Field(1.0, ge=0)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a remark on a strength of 0."""
+        del experiment
+        return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
+
+    def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
+        """Return the training of the client's own model."""
+        own = self.own_model(task)
+        return {_OWN: FurtherModel(own, near(own, task.params, self.strength))}
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update of the global model; the client's own model becomes its state."""
+        update = super().finish(task, trained)
+        return ClientUpdate(update.payloads, update.num_examples, update.loss, {_OWN: trained.further[_OWN].params})
+
+    def own_model(self, task: LocalTask) -> Params:
+        """Return the client's own model: the initial model before its first round."""
+        return task.state.get(_OWN, task.initial)

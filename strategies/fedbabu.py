@@ -1,0 +1,35 @@
+"""FedBABU: the body learns against a head that nobody trains (Oh et al. 2022, algorithm 1)."""
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from fl_sim.kinds import Choices
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import head_names
+from fl_sim.types import LocalTask, Params
+from strategies.algorithm import Averaging
+
+
+class FedBABU(Averaging):
+    """FedAvg on the body, with the head, the last linear layer, frozen at its initial values in all rounds.
+
+    After the last round each client fine-tunes the whole model: ``evaluate.fine_tune_epochs``, 5 in the paper.
+    """
+
+    kind: Literal["fedbabu"] = "fedbabu"
+    title: ClassVar[str] = "FedBABU"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a remark if no client fine-tunes the model, whose head is then still the initial one."""
+        if experiment.evaluate.fine_tune_epochs:
+            return []
+        why = "the head stays as it was initialised; set evaluate.clients=class-shares and evaluate.fine_tune_epochs=5"
+        return [f"algorithm fedbabu needs each client to fine-tune its model after the last round: else {why}"]
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return the names of the body."""
+        return frozenset(params) - head_names(params)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the local plan that trains the body."""
+        return LocalPlan(trained=frozenset(task.params) - head_names(task.params))

@@ -1,0 +1,19 @@
+"""FedPer: each client has a head of its own (Arivazhagan et al. 2019, algorithm 1)."""
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from fl_sim.params import head_names
+from fl_sim.types import Params
+from strategies.algorithm import Averaging
+
+
+class FedPer(Averaging):
+    """FedAvg on the body of the model. The head, its last linear layer, stays with each client; both train together."""
+
+    kind: Literal["fedper"] = "fedper"
+    title: ClassVar[str] = "FedPer"
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return the names of the body."""
+        return frozenset(params) - head_names(params)

@@ -1,0 +1,43 @@
+"""FedRep: a client first fits its own head to the body, then makes a step of the body (Collins et al. 2021)."""
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.kinds import Choices
+from fl_sim.local_plan import LocalPlan, Phase
+from fl_sim.params import head_names
+from fl_sim.types import LocalTask, Params
+from strategies.algorithm import Averaging
+
+
+class FedRep(Averaging):
+    """FedAvg on the body; in every round each client trains its own head first, then the body (algorithm 1).
+
+    The head is the last linear layer. ``head_epochs``: passes over the client's records with the body frozen, 10 in the
+    paper. The body then trains for ``local.epochs`` with the head frozen: 1 with two classes a client in the paper,
+    else 5. In the released code biases have no weight decay, and all clients train their heads in the last round.
+    """
+
+    kind: Literal["fedrep"] = "fedrep"
+    title: ClassVar[str] = "FedRep"
+    head_epochs: float = Field(10, gt=0)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if local training is counted in steps, not epochs."""
+        if experiment.local.steps:
+            raise ValueError(
+                f"algorithm fedrep trains the body for local.epochs, and local.steps={experiment.local.steps} is set: "
+                "set local.epochs in its place"
+            )
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return the names of the body."""
+        return frozenset(params) - head_names(params)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the local plan with two phases: the head, then the body."""
+        head = head_names(task.params)
+        body = frozenset(task.params) - head
+        return LocalPlan(phases=(Phase(head, self.head_epochs), Phase(body, task.settings.epochs)))

@@ -1,0 +1,19 @@
+"""LG-FedAvg: each client has a body of its own, and the head is averaged (Liang et al. 2020, algorithm 1)."""
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from fl_sim.params import head_names
+from fl_sim.types import Params
+from strategies.algorithm import Averaging
+
+
+class LGFedAvg(Averaging):
+    """FedAvg on the head, the last linear layer. The body stays with each client; both train together."""
+
+    kind: Literal["lg-fedavg"] = "lg-fedavg"
+    title: ClassVar[str] = "LG-FedAvg"
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return the names of the head."""
+        return head_names(params)

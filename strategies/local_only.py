@@ -1,0 +1,22 @@
+"""Local training without a server, the lower bound of every method that claims to personalise."""
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from fl_sim.types import Params
+from strategies.algorithm import Averaging
+
+
+class LocalOnly(Averaging):
+    """Every client trains alone, from the run's initial model: no parameter is sent, and none is averaged.
+
+    A client trains in the rounds in which it takes part, as many steps as with any other method.
+    """
+
+    kind: Literal["local-only"] = "local-only"
+    title: ClassVar[str] = "Local only"
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return no names."""
+        del params
+        return ()

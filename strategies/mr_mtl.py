@@ -1,0 +1,49 @@
+"""MR-MTL: clients' own models are pulled to their mean (Liu et al. 2022, mean-regularised multi-task learning)."""
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from clients.client_task import OnClient
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import subtract
+from fl_sim.types import ClientUpdate, LocalTask, Trained
+from strategies.algorithm import Averaging, Weighting
+from strategies.ditto import near
+
+_OWN, _MEAN = "own-model", "mean"
+
+
+class MRMTL(Averaging):
+    """Each client makes steps v <- v - eta (grad F(v) + ``strength`` (v - mean)); the mean is that of all own models.
+
+    The server's model is the mean. A client's own model begins at the run's initial model. ``strength``: the paper's
+    lambda; 0 is local training alone.
+    """
+
+    kind: Literal["mr-mtl"] = "mr-mtl"
+    title: ClassVar[str] = "MR-MTL"
+    weighting: ClassVar[Weighting] = "uniform"
+    strength: float = Field(1.0, ge=0)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a remark on a strength of 0."""
+        del experiment
+        return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
+
+    def start(self, task: LocalTask, client: OnClient) -> LocalTask:
+        """Return the task with the client's own model as its start; the mean is added to the client state."""
+        del client
+        own = task.state.get(_OWN, task.initial)
+        return replace(task, params=own, state={_MEAN: task.params})
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the local plan that pulls the client's own model to the mean."""
+        return near(task.params, task.state.get(_MEAN, task.params), self.strength)
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the difference of the client's own model and the mean; the own model becomes its state."""
+        update = subtract(trained.params, task.state.get(_MEAN, task.params))
+        return ClientUpdate({"delta": update}, task.num_examples, trained.loss, {_OWN: trained.params})
