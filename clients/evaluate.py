@@ -48,12 +48,12 @@ class OwnModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateOwn:
     """Count the right predictions of a client's models on its own records, by class.
 
     ``tests(client)`` and ``validation(client)``: the client's own test and validation records, both possibly empty.
     ``num_classes``: the number of classes. ``trains``: True if the models after further training are measured, too.
-    ``fine_tune_epochs``: see ``Evaluate.fine_tune_epochs`` of an experiment.
+    ``fine_tune_epochs``: see ``evaluate.fine_tune_epochs`` of an experiment.
     """
 
     own_records: OwnRecords

@@ -102,7 +102,7 @@ class TrainingJob:
             with runtime.drawing("further", number, server_round):
                 models = algorithm.further(task)
         first = LocalJob(task, plan, records, batches(), seeded)
-        further = {name: _further(first, name, model, batches()) for name, model in models.items()}
+        further = {name: further_job(first, name, model, batches()) for name, model in models.items()}
         job = cls(client, first, tuple(came), tuple(guards), further)
         job.check(*methods)
         return job
@@ -178,7 +178,7 @@ def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
     return guards
 
 
-def _further(job: LocalJob, name: str, model: FurtherModel, batches: np.random.Generator) -> LocalJob:
+def further_job(job: LocalJob, name: str, model: FurtherModel, batches: np.random.Generator) -> LocalJob:
     """Return the job of a further model. Raises ValueError if its names or shapes differ from those of the model."""
     task = job.task
     check_layout(f"the weights of the further model {name}", model.params, layout_of(task.params))

@@ -8,6 +8,7 @@ paper.
 """
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from clients.client_task import CustomStart, OnClient
+from clients.client_task import ClientRuntime, CustomStart, OnClient
+from clients.train import further_job
 from fl_sim import models
 from fl_sim.data import load
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.groups import InProcess, Local
 from fl_sim.kinds import title_of
-from fl_sim.local_plan import Sending, sent_by
+from fl_sim.local_plan import FurtherModel, FurtherModels, Sending, sent_by
 from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Coins, Compressor, Packing
 from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, scale
@@ -212,9 +214,20 @@ def _local(
         write_guard.check(algorithm.start)
     job = LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
     write_guard.check(algorithm.plan)
-    trained = used.train(job)
+    models: Mapping[str, FurtherModel] = {}
+    if isinstance(algorithm, FurtherModels):
+        models = algorithm.further(task)
+        write_guard.check(algorithm.further)
+    further = [further_job(job, name, one, rng(0, "batches", 0, 1)) for name, one in models.items()]
+    runtime = ClientRuntime(algorithm, _model(algorithm), _none, _none, lambda _: task.settings, 4, 0)
+    vars(runtime)["trainer"] = used
+    trained, *others = runtime.prepare([job, *further])()
     write_guard.check_bits(algorithm.plan, *([job.plan.loss_term.function] if job.plan.loss_term else ()))
-    return trained
+    return replace(trained, further=dict(zip(models, others, strict=True)))
+
+
+def _none(*_: object) -> Records:
+    raise AssertionError("the records of this client are handed to it")
 
 
 def _handed_out(task: LocalTask) -> WriteGuard:
@@ -229,7 +242,7 @@ def _task(algorithm: Algorithm, server: ServerState, records: int, state: Payloa
     params = {**_initial(algorithm), **server.params} if isinstance(algorithm, Sending) else server.params
     return LocalTask(
         1, 0, 4, records, settings, params, server.broadcast, state or {}, _pool(algorithm),
-        tuple(counts.tolist()),
+        tuple(counts.tolist()), initial=_initial(algorithm),
     )  # fmt: skip
 
 

@@ -1,18 +1,22 @@
 """A model whose loss is written down by hand, and a federation without an engine; conftest.py hands them to tests."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from flwr.app import Message, RecordDict
 from torch import nn
 
+from clients.client_task import CustomStart, OnClient
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
+from fl_sim.local_plan import FurtherModels, LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.training.loop import train
-from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import LocalJob, Trainer, Training
+from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import weighting_of
 from strategies.answers import Population
@@ -48,12 +52,14 @@ class Federation:
     settings: LocalSettings
     server: ServerState = field(init=False)
     states: list[Payloads] = field(init=False)
+    initial: Params = field(init=False)
     server_round: int = 0
     num_classes: int = 2
 
     def __post_init__(self) -> None:
         self.server = self.algorithm.init(detached(self.model.named_parameters()))
         self.states = [{} for _ in self.shards]
+        self.initial = detached(self.model.named_parameters())
 
     def client(self, client: int) -> ClientUpdate:
         """Play one client of the coming round; nothing is kept."""
@@ -62,11 +68,27 @@ class Federation:
             self.server_round + 1, client, len(self.shards), len(labels), self.settings,
             self.server.params, self.server.broadcast, self.states[client],
             class_counts=tuple(torch.bincount(labels, minlength=self.num_classes).tolist()),
+            initial=self.initial,
         )  # fmt: skip
-        generator = rng(0, "batches", client, self.server_round + 1)
-        return self.algorithm.finish(
-            task, train(self.model, task, self.algorithm.plan(task), inputs, labels, generator)
-        )
+        algorithm, own = self.algorithm, Records.of(inputs, labels)
+        if isinstance(algorithm, CustomStart):
+            task = algorithm.start(task, OnClient(own, Trainer(self.model, None)))
+        jobs = [self.job(task, algorithm.plan(task), own)]
+        models = algorithm.further(task) if isinstance(algorithm, FurtherModels) else {}
+        jobs += [self.job(replace(task, params=one.params), one.plan, own) for one in models.values()]
+        trained, *others = map(self.trained, jobs)
+        return algorithm.finish(task, replace(trained, further=dict(zip(models, others, strict=True))))
+
+    def job(self, task: LocalTask, plan: LocalPlan, own: Records) -> LocalJob:
+        return LocalJob(task, plan, own, rng(0, "batches", task.client, task.server_round))
+
+    def trained(self, job: LocalJob) -> Trained:
+        """Train by the algorithm's own trainer, if it has one, else by PyTorch's loop."""
+        kinds = self.algorithm.trainers(self.model) if isinstance(self.algorithm, Training) else ()
+        for trainer in kinds:
+            if trainer.supports(job):
+                return trainer.train(job)
+        return train(self.model, job.task, job.plan, *job.records.tensors(), job.generator)
 
     def round(self, *cohort: int) -> list[ClientUpdate]:
         """Play one round with the clients of ``cohort`` (all if none are given)."""

@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from clients.evaluate import FINE_TUNED, OWN, RECEIVED, TESTED, TRAINED, VALIDATED, Evaluate, counts_in
+from clients.evaluate import FINE_TUNED, OWN, RECEIVED, TESTED, TRAINED, VALIDATED, EvaluateOwn, counts_in
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
@@ -59,10 +59,10 @@ class OwnModels(Stage):
         """Return True if the settings ask for measures of the clients' own models."""
         return bool(experiment.evaluate.measures_clients)
 
-    def tasks(self) -> Mapping[str, Evaluate]:
+    def tasks(self) -> Mapping[str, EvaluateOwn]:
         """Return the two client tasks."""
         job, records = self.job, ClientRecords(self.job)
-        task = Evaluate(records, job.dataset.num_classes)
+        task = EvaluateOwn(records, job.dataset.num_classes)
         last = replace(task, trains=True, fine_tune_epochs=job.experiment.evaluate.fine_tune_epochs)
         return {MEASURE: task, MEASURE_LAST: last}
 
