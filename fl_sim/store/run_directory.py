@@ -356,7 +356,8 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         part, group, name = key.split("/", 2)
         parts.setdefault(part, {}).setdefault(group, {})[name] = value
     layers = parts.get("layers", {}).get("", {})
-    return progress, ServerState(parts["params"][""], parts.get("broadcast", {}), parts.get("memory", {}), layers)
+    params = parts.get("params", {}).get("", {})  # none, if the whole model stays with the clients
+    return progress, ServerState(params, parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 
 def metadata_in(content: bytes) -> dict[str, str]:
