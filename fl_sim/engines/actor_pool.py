@@ -130,7 +130,7 @@ class ActorPool:
 
     @property
     def workers(self) -> list[Worker]:
-        """Return all workers."""
+        """Return the ready workers and the starting workers."""
         return [*self.ready, *self.starting.values()]
 
     @property

@@ -46,8 +46,9 @@ NO_TICKET: Final = (
 class Parcel:
     """The parts of a message that is sent to a worker.
 
-    ``content``: the records that all messages of the exchange share, one object for all of them. ``own``: the records
-    for this client only. ``files``: {name in the content: path on the driver's disk} of files that the worker needs.
+    ``content``: the Flower records that all messages of the exchange share, one object for all of them. ``own``: the
+    Flower records for this client only. ``files``: {name in the content: path on the driver's disk} of files that the
+    worker needs.
     """
 
     content: RecordDict
@@ -59,7 +60,7 @@ class DriverStore(Protocol):
     """The driver's storage for clients that run on other machines: client states and files stay on the driver."""
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return the parcel to send to a worker, or the finished answer if no worker is needed.
+        """Return the parts of the message to send to a worker, or the finished answer if no worker is needed.
 
         If a message is sent again, this method is called again and must return an equal result.
         """

@@ -157,7 +157,7 @@ class Experiment(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let the chosen kinds compute their missing settings, such as the noise multiplier from an epsilon."""
+        """Let the chosen classes (aggregator and so on) compute missing settings, such as a noise multiplier."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):

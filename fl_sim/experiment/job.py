@@ -305,7 +305,7 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
 
 
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Return each client's indices into ``records``, which are indices into the training set."""
+    """Partition ``records``, indices into the training set; return the positions in ``records`` of each client."""
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
 
     def drawn() -> Parts:
@@ -381,7 +381,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     if list(own.input_shape) != facts["shape"]:
         raise UserError(
             f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
-            f"{facts['shape']}: give the node such records"
+            f"{facts['shape']}: give the node records of that shape"
         )
     if int(own.train.labels.max()) >= facts["classes"]:  # the error goes to the server, so it must not quote a label
         raise UserError(

@@ -176,7 +176,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return the key of a kind of work (``Work.kind``): equal if a piece of this work takes equally long."""
+    """Return the key of a kind of work (``Work.kind``): equal if a step of this work takes equally long."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

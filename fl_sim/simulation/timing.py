@@ -16,7 +16,7 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.types import Examples
 
 Ready = Callable[[int, int], Callable[[], object]]
-"""A function (records in a piece, pieces in a turn) -> a function that does one turn of the work.
+"""A function (records in a piece, pieces in a turn) -> a function that does one turn of the work (see ``Work``).
 
 It loads the input of the turn, so that loading is not timed.
 """
@@ -62,7 +62,7 @@ MEASURING_SECONDS: Final = 12.0
 """The time budget, in seconds, of all timings of ``fl-sim plan``."""
 
 _FEWEST: Final = 2
-"""The number of records of the first timed piece. BatchNorm needs two."""
+"""The number of records of the first timed piece (step). BatchNorm needs two."""
 _GROWTH: Final = 8
 """Usually the largest factor between the records of two successive timed pieces."""
 _LEAST_GROWTH: Final = 1.5
@@ -81,7 +81,7 @@ of the remaining time."""
 
 @dataclass(frozen=True)
 class Timing:
-    """The measured seconds of a kind of work: ``turn`` seconds for each turn, plus ``piece`` seconds for each piece.
+    """The measured seconds of a kind of work: ``turn`` for each call of the work, plus ``piece`` for each step in it.
 
     ``at_least``: True if the seconds are those of a smaller piece, because a whole piece exceeded the time budget.
     ``why_not``: the reason if there is no timing; else empty.
@@ -137,7 +137,7 @@ class Stopwatch:
         return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it cannot be timed beforehand")
 
     def seconds(self, work: Work) -> float:
-        """Return the approximate seconds of all turns and pieces of ``work``; 0 without a timing."""
+        """Return the approximate seconds of ``work``, from the timing of its turns and pieces; 0 without a timing."""
         timing = self.timing(work)
         return (work.turns * timing.turn + work.pieces * timing.piece) / work.at_once
 
@@ -155,7 +155,7 @@ class _GrowingTiming:
         self._clock, self._size, self._waited, self._waited_before, self._least = clock, 0, 0.0, 0.0, 0.0
 
     def go_on(self, seconds: float) -> None:
-        """Time larger and larger pieces of work for at most about ``seconds`` seconds.
+        """Time pieces (steps) with more and more records, for at most about ``seconds`` seconds.
 
         The next piece is timed only if its expected seconds, from the seconds of the last piece, are left.
         """
@@ -177,7 +177,7 @@ class _GrowingTiming:
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
     def _next(self, left: float) -> int:
-        """Return the number of records of the piece to time next; 0 if the remaining ``left`` seconds are too few."""
+        """Return the number of records of the next timed piece (step); 0 if ``left`` seconds are too few for it."""
         records = self.work.records
         if not self._size:
             return min(_FEWEST, records) if left > 0 else 0
@@ -189,7 +189,7 @@ class _GrowingTiming:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the seconds that a second piece of ``size`` records adds to a turn; 0 if timing it takes too long."""
+        """Return the seconds that a second piece (step) of ``size`` records adds; 0 if the timing takes too long."""
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
             return 0.0
@@ -198,7 +198,10 @@ class _GrowingTiming:
         return min(one, max(0.0, two - one))
 
     def _time_several(self, deadline: float) -> None:
-        """Time a turn of several pieces, if time is left, to separate the turn's fixed seconds from those per piece."""
+        """Time a turn (one call) of several pieces (steps), to separate its fixed seconds from the seconds per piece.
+
+        Nothing is timed if the time until ``deadline`` is too short.
+        """
         one, affordable = self.found.turn + self.found.piece, (deadline - self._clock()) / max(self._waited, 1e-9)
         if affordable < 2:
             return
@@ -209,7 +212,10 @@ class _GrowingTiming:
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:
-        """Return the seconds of a turn of ``pieces`` pieces: the minimum of several runs, as the first fills caches."""
+        """Return the seconds of a turn (one call) of ``pieces`` pieces (steps) of ``size`` records.
+
+        This is the minimum of several runs, because the first run fills caches.
+        """
         assert self.work.ready is not None
         turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()
         is_on_the_way = bool(self._size) and size < self.work.records
