@@ -109,7 +109,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local=5", "local.epochs=3"], "local is a single value, it has no settings inside"),
         (["rounds"], "settings are given as key=value, got 'rounds'; for example rounds=50"),
         (["=3"], "settings are given as key=value, got '=3'"),
-        (["sampler=fixed-size:20"], "^sampler fixed-size:20 wants more clients than the 10 there are$"),
+        (["sampler=fixed-size:20"], "^sampler fixed-size:20 needs more than the run's 10 clients: set a smaller"),
         (["algorithm=centralized", "sampler=poisson:0.5"], "^algorithm centralized has a single client"),
     ],
 )  # fmt: skip
