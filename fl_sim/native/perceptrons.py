@@ -19,7 +19,7 @@ _LEAST = 1e-8  # Adam's epsilon
 
 
 class _Linear(ctypes.Structure):
-    """The C structure ``Linear`` of perceptron.h."""
+    """A linear layer: the C structure ``Linear`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("weights", _POINTER), ("bias", _POINTER), *((name, _LONG) for name in ("inputs", "outputs", "stride")),
@@ -28,7 +28,7 @@ class _Linear(ctypes.Structure):
 
 
 class _Perceptron(ctypes.Structure):
-    """The C structure ``Perceptron`` of perceptron.h."""
+    """A multilayer perceptron: the C structure ``Perceptron`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("layers", ctypes.POINTER(_Linear)), ("num_layers", _LONG), ("num_classes", _LONG)
@@ -36,19 +36,19 @@ class _Perceptron(ctypes.Structure):
 
 
 class _Generator(ctypes.Structure):
-    """The C structure ``Generator`` of generator.h."""
+    """A generator of two perceptrons: the C structure ``Generator`` of generator.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("curved", _Perceptron), ("straight", _Perceptron)]
 
 
 class _NetworkRows(ctypes.Structure):
-    """The C structure ``Shown`` of perceptron.h."""
+    """The input rows of a network: the C structure ``Shown`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("values", _POINTER), ("classes", _POINTER), ("count", _LONG)]
 
 
 class _Adam(ctypes.Structure):
-    """The C structure ``Adam`` of adam.h."""
+    """The state of Adam: the C structure ``Adam`` of adam.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, _POINTER) for name in ("weights", "means", "squares", "gradient")), ("count", _LONG),
@@ -96,7 +96,7 @@ def is_perceptron(net: nn.Module) -> bool:
 
 
 class Perceptron:
-    """A network in the form for compiled code. Its weights must keep their addresses.
+    """A multilayer perceptron for the compiled code. Its weights must keep their memory addresses.
 
     ``net``: a network for which ``is_perceptron`` is True. ``num_classes``: the number of blocks in the input of
     the first layer, one block for each class; 0 for an input without blocks. A row's values and a one fill the

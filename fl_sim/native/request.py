@@ -56,7 +56,11 @@ class Draws:
 
     @classmethod
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
-        """Return the choices for ``count`` records, drawn in the order of ``training.loop.train``, the masks last."""
+        """Return the random choices for training with ``count`` records.
+
+        They are drawn from ``generator`` in the order of ``training.loop.train``; the key of the masks comes
+        last.
+        """
         settings = task.settings
         passes, batches = settings.num_passes(count), settings.num_batches(count)
         order = np.empty((passes, count), np.int64)
@@ -95,7 +99,7 @@ def unknown_settings(settings: LocalSettings) -> list[str]:
 
 
 class Distilled(ctypes.Structure):
-    """The C structure ``Distillation`` of distillation.h."""
+    """The settings of the loss term for distillation: the C structure ``Distillation`` of distillation.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("classes", _POINTER), ("received", _POINTER), ("weight", _FLOAT), ("temperature", _FLOAT),
@@ -104,13 +108,13 @@ class Distilled(ctypes.Structure):
 
 
 class Suppressed(ctypes.Structure):
-    """The C structure ``Suppression`` of suppression.h."""
+    """The settings of the loss term for suppression: the C structure ``Suppression`` of suppression.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("shares", _POINTER), ("weight", _FLOAT)]
 
 
 class Contrasted(ctypes.Structure):
-    """The C structure ``Contrast`` of contrast.h."""
+    """The settings of the contrastive loss term: the C structure ``Contrast`` of contrast.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("previous", _POINTER), ("leads", _POINTER), ("weight", _FLOAT), ("temperature", _FLOAT)
@@ -118,13 +122,13 @@ class Contrasted(ctypes.Structure):
 
 
 class Pulled(ctypes.Structure):
-    """The C structure ``Pull`` of pull.h."""
+    """The settings of the loss term with prototypes: the C structure ``Pull`` of pull.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("prototypes", _POINTER), ("present", _POINTER), ("weight", _FLOAT)]
 
 
 class LossTerms(ctypes.Structure):
-    """The C structure ``Terms`` of terms.h."""
+    """The settings of all loss terms: the C structure ``Terms`` of terms.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("scale", _POINTER), ("shift", _POINTER), ("distillation", Distilled), ("suppression", Suppressed),
@@ -133,13 +137,13 @@ class LossTerms(ctypes.Structure):
 
 
 class Climbed(ctypes.Structure):
-    """The C structure ``Ascent`` of ascent.h."""
+    """The ascent step of sharpness-aware minimisation: the C structure ``Ascent`` of ascent.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("radius", _FLOAT), ("share", _FLOAT), ("adaptive", _LONG)]
 
 
 class Moved(ctypes.Structure):
-    """The C structure ``Moves`` of moves.h."""
+    """The image augmentation: the C structure ``Moves`` of moves.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("places", _POINTER), ("black", _POINTER), ("crop", _LONG)]
 

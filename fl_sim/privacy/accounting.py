@@ -148,10 +148,10 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
 
 
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
-    """Return the Renyi order of a filter, to be fixed before the first release.
+    """Return the Renyi order for a privacy filter, that is for a budget on releases that are chosen one after another.
 
-    At this order, ``epsilon`` at ``delta`` allows the largest number of repetitions of ``first``, the planned
-    releases. The order depends on the plan alone and on no output. Returns infinity where ``first`` fits
+    At this order, ``epsilon`` at ``delta`` allows the largest number of repetitions of ``first``, the releases
+    planned before any release was made. So the order depends on no output. Returns infinity where ``first`` fits
     ``epsilon`` only as a sum of pure epsilons.
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))

@@ -230,7 +230,12 @@ def _likelihood_ratio(
 
 
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
-    """Return (lower bound on P1(E), upper bound on P0(E), estimated delta) for the best set E of the ``fit`` half."""
+    """Return (lower bound on P1(E), upper bound on P0(E), estimated delta) for one set of outputs E.
+
+    E is the set of outputs whose score exceeds a threshold; the ``fit`` half of the runs chooses the threshold. P0
+    and P1 are the probabilities of E in world 0 and world 1, estimated from the ``judge`` half. ``level``: the
+    error probability of each bound.
+    """
     threshold = _best_threshold(fit, lambda p1, p0: p1 - math.exp(epsilon) * p0)
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level), _upper(hits0, len(judge[0]), level)

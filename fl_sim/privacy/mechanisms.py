@@ -15,8 +15,9 @@ private as the exact mechanism on real numbers, with nothing added to epsilon or
    digits of U, in as many digits as needed. Where 127 digits do not decide, further ones are drawn.
 
 Assumptions: ChaCha20 under a random key gives random bits. ``scipy.special.ndtri``, ``numpy.log`` and the compiled
-quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps, some 400 times their documented error
-(a test compares them with mpmath, tails included). mpmath is right to the requested number of digits.
+quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. This is some 400 times their
+documented error, and a test compares them with mpmath, tails included. mpmath is right to the requested number of
+digits.
 
 Adaptive clipping: Andrew et al. 2021, algorithm 1.
 """

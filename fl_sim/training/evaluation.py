@@ -212,7 +212,7 @@ class Holdings:
         return found
 
     def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the accuracies of ``by_client`` that are not NaN."""
+        """Return the accuracies that ``by_client`` gives for ``recalls``, without those that are NaN."""
         return known(self.by_client(recalls))
 
 
@@ -264,7 +264,7 @@ class OwnTests:
         return found
 
     def accuracies(self, scores: Scores) -> NDArray[np.float64]:
-        """Return the accuracies of the clients that have test records."""
+        """Return the accuracies of all clients with test records, on their own test records."""
         return known(self.by_client(scores))
 
 

@@ -77,18 +77,24 @@ class AnswerCost(Cost):
 
     @abstractmethod
     def log_q(self, counts: Counts) -> Floats:
-        """Return ``log_q`` of each query, shape (queries,)."""
+        """Return ln q of each query, shape (queries,).
+
+        q is an upper bound on the probability that the label is not the class with the most votes.
+        """
 
     @abstractmethod
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ``log_q`` of votes in which all other classes are ``gaps`` votes behind the first class.
+        """Return ln q, as in ``log_q``, for votes in which all other classes are ``gaps`` votes behind the first class.
 
         A negative gap means that the other classes are ahead.
         """
 
     @abstractmethod
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the curves for given ``log_q``: at every order the smaller of the theorem's and the worst case."""
+        """Return the Renyi curve of each query from its ln q: at every order the smaller of two bounds.
+
+        The bounds are the theorem of the mechanism's paper and the worst case.
+        """
 
     def dependent(self, counts: Counts, orders: Floats) -> Floats:
         """Return the data-dependent curve of each query, shape (queries, orders)."""
@@ -137,19 +143,19 @@ class LNMaxCost(AnswerCost):
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ``log_q`` of each query by the union bound of lemma 4 of the 2017 paper, at most ln(1 - 1/classes)."""
+        """Return ln q of each query by the union bound of lemma 4 of the 2017 paper, at most ln(1 - 1/classes)."""
         gaps = self.gamma * _gaps_to_the_top(counts)
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isinf(gaps), -np.inf, _log_beaten(gaps))
         return _capped(logsumexp(terms, axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ``log_q`` of votes with equal gaps, at most ln(1 - 1/classes)."""
+        """Return ln q for votes with equal gaps, at most ln(1 - 1/classes)."""
         tail = _log_beaten(self.gamma * np.abs(gaps))
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the curves: at every order the smaller of theorem 3 and the worst case."""
+        """Return the Renyi curve of each query: at every order the smaller of theorem 3 and the worst case."""
         return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
@@ -171,17 +177,17 @@ class GNMaxCost(AnswerCost):
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ``log_q`` of each query by the bound of proposition 7, at most ln(1 - 1/classes)."""
+        """Return ln q of each query by the bound of proposition 7 of the 2018 paper, at most ln(1 - 1/classes)."""
         gaps = _gaps_to_the_top(counts)
         return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ``log_q`` of votes with equal gaps, at most ln(1 - 1/classes)."""
+        """Return ln q for votes with equal gaps, at most ln(1 - 1/classes)."""
         log_beaten = log_ndtr(-gaps / (np.sqrt(2) * self.sigma))
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the curves: at every order the smaller of theorem 6 and the worst case."""
+        """Return the Renyi curve of each query: at every order the smaller of theorem 6 and the worst case."""
         return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 

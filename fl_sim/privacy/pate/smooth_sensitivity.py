@@ -153,10 +153,10 @@ def release(
 def smooth_sensitivity(
     counts: Counts, cost: PublishableCost, terms: PublicationTerms, answered: Answered | None = None
 ) -> float:
-    """Return S, the smooth sensitivity of B at ``counts``. PRIVATE.
+    """Return the smooth sensitivity S, at ``counts``, of the data-dependent cost B of all queries. PRIVATE.
 
-    S is the maximum over d of e^(-kappa d) times a bound on the local sensitivity of B within d votes of
-    ``counts``. ``answered``: as in ``release``.
+    B is the sum of the queries' Renyi divergences at the order of ``terms``. S is the maximum over d of e^(-kappa
+    d) times a bound on the local sensitivity of B within d votes of ``counts``. ``answered``: as in ``release``.
     """
     num_teachers = int(counts[0].sum())
     if isinstance(cost, ConfidentCost):
@@ -192,7 +192,10 @@ class _CostPart:
 
 
 def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
-    """Return the cost of the labels; the state of a query is the cell of t, its equivalent equal gap."""
+    """Return the cost of the labels; the state of a query is the cell of its equivalent gap t.
+
+    If all other classes were t votes behind the first one, the query would have the same q.
+    """
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
@@ -241,7 +244,10 @@ def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
 def _published(
     total: float, sensitivity: float, delta: float, terms: PublicationTerms, normal: tuple[float, float]
 ) -> PublishedCost:
-    """Return the published cost. Each of the two noisy numbers is beyond its quantile with probability delta / 2."""
+    """Return the published cost from the exact cost ``total``, its sensitivity, and two standard normal numbers.
+
+    Each of the two noisy numbers is beyond its quantile with probability delta / 2.
+    """
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
     bound = max(total + terms.noise * (sensitivity * normal[1] + at_most * quantile), 0.0)
