@@ -156,7 +156,10 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
 
 
 def _gaussian_curve(noise: float) -> Curve:
-    """Return order / (2 z^2): adding or removing one unit moves the mean by one clipping norm."""
+    """Return the Renyi divergences of the Gaussian mechanism, order / (2 z^2), for add-or-remove-one.
+
+    Adding or removing one unit moves the mean by one clipping norm.
+    """
     return np.asarray(_ORDERS / 2 / np.float64(noise) / np.float64(noise))
 
 

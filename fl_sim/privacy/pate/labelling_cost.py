@@ -49,7 +49,7 @@ class Cost(ABC):
 
     @abstractmethod
     def worst_case(self, orders: Floats) -> Floats:
-        """Return an upper bound on the curve of one query, for any votes, answered or not, shape (orders,)."""
+        """Return an upper bound on the Renyi curve of one query, for any votes, answered or not, shape (orders,)."""
 
     @abstractmethod
     def events(self) -> tuple[dp_event.DpEvent, ...]:
@@ -61,7 +61,7 @@ class Cost(ABC):
 
     @abstractmethod
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves of shape (queries, orders).
+        """Return (data-dependent, data-independent) Renyi curves of shape (queries, orders).
 
         ``answered``: shape (queries,), 1 for an answered query and 0 for others. Probabilities of an answer
         instead give expected curves.
@@ -69,7 +69,7 @@ class Cost(ABC):
 
     @abstractmethod
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return a lower bound on the data-dependent curve of an answered query, for any votes, shape (orders,)."""
+        """Return a lower bound on the data-dependent Renyi curve of an answered query, for any votes: (orders,)."""
 
 
 class AnswerCost(Cost):
@@ -97,7 +97,7 @@ class AnswerCost(Cost):
         """
 
     def dependent(self, counts: Counts, orders: Floats) -> Floats:
-        """Return the data-dependent curve of each query, shape (queries, orders)."""
+        """Return the data-dependent Renyi curve of each query, shape (queries, orders)."""
         return self.divergence(self.log_q(counts), orders)
 
     def chance_of_answer(self, counts: Counts) -> Floats:
@@ -111,7 +111,7 @@ class AnswerCost(Cost):
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the curve for votes on which all teachers agree, which make any other label least likely."""
+        """Return the Renyi curve for votes on which all teachers agree, which make any other label least likely."""
         return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
@@ -130,7 +130,7 @@ class LNMaxCost(AnswerCost):
         return 2 * self.gamma
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of one query for any votes.
+        """Return the Renyi curve of one query for any votes.
 
         The label is computed from the noisy counts, of which two change by 1. So the curve is at most that of
         two Laplace mechanisms with epsilon gamma (Mironov 2017, proposition 6). This is less than any bound
@@ -169,7 +169,7 @@ class GNMaxCost(AnswerCost):
     sigma: float
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of one query for any votes: two counts change by 1 (proposition 8)."""
+        """Return the Renyi curve of one query for any votes: two counts change by 1 (proposition 8)."""
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
@@ -214,7 +214,7 @@ class ConfidentCost(Cost):
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the curve of a test and an answer together, for any votes."""
+        """Return the Renyi curve of a test and an answer together, for any votes."""
         return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
@@ -227,7 +227,7 @@ class ConfidentCost(Cost):
         return np.exp(np.asarray(log_ndtr(distance), dtype=np.float64))
 
     def test_curves(self, counts: Counts, orders: Floats) -> Floats:
-        """Return the data-dependent curve of each query's test, by theorem 6.
+        """Return the data-dependent Renyi curve of each query's test, by theorem 6.
 
         The test has two outcomes. q is the probability of the rarer one.
         """
@@ -235,7 +235,7 @@ class ConfidentCost(Cost):
         return self.test.divergence(np.asarray(log_ndtr(-distance), dtype=np.float64), orders)
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves of tests and answers.
+        """Return (data-dependent, data-independent) Renyi curves of tests and answers.
 
         Each query pays for its test, and an answered query pays for its answer, too.
         """
@@ -244,7 +244,7 @@ class ConfidentCost(Cost):
         return dependent, independent + self.test.worst_case(orders)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the sum of the smallest curve of an answer and the smallest curve of a test.
+        """Return the sum of the smallest Renyi curve of an answer and the smallest Renyi curve of a test.
 
         The curve of an answer is smallest where all teachers agree. The curve of a test is smallest where its
         outcome is most certain: where the largest count has its largest or its smallest possible value.
@@ -357,16 +357,16 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
 
 
 def independent_2017(gamma: float, orders: Floats) -> Floats:
-    """Return the 2017 paper's curve of one query for any votes: 2 gamma^2 order, at most 2 gamma."""
+    """Return the Renyi curve of one query for any votes by the 2017 paper: 2 gamma^2 order, at most 2 gamma."""
     return np.minimum(2 * gamma**2 * orders, 2 * gamma)
 
 
 def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
-    """Return the 2017 paper's data-dependent curves, ``inf`` where theorem 3 does not hold, shape (queries, orders).
+    """Return data-dependent Renyi curves by theorem 3 of the 2017 paper, ``inf`` where it does not hold.
 
-    The theorem holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) + 1). The script published
-    with the paper applies it beyond that range, where the result can be too small. A moment of the paper is (order
-    - 1) times the divergence.
+    Shape: (queries, orders). The theorem holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) +
+    1). The script published with the paper applies it beyond that range, where the result can be too small. A
+    moment of the paper is (order - 1) times the divergence.
     """
     holds = log_q < -np.logaddexp(0.0, 2 * gamma)
     inside = np.where(holds, log_q, -1 - 2 * gamma - np.log(2))[:, None]
@@ -378,11 +378,12 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
 
 
 def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
-    """Return the 2018 paper's data-dependent curves of a Gaussian mechanism; ``inf`` where theorem 6 does not hold.
+    """Return data-dependent Renyi curves by theorem 6 of the 2018 paper, ``inf`` where it does not hold.
 
-    The mechanism costs order / sigma^2 for any votes. ``log_q``: ln of an upper bound on the probability of all
-    outcomes but the likeliest, shape (queries,). mu_1 and mu_2 are those of proposition 10. The theorem needs order
-    <= mu_1. It also needs q in the range where its bound grows with q, because only a bound on q is known.
+    Shape: (queries, orders). The mechanism costs order / sigma^2 for any votes. ``log_q``: ln of an upper bound on
+    the probability of all outcomes but the likeliest, shape (queries,). mu_1 and mu_2 are those of proposition 10.
+    The theorem needs order <= mu_1. It also needs q in the range where its bound grows with q, because only a bound
+    on q is known.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         mu_2 = sigma * np.sqrt(-log_q)
