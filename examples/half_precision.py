@@ -32,6 +32,6 @@ class HalfPrecision(ErrorFeedback):
         return Packed.of(torch.zeros(0), rounded.numpy().view(np.uint8))
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the update as float32. Other compressors raise fl_sim.errors.Malformed for invalid bytes."""
+        """Return the update as float32. All bytes are valid here; for invalid bytes raise fl_sim.errors.Malformed."""
         del coins
         return FlatParams(torch.from_numpy(packed.bits.view(np.float16).astype(np.float32)), layout)

@@ -1,4 +1,4 @@
-"""IFCA: each client trains that one of k models which has the lowest loss on its records (Ghosh et al. 2020, alg. 1).
+"""IFCA: of k models, each client trains the one with the lowest loss on its records (Ghosh et al. 2020, algorithm 1).
 
     fl-sim run algorithm=ifca:Ifca algorithm.num_models=3 partition=dirichlet:0.1 model=mlp
 
@@ -47,7 +47,7 @@ class Ifca(Averaging):
         return replace(task, params=models[best], state={**task.state, **chosen})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of the chosen model times the number of records, zeros for other models, and the number."""
+        """Return an update per model, times the number of records, and this number; zeros for models not chosen."""
         chosen = int(task.state["chosen"]["model"]) if "chosen" in task.state else 0
         weight, delta = float(task.num_examples), subtract(trained.params, task.params)
         sent = {f"delta-{j}": scale(delta, weight * (j == chosen)) for j in range(self.num_models)}

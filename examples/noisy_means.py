@@ -1,4 +1,4 @@
-"""A generator of your own: it draws the images of a class around a noisy mean image, one Gaussian release in all.
+"""A generator of your own: it draws a class's images around a noisy mean image, at the cost of one Gaussian release.
 
     fl-sim run preprocess=da-fl preprocess.generator=noisy_means:NoisyMeans
 

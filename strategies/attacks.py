@@ -51,12 +51,10 @@ class _Harmless(Settings):
     """The honest behaviour: labels and updates stay unchanged. Every attack overrides one of the two methods."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-        """Return ``labels`` unchanged."""
         del num_classes
         return labels
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the forged updates of a round's hostile clients; ``hostile``: their honest updates, at least one."""
         del cohort_size
         return hostile
 
@@ -75,7 +73,6 @@ class _Attack(_Harmless):
     clients: int = Field(2, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the attack does not fit the other settings of the experiment."""
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
@@ -118,7 +115,7 @@ class SignFlip(_Attack):
     strength: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the forged updates of a round's hostile clients; ``hostile``: their honest updates, at least one."""
+        """Return -``strength`` times each honest update in ``hostile``."""
         del cohort_size
         return [_with(reply, as_rows([reply])[0] * -self.strength) for reply in hostile]
 
@@ -130,7 +127,7 @@ class ALittleIsEnough(_Attack):
     which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with
     s = floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0:
     exactly 0 for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100
-    on. A hostile client that is alone in a round knows no deviation and sends its honest update.
+    on. A hostile client that is alone in a round has no deviation and sends its honest update.
     """
 
     kind: Literal["alie"] = "alie"
@@ -154,7 +151,7 @@ class ALittleIsEnough(_Attack):
         hostile = self.clients * size / experiment.clients
         if hostile < 2:
             why = (
-                f"a hostile client that is alone in a round knows no deviation, and rounds have {hostile:g} of them on "
+                f"a hostile client that is alone in a round has no deviation, and rounds have {hostile:g} of them on "
                 "average; set a larger attack.clients"
             )
             return [off("attack alie", why)]
@@ -164,7 +161,7 @@ class ALittleIsEnough(_Attack):
         return [off(f"attack.deviations={self.deviations}", why)]
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the forged updates of a round's hostile clients; ``hostile``: their honest updates, at least one."""
+        """Return mean - z * deviation of the honest updates ``hostile``, the same for all hostile clients."""
         if len(hostile) == 1:
             return hostile
         rows = as_rows(hostile)

@@ -42,10 +42,10 @@ class ClassGaussian:
 def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list[ClassGaussian]:
     """Return the distribution of each class that has two records or more.
 
-    ``moments``: the sum of the moments of all clients (``clients.moments.moments_of``). With
-    n_c = sum_i n_ic this is the paper's mean sum_i n_ic mu_ic / n_c and covariance
-    [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] / (n_c - 1), as
-    (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
+    ``moments``: the sum of the moments of all clients (``clients.moments.moments_of``). n_ic, mu_ic and Sigma_ic are
+    number, mean and covariance of client i's features of class c, and n_c = sum_i n_ic. The result has the paper's mean
+    sum_i n_ic mu_ic / n_c and covariance [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] /
+    (n_c - 1), as (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
 
     ``std``: standard deviation of the noise on each number. With noise, only classes that certainly have more than one
     record are used, and covariances are shrunk towards a multiple of the identity, by the share of the difference that

@@ -29,7 +29,6 @@ class _Mixing(Averaging):
     records_per_average: int = Field(5, ge=2, le=10**9)
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: aggregators do not see the shared averages."""
         return (
             "clients train on averages that others share before the first round, and no aggregator checks these, so "
             "that one hostile client could harm all others"

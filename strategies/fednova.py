@@ -19,9 +19,10 @@ from strategies.algorithm import Averaging, accumulated_momentum, check_sgd
 class FedNova(Averaging):
     """x <- x - tau_eff sum_i p_i (x - y_i) / a_i, with p_i = n_i / n.
 
-    a_i is the distance of client i's local steps with a constant unit gradient, divided by the learning rate.
-    ``tau_eff``: None takes sum_i p_i a_i of the round, as the paper does by default; a number is fixed and public, and
-    then clients do not send a_i (the paper lets the server choose tau_eff, section 4.2).
+    y_i is the trained model of client i, n_i its number of records, and n the sum of n_i. a_i is the distance of client
+    i's local steps with a constant unit gradient, divided by the learning rate. ``tau_eff``: None takes sum_i p_i a_i
+    of the round, as the paper does by default; a number is fixed and public, and then clients do not send a_i (the
+    paper lets the server choose tau_eff, section 4.2).
     """
 
     kind: Literal["fednova"] = "fednova"

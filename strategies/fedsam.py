@@ -13,10 +13,11 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedSAM(Averaging):
     """Clients step with the gradient at w + rho g / ||g||; if ``adaptive`` (FedASAM), at w + rho w^2 g / || |w| g ||.
 
-    ``rho``: 0 is FedAvg; Caldarola et al. take 0.1 (FedSAM) and 0.7 (FedASAM) on CIFAR-10. The norm is over the whole
-    model, and weight decay is computed at w. The released FedASAM has |w| + eta in place of |w|, with eta 0.2 on
-    CIFAR-10, and scales only weights: a bias moves by rho g / norm. Here eta is 0 and biases are scaled like weights,
-    so the same value 0.7 is a different radius here and gives different models.
+    w is the client's model and g its gradient. ``rho``: 0 is FedAvg; Caldarola et al. take 0.1 (FedSAM) and 0.7
+    (FedASAM) on CIFAR-10. The norm is over the whole model, and weight decay is computed at w. The released FedASAM has
+    |w| + eta in place of |w|, with eta 0.2 on CIFAR-10, and scales only weights: a bias moves by rho g / norm. Here eta
+    is 0 and biases are scaled like weights, so the same value 0.7 is a different radius here and gives different
+    models.
     """
 
     kind: Literal["fedsam"] = "fedsam"

@@ -68,7 +68,6 @@ class FederatedStrategy(Strategy):
     layers: list[Layer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Create the innermost layer."""
         self.layer = _Innermost(self)
 
     def wrap(self, layer: Layer) -> None:
@@ -188,7 +187,7 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _packed(self) -> dict[str, Size]:
-        """Return {name: size} of the payloads that are sent in packed form."""
+        """Return {name: compressed size} of the payloads that clients send in compressed form."""
         sizes = (half.packs(self._template, self.server.params) for half in self.on_clients)
         return {name: size for one in sizes for name, size in one.items()}
 
@@ -219,7 +218,6 @@ class _Innermost(Layer):
         """Do nothing."""
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the cohort from the sampler. ``coins``: the source of random numbers, or None for the run's seed."""
         strategy = self.strategy
         if coins is None:
             seed = strategy.seed if strategy.sampling_seed is None else strategy.sampling_seed
@@ -241,7 +239,7 @@ class _Innermost(Layer):
         """Return the result of the aggregator. Raises an error if the aggregator changes its arguments."""
         aggregator: Any = self.strategy.aggregator
         weighting = weighting_of(algorithm)
-        assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # by aggregators.check_weighing
+        assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # see aggregators.check_weighing
         sent = {f"what client {one.client} sent": part for one in cohort.replies for part in one.payloads.values()}
         write_guard = WriteGuard.of({**sent, **groups_of(server)}, by_bits=False)
         with error_context(f"mean of {type(aggregator).__name__}"):
@@ -337,7 +335,7 @@ def run_round(
 ) -> Round:
     """Run one round and return its outcome: charge the privacy cost, sample, send, check, aggregate, merge.
 
-    ``timeout``: seconds for the whole exchange. Raises Stop, before anything is done, if a layer ends the run before
+    ``timeout``: seconds for the whole exchange. Raises Stop, as its first action, if a layer ends the run before
     the round.
     """
     start = time.perf_counter()

@@ -37,7 +37,7 @@ class GeometricMedian(Robust):
             return ""
         if len(rows) <= 2:
             return off("aggregator geometric-median", "at most two clients had records, and their median is their mean")
-        return off(f"aggregator.smoothing={self.smoothing:g}", "all updates were nearer to their mean, the result")
+        return off(f"aggregator.smoothing={self.smoothing:g}", "no update was further from the mean, the result")
 
     def _median(self, rows: torch.Tensor) -> torch.Tensor:
         centre = rows.mean(dim=0)

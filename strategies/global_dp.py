@@ -182,7 +182,7 @@ class GlobalDP(Settings):
             )
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings with which the guarantee would differ from the ledger's."""
+        """Raise ValueError for settings with which the guarantee that the ledger states would not hold."""
         self.check_unchanged()
         sampler, stack = experiment.sampler, getattr(experiment.engine, "stack", 0)
         if is_own_kind(sampler) or not isinstance(sampler, Amplifying):
@@ -210,7 +210,6 @@ class GlobalDP(Settings):
         self._check_bands(sampler)
 
     def _check_bands(self, sampler: object) -> None:
-        """Raise UserError if a client may take part twice within ``noise_bands`` consecutive rounds."""
         if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
             raise UserError(
                 f"aggregator.noise_bands={self.noise_bands} is private only if a client takes part at most once in any "

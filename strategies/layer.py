@@ -126,7 +126,9 @@ class Layer:
         del experiment, out, progress
         if cls.__init__ is object.__init__:
             return cls()
-        raise NotImplementedError(f"layer {cls.__name__} has an __init__: define the classmethod `of`, which calls it")
+        raise NotImplementedError(
+            f"layer {cls.__name__} has an __init__: define the classmethod `of`, which creates it"
+        )
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
@@ -258,7 +260,7 @@ def layer_kinds(experiment: Any) -> list[type[Layer]]:
     kinds = [kind for kind in _all_kinds(experiment) if kind.applies(experiment)]
     if twice := [kind.__name__ for kind in kinds if kinds.count(kind) > 1]:
         raise UserError(
-            f"{twice[0]} is the layer of two settings, and a run holds each layer once: derive a class of its own for "
+            f"{twice[0]} is the layer of two settings, and a run has each layer once: name a subclass of it for "
             "one of them"
         )
     return kinds

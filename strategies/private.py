@@ -109,7 +109,7 @@ class PrivateRounds(Layer):
     def begin(self, server_round: int) -> None:
         """Charge the ledger for a round before the round begins. Raises Stop if the cost exceeds the budget.
 
-        Raises RunError if this is the first round.
+        In the first round it raises RunError instead.
         """
         try:
             self.pay(server_round)
@@ -141,7 +141,7 @@ class PrivateRounds(Layer):
 
     @property
     def hides_clients(self) -> bool:
-        """Return True: the number of clients that took part leaves the rounds only in the noised mean."""
+        """Return True: participation is secret, and only the noised mean depends on it."""
         return True
 
     def state(self) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ class Scaffold(Averaging):
         if self.variant == "niid-bench" and not isinstance(experiment.sampler, Everyone):
             said.append(
                 "algorithm.variant=niid-bench is NIID-Bench's program where all clients take part in every round: "
-                "otherwise that program's controls start at random weights, and here they start at 0"
+                "otherwise that program's control variates start at random weights, and here they start at 0"
             )
         return said
 

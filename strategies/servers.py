@@ -128,7 +128,6 @@ class _Asynchronous(Settings):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
         del experiment
         if not self.staleness_exponent:
             return [off("server.staleness_exponent=0", "all updates have the same weight, whatever their staleness")]

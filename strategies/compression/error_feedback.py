@@ -52,11 +52,11 @@ class ErrorFeedback(Settings):
 
     @abstractmethod
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return C(``update``), packed."""
+        """Return the packed form of the compressed update C(``update``)."""
 
     @abstractmethod
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return C(update) from its packed form."""
+        """Return the compressed update C(update) from its packed form, with zeros for numbers that were not sent."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
         """Return C(e + D), packed, and the new error, the difference to e + D, as client state."""
@@ -180,7 +180,7 @@ class SignSGD(ErrorFeedback):
 
 
 class PowerSGD(Settings):
-    """Sends every weight matrix as a product of two narrow matrices: ``rank`` numbers for each row and each column.
+    """Sends every weight matrix as a product P Q' of two narrow ones, with ``rank`` numbers for each row and column.
 
     ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
     channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.

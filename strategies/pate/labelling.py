@@ -74,7 +74,7 @@ class LNMax(_AnswersEveryQuery):
     gamma: float = Field(0.05, ge=1e-5)
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query, for analysis."""
+        """Return the privacy cost of one query as Renyi curves."""
         from fl_sim.privacy.pate.labelling_cost import LNMaxCost  # noqa: PLC0415 (the accountants load slowly)
 
         return LNMaxCost(self.gamma)
@@ -98,7 +98,7 @@ class GNMax(_AnswersEveryQuery):
     sigma: float = Field(40.0, gt=0, le=1e5)
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query, for analysis."""
+        """Return the privacy cost of one query as Renyi curves."""
         from fl_sim.privacy.pate.labelling_cost import GNMaxCost  # noqa: PLC0415 (the accountants load slowly)
 
         return GNMaxCost(self.sigma)
@@ -129,7 +129,7 @@ class ConfidentGNMax(Settings):
     sigma: float = Field(40.0, gt=0, le=1e5)
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query, for analysis."""
+        """Return the privacy cost of one query as Renyi curves."""
         from fl_sim.privacy.pate.labelling_cost import ConfidentCost  # noqa: PLC0415 (the accountants load slowly)
 
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
@@ -255,7 +255,7 @@ class Labelling(Settings):
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         test, answer = self.mechanism.charges()
-        each = Counter([answer] if test is None else [test, answer])  # a test may cost what an answer costs
+        each = Counter([answer] if test is None else [test, answer])  # a Counter, as both events may be equal
         times = self.certain_queries(num_queries, num_asked)
         planned = {event: number * times for event, number in each.items() if times}
         return planned if self.budget == "data-independent" else {**planned, dp_event.NonPrivateDpEvent(): 1}
@@ -283,10 +283,10 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     A query without an answer pays for its test alone, so costs depend on the votes. The budget is a privacy filter,
     which covers this: fixed beforehand, it bounds the sum of Renyi divergences of releases that are chosen one after
     the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). The bound holds here at all orders at once: the
-    releases are Gaussian, so their curves are multiples of each other, and the budget always ends at the
-    same order. The epsilon spent in the end depends on the number of answered queries, and so on the votes. It may be
-    reported, since the labels show the answered queries, but it is no guarantee: the guarantee is the budget or the
-    cost of ``Labelling.planned``, whichever is smaller.
+    releases are Gaussian, so their curves are multiples of each other, and the budget always ends at the same order.
+    The epsilon spent in the end depends on the number of answered queries, and so on the votes. It may be reported,
+    since the labels show the answered queries, but it is no guarantee: the guarantee is the budget or the cost of
+    ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
@@ -334,7 +334,7 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
     if test is None:
         return answer
     both = (test.noise_multiplier**-2 + answer.noise_multiplier**-2) ** -0.5
-    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # so that rounding cannot leave a test without its answer
+    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # so that rounding never affords a test without its answer
 
 
 @dataclass
@@ -348,7 +348,6 @@ class _DataDependentBudget:
     curve: NDArray[np.float64] | float = field(default=0.0)
 
     def affords(self, votes: NDArray[np.int64]) -> bool:
-        """Return True if the budget allows a query with these ``votes`` and its answer."""
         if self.labelling.budget == "data-independent":
             return True
         from fl_sim.privacy.pate.labelling_cost import epsilon_of_curves  # noqa: PLC0415 (the accountants load slowly)
@@ -358,7 +357,6 @@ class _DataDependentBudget:
         return float(epsilon_of_curves(after, self.labelling.delta)[0]) <= self.labelling.epsilon
 
     def take(self, votes: NDArray[np.int64], *, answered: bool) -> None:
-        """Add the data-dependent cost of a query to the costs so far."""
         if self.labelling.budget == "data-dependent":
             self.curve = self.curve + self._curve_of(votes, answered=answered)
 

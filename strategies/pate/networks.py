@@ -31,7 +31,7 @@ def student_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return the paper's classifier for MNIST: six linear layers, Gaussian noise before each, weight normalisation.
+    """Return the MNIST classifier of Salimans et al. 2016: six weight-normalised linear layers with Gaussian noise.
 
     The paper's noise of 0.3 on pixels from 0 to 1 corresponds to about 1 on normalised pixels.
     """
@@ -43,7 +43,7 @@ def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return the paper's classifier of colour images for CIFAR-10, with six convolutions instead of nine."""
+    """Return the CIFAR-10 classifier of Salimans et al. 2016, with six convolutions instead of nine."""
     layers: list[nn.Module] = [nn.Dropout(0.2)]
     inputs = input_shape[0]
     for outputs, stride, drop in ((32, 1, 0.0), (32, 2, 0.5), (64, 1, 0.0), (64, 2, 0.5), (128, 1, 0.0), (128, 1, 0.0)):
@@ -55,7 +55,7 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
-    nn.init.normal_(layer.weight, std=0.05)  # the length of a direction decides the angle of a step of Adam
+    nn.init.normal_(layer.weight, std=0.05)  # the shorter a direction, the further a step of Adam turns it
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 
@@ -75,7 +75,8 @@ class GaussianNoise(nn.Module):
 def start_from(model: nn.Module, records: torch.Tensor) -> None:
     """Initialise weight-normalised layers of a ``Sequential`` to outputs of mean 0 and std 1 on ``records``.
 
-    Afterwards the lengths of the weight vectors are not trained, except in the last layer, as in the paper's program.
+    Afterwards the lengths of the weight vectors are not trained, except in the last layer, as in the program of
+    Salimans et al. 2016.
     """
     length = None
     with torch.no_grad():

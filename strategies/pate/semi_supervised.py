@@ -186,7 +186,7 @@ class _FixMatchRun:
 
 
 class FeatureMatchingGan(Settings):
-    """Trains classifier and generator by Adam, one step each in turn, as in the paper.
+    """Trains classifier and generator by Adam, one step each in turn, as in Salimans et al. 2016.
 
     ``learning_rate``: that of Adam; it falls to 0 over the second half of the ``steps``. ``batch_size``: the number of
     labelled records in a step; as many unlabelled and as many generated records are added. ``averaging``: the decay of
@@ -200,7 +200,7 @@ class FeatureMatchingGan(Settings):
     averaging: float = Field(0.99, ge=0, lt=1)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return a convolutional classifier for colour images, else the paper's classifier for MNIST."""
+        """Return ``conv_classifier`` for colour images, otherwise ``gan_classifier``, which is for MNIST."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         colour = len(input_shape) == 3 and input_shape[0] == 3 and min(input_shape[1:]) >= 8

@@ -132,7 +132,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "corrections of one round": ({"algorithm": "scaffold", "rounds": 1}, "corrections have no effect: rounds=1"),
     "another program": (
         {"algorithm": {"kind": "scaffold", "variant": "niid-bench"}, "sampler": "fixed-size:5"},
-        "controls start at random weights, and here they start at 0",
+        "control variates start at random weights, and here they start at 0",
     ),
     "no server momentum": (
         {"algorithm": {"kind": "fedavgm", "server_momentum": 0}}, "algorithm.server_momentum=0 .* this is fedavg",
@@ -167,7 +167,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "no cosine": ({"local": {"schedule": "cosine:1"}}, "local.schedule.final=1 has no effect"),
     "z of 0": ({"attack": {"kind": "alie", "deviations": 0}}, "attack.deviations=0.0 has no effect: z is 0 for 2"),
     "the paper's z of two": ({"attack": {"kind": "alie", "deviations": "formula"}}, "attack.deviations=formula has no"),
-    "alone": ({"attack": "alie:1"}, "alone in a round knows no deviation, and rounds have 1 of them"),
+    "alone": ({"attack": "alie:1"}, "alone in a round has no deviation, and rounds have 1 of them"),
     "alone on average": ({"attack": "alie:2", "sampler": "fixed-size:4"}, "rounds have 0.8 of them on average"),
 }  # fmt: skip
 
