@@ -174,10 +174,10 @@ class MechanismFacts(KindTable):
 
 
 class PateFacts(FileModel):
-    """Facts about the vote of the teachers in a run of PATE, and about the labels that it gives.
+    """Facts about the teachers' vote in a run of PATE, and about the noisy labels.
 
-    ``queries_asked``: number of records whose labels were voted on. ``queries_answered``: number of those that got a
-    label. ``label_accuracy``: in [0, 1].
+    ``queries_asked``: number of records on whose labels the teachers voted. ``queries_answered``: number of records
+    that got a label. ``label_accuracy``: the share of right labels, in [0, 1].
     """
 
     teachers: Annotated[Count, Field(ge=1)]

@@ -29,13 +29,12 @@ _SECONDS: Final = ("seconds.total", "seconds.train")
 
 _HEAD = """# Published tables, run here
 
-Made by `fl-sim report --gallery docs/results` from the files in this folder; do not edit it. Each table has a folder:
-the `table.json` that its command wrote, and `about.toml`, what must be known besides.
+Made by `fl-sim report --gallery docs/results` from the files in this folder; do not edit it. Each table has a folder
+with the `table.json` that its command wrote, and with `about.toml`, which has further facts about the table.
 
-Accuracies are in percent, after the last round where nothing else is said; ± is the sample standard deviation over
-seeds. Below a method stands what was published for it: *read* was read in the source itself, *recalled* was quoted from
-memory and is to be checked there before it is printed as fact. Bold is what is significantly the best (see
-[tables](../tables.md)).
+Accuracies are in percent, after the last round unless stated otherwise; ± is the sample standard deviation over seeds.
+Below a method is its published accuracy. *read*: the number was read in the source; *recalled*: it was quoted from
+memory, and must be checked in the source. Bold marks the significantly best method (see [tables](../tables.md)).
 """
 
 

@@ -86,7 +86,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return the title of the panel, as from ``where``."""
+        """Return the title of the panel: the name of its column in a table, or else data set and partition."""
         return where([one for _, one in self.lines], self.data, self.partition)
 
 

@@ -158,7 +158,7 @@ def _digest(text: str) -> str:
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
     """Return the names of the pictures that fit into ``room`` bytes.
 
-    Pictures whose curves the script also draws come last, because the page can do without them.
+    Pictures whose curves the script also draws come last, because the page shows these curves anyway.
     """
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):

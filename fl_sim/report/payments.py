@@ -25,9 +25,9 @@ _MOMENTS: Final = "moments-"
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return (total privacy costs, problems). A total cost is a bill in JSON form.
 
-    The costs include those of runs that the report does not show. A run with damaged statements is one problem, and
-    counts as a run with unknown releases. The list of costs is empty if no run has a privacy statement. The computation
-    takes seconds.
+    The costs include those of runs that the report does not show. Each run with damaged statements gives one problem,
+    and counts as a run with unknown releases. The list of costs is empty if no run has a privacy statement. The
+    computation takes seconds.
     """
     if not found.has_statements:
         return [], []

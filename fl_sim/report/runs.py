@@ -132,7 +132,7 @@ def find(directories: Sequence[Path]) -> Found:
                 f"{WANTED}"
             )
     found = read_all(directories)
-    _obey_tables(found)
+    _apply_tables(found)
     if not any(record.test_accuracy is not None for run in found.runs for record in run.rounds):
         reasons = [f"{run.path}: {run.error or f'no evaluated round in {ROUNDS}'}" for run in found.runs]
         reasons += [f"{problem.path}: {problem.error}" for problem in found.problems]
@@ -263,7 +263,7 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
             yield SeedResult(*place, "finished", directory, last / 100, best / 100, measures=numbers)
 
 
-def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
+def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
     """Return ``runs`` with the row, column and label that they have in ``tables``, {folder: table}.
 
     A name is empty if a run is in no table or has several names, such as the columns of an upper bound.
@@ -284,7 +284,7 @@ def name_as_tables_do(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) ->
     return named
 
 
-def _obey_tables(found: Found) -> None:
+def _apply_tables(found: Found) -> None:
     """Sort the runs of each table by row. Remove runs in a table's folder that do not belong to the table.
 
     Each removed run is reported as a problem.
@@ -298,4 +298,4 @@ def _obey_tables(found: Found) -> None:
             found.problems.append(Problem(run.path, error))
     # sorted() is stable: runs outside tables keep the order of the command line.
     ordered = sorted(found.runs, key=lambda run: position.get(run.path, len(order)))
-    found.runs = name_as_tables_do(ordered, found.tables)
+    found.runs = with_table_names(ordered, found.tables)

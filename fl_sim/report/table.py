@@ -107,7 +107,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Lead:
+class Comparison:
     """The comparison of the rows in one column with a reference row.
 
     ``row``: the reference row; None if there is none. ``others``: {row: difference to the reference row, paired by
@@ -130,35 +130,37 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
     return _mean_text(percentages(results, measure), len(results))
 
 
-def lead(table: Table, column: str, measure: Measure) -> Lead:
-    """Compare the rows of a column with the row that has the highest mean.
+def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison:
+    """Compare the rows of a column with the row that has the highest mean accuracy.
 
-    This row is not an upper bound, and all its runs are finished.
+    Upper bounds are left out. A row with unfinished runs cannot be the row with the highest mean.
     """
     means = _means(table, column, measure)
     first = max(means, key=lambda row: means[row], default=None)
-    return Lead(None, {}) if first is None else _against(table, first, column, measure)
+    return Comparison(None, {}) if first is None else _against(table, first, column, measure)
 
 
-def compared(table: Table, column: str) -> Lead:
+def compare(table: Table, column: str) -> Comparison:
     """Compare the final accuracies of a column with the table's reference row, or else with the highest mean."""
-    return _against(table, table.reference, column, "last") if table.reference else lead(table, column, "last")
+    if table.reference:
+        return _against(table, table.reference, column, "last")
+    return compare_with_best(table, column, "last")
 
 
 def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the set of the row with the highest mean if every other row is significantly worse; else an empty set.
+    """Return a set with the row of the highest mean, if every other row is significantly worse; else an empty set.
 
     A difference is significant if its 95 % confidence interval excludes 0. Rows with a failed run are ignored. The set
     is empty for fewer than three seeds, and if there is no other row.
     """
-    ahead = lead(table, column, measure)
+    comparison = compare_with_best(table, column, measure)
     rivals = [
         found
-        for row, found in ahead.others.items()
+        for row, found in comparison.others.items()
         if table.at(row, column) and not any(one.status == "failed" for one in table.at(row, column))
     ]
     is_best = bool(rivals) and all(found is not None and found.is_significant for found in rivals)
-    return {ahead.row} if ahead.row is not None and is_best else set()
+    return {comparison.row} if comparison.row is not None and is_best else set()
 
 
 def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
@@ -189,15 +191,15 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 def differences(table: Table) -> Grid | None:
     """Return a table of the differences to the reference row in each column; None if no interval can be computed."""
-    leads = [compared(table, column) for column in table.columns]
-    if not any(found for one in leads for found in one.others.values()):
+    comparisons = [compare(table, column) for column in table.columns]
+    if not any(found for one in comparisons for found in one.others.values()):
         return None
     rows = []
     for row in (row for row in table.rows if row not in table.upper_bounds):
-        found = [one.others.get(row) for one in leads]
+        found = [one.others.get(row) for one in comparisons]
         cells = ["-" if one is None else f"{one.mean:+.1f} [{one.low:+.1f}, {one.high:+.1f}]" for one in found]
         own = "reference" if table.reference else "highest mean"
-        shown = [own if row == one.row else cell for one, cell in zip(leads, cells, strict=True)]
+        shown = [own if row == one.row else cell for one, cell in zip(comparisons, cells, strict=True)]
         rows.append((table.label(row), shown))
     return Grid(DIFFERENCES.format(table.label(table.reference) or HIGHEST), table.columns, rows)
 
@@ -257,7 +259,7 @@ def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
     return means
 
 
-def _against(table: Table, first: str, column: str, measure: Measure) -> Lead:
+def _against(table: Table, first: str, column: str, measure: Measure) -> Comparison:
     """Compare every row that is not an upper bound with the row ``first``, paired by seed."""
     of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
     others = {}
@@ -265,7 +267,7 @@ def _against(table: Table, first: str, column: str, measure: Measure) -> Lead:
         if row != first and row not in table.upper_bounds:
             pairs = [(one.accuracy(measure), of_first.get(one.seed)) for one in table.at(row, column)]
             others[row] = difference([(own, best) for own, best in pairs if own is not None and best is not None])
-    return Lead(first, others)
+    return Comparison(first, others)
 
 
 def _mean_text(values: Sequence[float], wanted: int) -> str:

@@ -20,10 +20,10 @@ from fl_sim.report.captions import notes
 from fl_sim.report.measures import Value, mean_and_deviation, of_round
 from fl_sim.report.table import (
     MEASURES,
-    Lead,
+    Comparison,
     SeedResult,
     Table,
-    compared,
+    compare,
     differences,
     further,
     percentages,
@@ -124,7 +124,7 @@ def as_json(table: Table) -> dict[str, Any]:
 
     Lists in a cell have the order of its ``seeds``. A row and a column without any run have no cell.
     """
-    leads = {column: compared(table, column) for column in table.columns}
+    comparisons = {column: compare(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
     return {
         "version": VERSION,
@@ -135,7 +135,8 @@ def as_json(table: Table) -> dict[str, Any]:
         "columns": list(table.columns),
         "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
         "cells": [
-            {"row": row, "column": column, **_cell(table.at(row, column), row, leads[column])} for row, column in places
+            {"row": row, "column": column, **_cell(table.at(row, column), row, comparisons[column])}
+            for row, column in places
         ],
         "caption": notes(table),
         "bill": None if table.bill is None else list(table.bill),
@@ -264,10 +265,10 @@ def _escape_words(text: str) -> str:
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus sign in place of a hyphen
 
 
-def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any]:
+def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> dict[str, Any]:
     mean, deviation = mean_and_deviation(percentages(results, "last"))
     best_mean, best_deviation = mean_and_deviation(percentages(results, "best"))
-    found = ahead.others.get(row)
+    found = comparison.others.get(row)
     states = {result.status for result in results}
     # Measures of time are only in ``table.csv``, so that equal runs give the same ``table.json``.
     measures = dict.fromkeys(name for one in results for name in one.measures if "seconds" not in name.split("."))
@@ -281,7 +282,7 @@ def _cell(results: Sequence[SeedResult], row: str, ahead: Lead) -> dict[str, Any
         "errors": [result.error for result in results if result.error],
         "guarantee": bool(results) and all(result.guarantee for result in results),
         "dir": [result.directory for result in results],
-        "difference": {"to": ahead.row, **asdict(found)} if found else None,
+        "difference": {"to": comparison.row, **asdict(found)} if found else None,
         "measures": {name: [one.measures.get(name) for one in results] for name in measures},
     }  # fmt: skip
 

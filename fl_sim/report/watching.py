@@ -20,7 +20,7 @@ from fl_sim.report.files import PoolSettings
 from fl_sim.report.groups import group, panels
 from fl_sim.report.progress import clock
 from fl_sim.report.row_names import short_names
-from fl_sim.report.runs import TABLE, WANTED, SavedRun, name_as_tables_do, places_in, read_json_table, read_run
+from fl_sim.report.runs import TABLE, WANTED, SavedRun, places_in, read_json_table, read_run, with_table_names
 from fl_sim.report.table import Table
 from fl_sim.store.files import is_locked
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS
@@ -92,7 +92,7 @@ class Watcher:
             for place, one in found.items()
             if isinstance(one, str)
         ]
-        watched = [*self._runs(name_as_tables_do(runs.values(), tables)), *damaged, *self._waiting(tables, set(found))]
+        watched = [*self._runs(with_table_names(runs.values(), tables)), *damaged, *self._waiting(tables, set(found))]
         if not watched:
             raise UserError(f"no run in {self.top} yet: {WANTED}")
         return sorted(watched, key=lambda one: STATES.index(one.state))

@@ -172,7 +172,7 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
     return replace(samples, inputs=samples.inputs[places], places=places)
 
 
-def kept_images(run: SavedRun, samples: Samples) -> Images | None:
+def stored_images(run: SavedRun, samples: Samples) -> Images | None:
     """Return the stored images for the feature vectors in ``samples``.
 
     None if the file with the images is missing, damaged, or made for other vectors or by another version of the search.
@@ -213,7 +213,7 @@ def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path,
         path = row.run.path
         if not is_in_features(row.run):
             shown[path] = row
-        elif images := kept_images(row.run, row.samples):
+        elif images := stored_images(row.run, row.samples):
             shown[path] = _with(row, images)
         elif finder is None:
             without.append(path)

@@ -74,8 +74,8 @@ class Plot:
     line: Callable[[PateRun], str]
 
 
-def _noise(shot: PateRun) -> str:
-    given = shot.facts.mechanism
+def _noise(case: PateRun) -> str:
+    given = case.facts.mechanism
     if given.kind == "lnmax":
         return f"lnmax 1/gamma {1 / given.gamma:g}" if given.gamma else "lnmax"
     if given.kind == "confident":
@@ -83,28 +83,28 @@ def _noise(shot: PateRun) -> str:
     return f"{given.kind} sigma {given.sigma:g}" if given.sigma else given.kind
 
 
-def _teachers(shot: PateRun) -> str:
-    asked = ", asked about representatives" if shot.facts.asking == "representative" else ""
-    return f"{shot.facts.teachers} teachers{asked}"
+def _teachers(case: PateRun) -> str:
+    asked = ", asked about representatives" if case.facts.asking == "representative" else ""
+    return f"{case.facts.teachers} teachers{asked}"
 
 
 _PLOTS = (
     Plot("labels-by-noise", "Noisy labels over 1/gamma", "1/gamma, scale of the Laplace noise in votes (log scale)",
-         lambda shot: 1 / shot.gamma if shot.gamma else None, "noisy labels that are right (%)",
-         lambda shot: as_percent(shot.facts.label_accuracy),
-         lambda shot: f"{_teachers(shot)}, {shot.facts.queries_asked} queries"),
+         lambda case: 1 / case.gamma if case.gamma else None, "noisy labels that are right (%)",
+         lambda case: as_percent(case.facts.label_accuracy),
+         lambda case: f"{_teachers(case)}, {case.facts.queries_asked} queries"),
     Plot("student-by-queries", "Student accuracy over queries", "queries answered (log scale)",
-         lambda shot: float(shot.facts.queries_answered), "student's test accuracy (%)", lambda shot: shot.accuracy,
-         lambda shot: f"{shot.facts.student}, {_teachers(shot)}, {_noise(shot)}"),
+         lambda case: float(case.facts.queries_answered), "student's test accuracy (%)", lambda case: case.accuracy,
+         lambda case: f"{case.facts.student}, {_teachers(case)}, {_noise(case)}"),
     Plot("student-by-total-epsilon", "Student accuracy over epsilon of all queries",
          "epsilon of ALL queries together, data-independent (log scale)",
-         lambda shot: shot.epsilon, "student's test accuracy (%)", lambda shot: shot.accuracy,
-         lambda shot: f"{shot.facts.student}, {_teachers(shot)}, {shot.facts.mechanism.kind}"),
+         lambda case: case.epsilon, "student's test accuracy (%)", lambda case: case.accuracy,
+         lambda case: f"{case.facts.student}, {_teachers(case)}, {case.facts.mechanism.kind}"),
     Plot("student-by-query-epsilon", "Student accuracy over epsilon of one query",
          "epsilon of ONE query alone, 2 gamma; NOT what the student costs, which is all queries together (log scale)",
-         lambda shot: 2 * shot.gamma if shot.gamma else None, "student's test accuracy (%)",
-         lambda shot: shot.accuracy,
-         lambda shot: f"{shot.facts.student}, {_teachers(shot)}, {shot.facts.queries_answered} queries"),
+         lambda case: 2 * case.gamma if case.gamma else None, "student's test accuracy (%)",
+         lambda case: case.accuracy,
+         lambda case: f"{case.facts.student}, {_teachers(case)}, {case.facts.queries_answered} queries"),
 )  # fmt: skip
 
 
@@ -113,14 +113,14 @@ def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Prob
     places: dict[tuple[str, str, str], list[PateRun]] = {}
     for one in groups:
         for run in one.finished:
-            if (shot := _shot(run)) is not None:
-                places.setdefault((one.data, one.partition, one.note), []).append(shot)
+            if (case := _case_of(run)) is not None:
+                places.setdefault((one.data, one.partition, one.note), []).append(case)
     pictures, problems = [], []
     names = file_names([f"{data}-{partition}" for data, partition, _ in places])
-    for name, ((data, partition, note), shots) in zip(names, places.items(), strict=True):
+    for name, ((data, partition, note), cases) in zip(names, places.items(), strict=True):
         where = f"{data}, {partition}{f' - data: {note}' if note else ''}"
-        pictures += [found for plot in _PLOTS if (found := _picture(plot, name, where, shots)) is not None]
-        agreement, damaged = _agreement(name, where, shots)
+        pictures += [found for plot in _PLOTS if (found := _picture(plot, name, where, cases)) is not None]
+        agreement, damaged = _agreement(name, where, cases)
         pictures += agreement
         problems += damaged
     return pictures, problems
@@ -149,7 +149,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
     return with_legend(figure)
 
 
-def _shot(run: SavedRun) -> PateRun | None:
+def _case_of(run: SavedRun) -> PateRun | None:
     result = run.result
     if result is None or result.pate is None or result.final_accuracy is None:
         return None
@@ -158,18 +158,18 @@ def _shot(run: SavedRun) -> PateRun | None:
     return PateRun(run, result.pate, 100 * result.final_accuracy, epsilon, delta)
 
 
-def _picture(plot: Plot, name: str, where: str, shots: Sequence[PateRun]) -> Picture | None:
+def _picture(plot: Plot, name: str, where: str, cases: Sequence[PateRun]) -> Picture | None:
     lines: dict[str, dict[float, list[float]]] = {}
-    for shot in shots:
-        x, y = plot.x_value(shot), plot.y_value(shot)
+    for case in cases:
+        x, y = plot.x_value(case), plot.y_value(case)
         if x is not None and x > 0 and y is not None:
-            values = lines.setdefault(plot.line(shot), {}).setdefault(x, [])
+            values = lines.setdefault(plot.line(case), {}).setdefault(x, [])
             values.append(y)
     lines = {label: dict(sorted(lines[label].items())) for label in sorted(lines, key=_by_numbers)}
     if len({x for points in lines.values() for x in points}) < 2:
         return None
-    deltas = ", ".join(dict.fromkeys(f"{shot.delta:g}" for shot in shots if shot.delta))
-    measured = ", ".join(dict.fromkeys(str(shot.facts.evaluation_records) for shot in shots))
+    deltas = ", ".join(dict.fromkeys(f"{case.delta:g}" for case in cases if case.delta))
+    measured = ", ".join(dict.fromkeys(str(case.facts.evaluation_records) for case in cases))
     terms = (
         f"Epsilon is per record of the teachers, at delta {deltas or 'none'}; accuracies of students on {measured} "
         "records that are neither a teacher's nor in the public pool. Each labelling is a release of its own: the "
@@ -185,7 +185,7 @@ def _by_numbers(label: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", label)]
 
 
-def _agreement(name: str, where: str, shots: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
+def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
     """Return ([figure of the teachers' agreement], problems of damaged files); no figure without stored votes.
 
     The figure shows the distribution over queries of the difference in votes between the first and the second class. It
@@ -193,17 +193,17 @@ def _agreement(name: str, where: str, shots: Sequence[PateRun]) -> tuple[list[Pi
     """
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []
-    for shot in shots:
-        path = shot.run.path / VOTES
-        label = _teachers(shot)
-        if not shot.facts.private_kept or label in gaps or not path.exists():
+    for case in cases:
+        path = case.run.path / VOTES
+        label = _teachers(case)
+        if not case.facts.private_kept or label in gaps or not path.exists():
             continue
         try:
             counts = np.sort(_votes(path), axis=1)
         except (OSError, ValueError) as error:
-            problems.append(Problem(shot.run.path, f"its votes cannot be shown: {error}"))
+            problems.append(Problem(case.run.path, f"its votes cannot be shown: {error}"))
             continue
-        gaps[label] = (counts[:, -1] - counts[:, -2]) / shot.facts.teachers
+        gaps[label] = (counts[:, -1] - counts[:, -2]) / case.facts.teachers
     if not gaps:
         return [], problems
     heading = "Agreement of the teachers (PRIVATE)"

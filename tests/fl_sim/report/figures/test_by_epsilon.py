@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fl_sim.report.figures import by_epsilon
-from fl_sim.report.figures.by_epsilon import PICTURES, draw, kept_images, sample_pictures, some_vectors
+from fl_sim.report.figures.by_epsilon import PICTURES, draw, sample_pictures, some_vectors, stored_images
 from fl_sim.report.figures.samples import read_records, read_samples
 from fl_sim.report.groups import group
 from fl_sim.report.runs import find
@@ -158,7 +158,7 @@ def test_every_image_stands_at_the_class_of_its_vector(write_experiment, finder,
     pictures_of(tmp_path, finder)
     (run,) = find([tmp_path]).runs
     vectors = some_vectors(read_records(path / run.result.preprocess.pool, COUNTS), 20, 4)
-    row = by_epsilon._with(by_epsilon.Row(run, run.preprocess, vectors, ()), kept_images(run, vectors))
+    row = by_epsilon._with(by_epsilon.Row(run, run.preprocess, vectors, ()), stored_images(run, vectors))
     shown = {label: [int(tile[0, 0, 0]) for tile in row.samples.some(label, 4)] for label in range(3)}
     assert shown == {0: [0, 1], 1: [], 2: [0, 10, 11, 12]}
 
