@@ -139,9 +139,9 @@ class Local(Settings):
     statistics in the same way as parameters, for every method, and with "personal" BatchNorm layers stay on every
     client, with their parameters (FedBN, Li et al. 2021).
 
-    ``personal``: the parameters that stay with each client, beside any method. "head" is the last linear layer, "body"
-    is everything else, and names of parameters are separated by commas; "none" sends all. They are trained, and neither
-    sent nor averaged.
+    ``personal``: the parameters that stay on every client, for any method. Clients train these parameters, but do not
+    send them, and the server does not average them. "head" is the last linear layer, "body" is all other parameters,
+    and names of parameters are separated by commas; "none": all parameters are sent.
 
     ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, steps and
     evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors with
@@ -245,7 +245,7 @@ def _known_own_tests(value: str) -> str:
         with suppress(ValueError):
             if 0 < float(share or "0.25") < 1:
                 return f"pooled:{float(share or '0.25'):g}"
-    raise ValueError("it is none, own, class-shares, or pooled:SHARE with a share above 0 and below 1, such as 0.25")
+    raise ValueError("it must be none, own, class-shares, or pooled:SHARE, a share above 0 and below 1, such as 0.25")
 
 
 class Evaluate(Settings):
@@ -264,14 +264,15 @@ class Evaluate(Settings):
     ``test_is_public``: true states that the test records of the user's own data are public. A run that promises privacy
     measures models on public records only: the measures are published, and no epsilon covers them.
 
-    ``clients``: the records on which each client's own model is measured. "own" takes the test records of a client's
-    sources, where the data name them; "class-shares" takes records of the test set with the client's class
-    distribution; "pooled:0.25" merges training and test set, splits all records, and cuts a quarter of each client's
-    records off as its test records (PFLlib's protocol; the test set is then all clients' test records). "none" measures
-    the server's model alone. ``personal_every``: own models are measured after each round whose number is a multiple of
-    this, and after the last round. ``fine_tune_epochs``: after the last round each client also trains its own model
-    for so many epochs, and this model is measured, too (0: none). ``held_out_clients``: the share of clients that never
-    take part in a round; they receive the model after the last round, and are measured apart.
+    ``clients``: the records on which each client's own model is measured. "own" takes the test records from a client's
+    sources (such as writers), if the data name the sources; "class-shares" takes records of the test set with the
+    client's class distribution; "pooled:0.25" merges training and test set, partitions all records, and holds out a
+    quarter of each client's records as its test records (PFLlib's protocol; the test set is then all clients' test
+    records). "none" measures the server's model only. ``personal_every``: own models are measured after each round
+    whose number is a multiple of this, and after the last round. ``fine_tune_epochs``: after the last round each client
+    also trains its own model for so many epochs, and this model is measured, too (0: none). ``held_out_clients``: the
+    share of clients that never take part in a round; they receive the model after the last round, and are measured
+    apart.
 
     ``patience``: the run stops after so many rounds without a better validation accuracy than before (0: it does not
     stop). ``target_accuracy``: the run stops once the validation accuracy is at least this (0: it does not stop).
@@ -295,7 +296,7 @@ class Evaluate(Settings):
             if (value := getattr(self, name)) and not self.measures_clients:
                 raise ValueError(
                     f"evaluate.{name}={value:g} is about clients' own models, and evaluate.clients=none measures none: "
-                    "set evaluate.clients=class-shares, or leave it out"
+                    f"set evaluate.clients=class-shares, or leave evaluate.{name} out"
                 )
         for name in ("patience", "target_accuracy"):
             if (value := getattr(self, name)) and not self.validation:

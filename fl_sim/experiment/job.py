@@ -129,7 +129,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
 
 
 def _with_own_tests(job: Job, pooled: float) -> Job:
-    """Return ``job`` with test records for each client. ``pooled``: the share that is cut off its records, or 0."""
+    """Return ``job`` with test records for each client. ``pooled``: the share of its records to hold out, or 0."""
     dataset, seed = job.dataset, job.experiment.seed_of_partition
     if pooled:
         dataset, shards, tests = own_tests.cut(dataset, job.shards, pooled, seed)

@@ -12,7 +12,7 @@ from fl_sim.types import Dataset, Examples
 from partitions import Parts, label_counts
 
 FEWEST: Final = 10
-"""The number of test records that ``with_class_shares`` gives to every client with records, as far as there are any."""
+"""The smallest number of test records that ``with_class_shares`` gives to a client, if the test set has enough."""
 
 
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
@@ -29,7 +29,7 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     found = OwnTests.of(shards, dataset.train.groups, dataset.test.groups)
     if found is None:
         raise UserError(
-            "evaluate.clients=own gives test records to the client with the training records of their source, and "
+            "evaluate.clients=own gives a test record to the client with the training records of the same source, and "
             "here several clients share a source: take partition=natural, or evaluate.clients=class-shares"
         )
     if not found.counts.any():
@@ -45,14 +45,14 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
 def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
     """Return each client's test records: records of the test set with the class distribution of its training records.
 
-    The result has indices into ``dataset.test``. With n_i of all n training records, a client gets n_i / n of the test
-    records that the class with the fewest of them allows, but at least ``FEWEST``. The records of a client are all
-    different. Clients share no records as long as the records of a class suffice; beyond that they are dealt again.
+    The result has indices into ``dataset.test``. A client with n training records gets about s n test records, at least
+    ``FEWEST``; s is the smallest ratio of test records to training records over all classes. The test records of a
+    client are all different. Two clients get the same test record only if a class has too few test records.
     """
     tested = dataset.test.labels
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)
     there = np.bincount(tested, minlength=dataset.num_classes)
-    usable = held * (there > 0)  # no test record has the other classes
+    usable = held * (there > 0)  # classes without test records do not count
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
@@ -74,8 +74,8 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
     """Round the rows of ``exact``, by cumulative sums, to whole numbers with the same sums.
 
-    Where the rows with a total in ``totals`` ask for more records of a class than ``there`` are, those that were
-    rounded up most get one less.
+    ``totals``: above 0 for the rows (clients) that should not share test records. If these rows together need more
+    records of a class than ``there`` are, the rows that were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
@@ -94,7 +94,7 @@ def num_shared(tests: Parts) -> int:
 
 
 def merged(dataset: Dataset) -> Dataset:
-    """Return ``dataset`` with all training and test records as training records, the protocol of PFLlib."""
+    """Return ``dataset`` with all training and test records as training records, as in the protocol of PFLlib."""
     parts = (dataset.train, dataset.test)
     groups = [part.groups for part in parts if part.groups is not None]
     train = Examples(
@@ -109,8 +109,8 @@ def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Datas
     """Cut each client's records into training and test records at random.
 
     Return the data set with the clients' test records as its test set, each client's training records, and each
-    client's test records. ``share``: the part of a client's records that become test records, rounded, at least one of
-    a client with two records or more.
+    client's test records. ``share``: the share of a client's records that become test records, rounded, and at least
+    one record of a client with two or more.
     """
     is_test = np.zeros(len(shards.records), dtype=bool)
     for client in np.flatnonzero(shards.sizes > 1).tolist():
@@ -119,7 +119,7 @@ def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Datas
         own[rng(seed, "own test records", client).permutation(len(own))[:count]] = True
     if not is_test.any():
         raise UserError(
-            f"evaluate.clients=pooled:{share:g} finds no client with two records: have fewer clients, or take "
+            f"evaluate.clients=pooled:{share:g} finds no client with two records: take fewer clients, or "
             "evaluate.clients=class-shares"
         )
     tests = shards.where(is_test)

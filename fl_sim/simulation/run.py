@@ -97,8 +97,8 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     """Write the final model, and ``clients.csv`` with one line for each client.
 
-    ``clients.csv`` is left out if nothing is known of single clients, if there are more than ``MOST_LISTED`` clients,
-    and always if the run promises privacy.
+    ``clients.csv`` is left out if no measure of single clients is known, if there are more than ``MOST_LISTED``
+    clients, and always if the run promises privacy.
     """
     run_directory.write_model(out, {**log.fixed, **log.server.model})
     records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)

@@ -285,7 +285,7 @@ def run_stage(stage: Stage, run: Run, method: Literal["before", "after"]) -> Non
 def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[str, float]:
     """Return the measures of all stages after a round, {name: number}.
 
-    An error in a stage that the user wrote is raised as an error that names its class.
+    If the user's own stage raises an error, the new error message contains the name of its class.
     """
     found: dict[str, float] = {}
     for stage in run.log.stages:
