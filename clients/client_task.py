@@ -194,7 +194,7 @@ class ClientRuntime:
     training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
-    tensors in a file that a task names. ``initial``: the model with which the run begins. ``layers``: the client halves
+    tensors in a file that a task names. ``initial``: the initial model of the run. ``layers``: the client halves
     of the layers, innermost first.
     """
 
@@ -245,8 +245,8 @@ class ClientRuntime:
         """Return a function that trains the clients of ``jobs`` and returns one result per job, in the same order.
 
         A job is executed by the first of ``own_trainers`` that supports it; all other jobs together by ``trainer``.
-        ``stacked``: train all clients as one computation, if the algorithm defines no trainers. Jobs with several
-        phases are trained phase by phase.
+        ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local plans have
+        phases (``Phase``), all jobs are trained phase by phase.
         """
         if not any(job.plan.phases for job in jobs):
             return self._prepare(jobs, stacked=stacked)

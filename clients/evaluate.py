@@ -1,4 +1,4 @@
-"""The client task that measures a client's own model on the client's own test and validation records."""
+"""The client task that measures a client's models on the client's own test and validation records."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from fl_sim.training.records import Records
 from fl_sim.types import LocalTask, Params
 
 RECEIVED: Final = "received"
-"""The model with which the client would begin its next round."""
+"""The name of the model with which the client would begin its next round."""
 
 OWN: Final = "own"
-"""The client's own model: what the method calls so, else the received model."""
+"""The name of the client's personal model if the algorithm has one (``OwnModel``), else of the received model."""
 
 TRAINED: Final = "trained"
-"""The received model after one more round of local training, or the own model if the method trains one."""
+"""The name of the received model after one more round of local training, or of the own model of ``OwnModel``."""
 
 FINE_TUNED: Final = "fine_tuned"
-"""The own model after epochs of plain SGD on the client's training records."""
+"""The name of the own model after some epochs of plain SGD on the client's training records."""
 
 TESTED, VALIDATED = "test", "validation"
 
 ROWS: Final = 3
-"""The numbers that a client reports for each class: its records, those predicted as the class, and those of both."""
+"""The number of counts for each class: records of the class, records predicted as it, and correct predictions."""
 
 
 @runtime_checkable
 class OwnModel(Protocol):
-    """An algorithm whose clients have a model of their own beside the one that they send."""
+    """An algorithm whose clients have a personal model beside the model that they send, such as Ditto."""
 
     def own_model(self, task: LocalTask) -> Params:
-        """Return the client's own model after its last round. ``task``: the task of its next round."""
+        """Return the client's personal model after its last round. ``task``: the task of its next round."""
         ...
 
 
 @dataclass(frozen=True)
 class EvaluateOwn:
-    """Count the right predictions of a client's models on its own records, by class.
+    """The client task that counts correct predictions of a client's models on its own records, by class.
 
-    ``tests(client)`` and ``validation(client)``: the client's own test and validation records, both possibly empty.
-    ``num_classes``: the number of classes. ``trains``: True if the models after further training are measured, too.
-    ``fine_tune_epochs``: see ``evaluate.fine_tune_epochs`` of an experiment.
+    ``own_records``: the test and validation records of each client, which may be empty. ``trains``: True if the models
+    after further training are measured, too. ``fine_tune_epochs``: the number of epochs of that training (setting
+    ``evaluate.fine_tune_epochs``).
     """
 
     own_records: OwnRecords
@@ -65,7 +65,7 @@ class EvaluateOwn:
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the counts of every measured model, see ``counts_in``."""
+        """Return the message with the counts of every measured model (see ``counts_of``)."""
         records = {TESTED: self.own_records.tests(client.number), VALIDATED: self.own_records.validation(client.number)}
         found: dict[str, list[int]] = {}
         if any(map(len, records.values())):
@@ -77,7 +77,7 @@ class EvaluateOwn:
         return RecordDict({"counts": MetricRecord({**found})})
 
     def _models(self, client: Client) -> Mapping[str, Params]:
-        """Return the client's models by name, with the running statistics of BatchNorm layers."""
+        """Return the tensors of the client's models by name, with the running statistics of BatchNorm layers."""
         runtime, algorithm = client.runtime, client.runtime.algorithm
         training = TrainingJob.of(client)
         task, own = training.job.task, training.job.task.params
@@ -85,7 +85,7 @@ class EvaluateOwn:
             with runtime.drawing("own model", client.number, task.server_round):
                 own = algorithm.own_model(task)
             training.check(algorithm.own_model)
-            check_layout("the weights that own_model returns", own, layout_of(task.params))
+            check_layout("the parameters that own_model returns", own, layout_of(task.params))
         models = {RECEIVED: {**task.params, **task.statistics}, OWN: {**own, **task.statistics}}
         if self.trains and isinstance(algorithm, OwnModel):
             models[TRAINED] = models[OWN]
@@ -115,20 +115,23 @@ class OwnRecords(Protocol):
 
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
-    """Return counts of shape (3, classes): records of each class, records predicted as it, and those of both."""
+    """Return counts of shape (3, classes): records of each class, records predicted as it, and correct predictions."""
     right = scores.labels[scores.labels == scores.predicted]
     return np.stack([np.bincount(one, minlength=num_classes) for one in (scores.labels, scores.predicted, right)])
 
 
 def counts_in(content: RecordDict, num_classes: int) -> Mapping[str, NDArray[np.int64]]:
-    """Return the counts in a client's answer, {"model/records": array of shape (3, classes)}. Raises Malformed."""
+    """Return the counts in a client's answer: {"own/test": (3, classes), ...}, by name of model and records.
+
+    Raises Malformed for counts that no client can have.
+    """
     found = {}
     for name, values in content.metric_records.get("counts", {}).items():
         counts = np.asarray(values)
         if counts.shape != (ROWS * num_classes,) or counts.dtype != np.int64 or (counts < 0).any():
-            raise Malformed("sent counts of another form", cure="see that it runs the same version of fl-sim")
+            raise Malformed("sent counts of another form")
         found[name] = counts.reshape(ROWS, num_classes)
         held, predicted, right = found[name]
         if held.sum() != predicted.sum() or (right > np.minimum(held, predicted)).any():
-            raise Malformed("counted more right predictions than there are", cure="see what this client runs")
+            raise Malformed("counted more correct predictions than records", cure="check the code of this client")
     return found

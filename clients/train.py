@@ -50,8 +50,9 @@ class Train:
 class TrainingJob:
     """The local training of one client in one round.
 
-    ``job``: the input of the trainer. ``further``: the jobs of the algorithm's further models, by name. ``came``: for
-    each layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to tensors that
+    ``job``: the input of the trainer. ``further``: the inputs for further models of the client, such as a personal
+    model, by name (``FurtherModels``). ``came``: for each layer, innermost first, the task before that layer changed
+    it. ``guards``: detectors of writes to tensors that
     the algorithm's code must only read. The first guard covers the broadcast; a second guard covers the pool and the
     client state, if there are any.
     """
@@ -64,7 +65,7 @@ class TrainingJob:
 
     @property
     def jobs(self) -> list[LocalJob]:
-        """Return the inputs of the trainer: first that of the model that is sent, then those of the further models."""
+        """Return the inputs of the trainer: first for the model that is sent, then for the further models."""
         return [self.job, *self.further.values()]
 
     @classmethod
@@ -95,7 +96,7 @@ class TrainingJob:
         for layer, before in zip(runtime.layers, came, strict=True):
             plan = layer.planned(before, plan)
         seeded = partial(seed_process, runtime.seed, "local", number, server_round)
-        batches = partial(rng, runtime.seed, "batches", number, server_round)  # the same for all models
+        batches = partial(rng, runtime.seed, "batches", number, server_round)  # equal batches for all models
         models: Mapping[str, FurtherModel] = {}
         if isinstance(algorithm, FurtherModels):
             methods.append(algorithm.further)
@@ -147,7 +148,7 @@ class TrainingJob:
 
 
 def _received(client: Client, num_examples: int) -> LocalTask:
-    """Return the task of a client with ``num_examples`` training records, as the message describes it."""
+    """Return the task in the message to a client with ``num_examples`` training records."""
     runtime, config, number = client.runtime, client.config, client.number
     settings = runtime.local_settings(config.learning_rate)
     if most_steps := config.most_steps.get(number):
@@ -168,7 +169,7 @@ def _received(client: Client, num_examples: int) -> LocalTask:
 
 
 def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
-    """Return the guards of the broadcast, and of the pool and the client state, if there are any."""
+    """Return write guards of the broadcast and, if there are any, of the pool and the client state."""
     own = {"the pool": task.pool} if task.pool else {}
     own |= {f"client state {name!r}": group for name, group in client.state.items()}
     guards = [client.broadcast.write_guard]
@@ -179,8 +180,11 @@ def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
 
 
 def further_job(job: LocalJob, name: str, model: FurtherModel, batches: np.random.Generator) -> LocalJob:
-    """Return the job of a further model. Raises ValueError if its names or shapes differ from those of the model."""
+    """Return the trainer's input for the further ``model`` called ``name``. ``job``: the input for the sent model.
+
+    Raises ValueError if names or shapes of the parameters differ from those of the sent model.
+    """
     task = job.task
-    check_layout(f"the weights of the further model {name}", model.params, layout_of(task.params))
+    check_layout(f"the parameters of the further model {name}", model.params, layout_of(task.params))
     start = replace(task, params=model.params, settings=model.settings or task.settings)
     return replace(job, task=start, plan=model.plan, generator=batches)

@@ -33,7 +33,7 @@ class LocalChoices(Protocol):
 
 
 class EvaluateChoices(Protocol):
-    """The settings of evaluation that a kind's ``check`` may read."""
+    """The settings of evaluation that the ``check`` of another setting may read."""
 
     @property
     def fine_tune_epochs(self) -> int:

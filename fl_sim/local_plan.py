@@ -152,10 +152,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a client's local training in which only some parameters are trained.
+    """A part of a client's local training in which only some parameters are trained, such as the head in FedRep.
 
-    ``names``: the trained parameters; all others keep their values. ``epochs``: the number of passes over the client's
-    records, in place of the setting ``local.epochs``.
+    ``names``: the names of the trained parameters; all others keep their values. ``epochs``: the number of passes over
+    the client's records, in place of the setting ``local.epochs``.
     """
 
     names: frozenset[str]
@@ -176,9 +176,9 @@ class LocalPlan:
     before clipping (``LocalSettings.clip_norm``), weight decay and momentum. The anchor is the model that the client
     received. ``step_offset`` is added to the momentum buffer in each step: w <- w - learning rate * (buffer +
     step_offset). ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks for
-    ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change; None means all of them.
-    Frozen parameters are left out of norms. ``phases``: parts of the training, one after another, in place of the
-    settings' epochs; the anchor of a phase is the model at its beginning. A term of strength 0 (``weight``, ``radius``,
+    ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all; the others
+    are frozen and left out of norms. ``phases``: parts of the training, one after another, in place of the setting
+    ``local.epochs``; the anchor of a phase is the model at its beginning. A term of strength 0 (``weight``, ``radius``,
     ``share``) is left out. A trainer that does not support a field in use passes the client to another trainer.
 
     Raises UserError for a shift or a scale together with ``mix``: mixed labels include classes that the client may not
@@ -224,9 +224,10 @@ class LocalAlgorithm(Protocol):
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """The training of a further model in a round: its initial parameters, its local plan, and its local settings.
+    """The local training of a further model of a client, such as a personal model, beside the one that is sent.
 
-    ``settings``: None means the settings of the round.
+    ``params``: its initial parameters. ``plan``: its local plan. ``settings``: its local settings; None means the
+    settings of the round.
     """
 
     params: Params
@@ -236,7 +237,7 @@ class FurtherModel:
 
 @runtime_checkable
 class FurtherModels(Protocol):
-    """An algorithm whose clients train further models in a round, such as a model of their own, on the same batches."""
+    """An algorithm whose clients train further models in a round, such as personal models, on the same batches."""
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
         """Return the further models of a client by name; ``finish`` receives their results as ``Trained.further``."""
@@ -264,7 +265,9 @@ class Sending(Protocol):
 
 
 def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
-    """Return the sent part of ``params``, a model's trained parameters; possibly no parameter at all.
+    """Return the parameters of ``params`` that clients send, all of them by default; possibly none.
+
+    ``params``: a model's trained parameters.
 
     ``personal``: the setting ``local.personal``. Raises UserError for unknown names.
     """
@@ -300,7 +303,7 @@ def personal_names(personal: str, params: Params) -> frozenset[str]:
 
 
 def sends_a_part(algorithm: object, personal: str) -> bool:
-    """Return True if a part of the model may stay with each client."""
+    """Return True if clients may send only a part of the model. ``personal``: the setting ``local.personal``."""
     return isinstance(algorithm, Sending) or personal != "none"
 
 

@@ -157,7 +157,7 @@ def head_shape(params: Params) -> tuple[int, int]:
 
 
 def head_names(params: Params) -> frozenset[str]:
-    """Return the names of the parameters of the last linear layer. Raises UserError as ``head_shape`` does."""
+    """Return the names of the parameters of the last linear layer. Raises UserError if there is no linear layer."""
     layer = _head_weight(params).rpartition(".")[0]
     return frozenset(name for name in params if name.rpartition(".")[0] == layer)
 

@@ -241,7 +241,7 @@ class LocalTask:
     of its training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: the
     client state after this client's last round. ``pool``: the tensors that all clients shared before the first round.
     ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic ones
-    included; only the client knows them. ``initial``: the run's initial model, which every client makes from the seed.
+    included; only the client knows them. ``initial``: the run's initial model, which every client builds from the seed.
     ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the client resets its
     statistics.
     """
@@ -280,7 +280,7 @@ class Trained:
     further: Mapping[str, Trained] = field(default_factory=dict)
 
     def followed_by(self, later: Trained) -> Trained:
-        """Return the result of two trainings, of which ``later`` began with this one's parameters."""
+        """Return the joint result of this training and ``later``, a training that began with this one's parameters."""
         losses = [(one.loss, one.num_steps) for one in (self, later) if one.loss is not None]
         steps = self.num_steps + later.num_steps
         loss = sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None

@@ -1,7 +1,7 @@
-"""The stage that measures each client's own model on the client's own records.
+"""The stage that measures each client's models, such as a personal model, on the client's own test records.
 
-The client half is ``clients.evaluate``; ``fl_sim.experiment.own_tests`` chooses the records. The server receives counts
-of records and of right predictions by class, and no predictions.
+The client half is ``clients.evaluate``; ``fl_sim.experiment.own_tests`` chooses the records. The server receives only
+counts by class: of records and of correct predictions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,13 @@ MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
 
 _PRIVATE: Final = (
-    "a client's own model is trained on its records without noise, and how many of its test records it predicts right "
-    "would be published; no epsilon pays for that"
+    "a client's own model is trained on its records without noise, and the number of its correct predictions would be "
+    "published; no epsilon covers that"
 )
 
 
 class OwnModels(Stage):
-    """Asks every client for the counts of its models, and turns the counts into measures over clients."""
+    """The stage at the server: it asks every client for counts, and computes measures over clients from them."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -60,28 +60,28 @@ class OwnModels(Stage):
         return bool(experiment.evaluate.measures_clients)
 
     def tasks(self) -> Mapping[str, EvaluateOwn]:
-        """Return the two client tasks."""
+        """Return the client tasks: one for the rounds, and one, with further training, for after the last round."""
         job, records = self.job, ClientRecords(self.job)
         task = EvaluateOwn(records, job.dataset.num_classes)
         last = replace(task, trains=True, fine_tune_epochs=job.experiment.evaluate.fine_tune_epochs)
         return {MEASURE: task, MEASURE_LAST: last}
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the measures over clients, if they are due after this round."""
+        """Return the measures over clients after ``server_round``; empty if this round is not measured."""
         if server_round % self.job.experiment.evaluate.personal_every and not is_last:
             return {}
         self._ask(run, MEASURE_LAST if is_last else MEASURE, server_round)
         return {f"{model}_{name}": value for model in self._models for name, value in self._over_clients(model).items()}
 
     def after(self, run: Run) -> None:
-        """Measure the models after the last round, unless this is done, and count the bytes."""
+        """Measure the models after the last round, unless that is done already, and log the number of bytes."""
         server_round = len(run.log.rounds)
         if self._round != server_round or not any(f"{TRAINED}/{TESTED}" in one for one in self._answers):
             self._ask(run, MEASURE_LAST, server_round)
         run.log.after["own models"] = self._traffic(run.strategy.server.params)
 
     def _ask(self, run: Run, task: str, server_round: int) -> None:
-        """Ask all clients about the models after ``server_round``, as they would begin the next round."""
+        """Ask all clients to measure their models after ``server_round``, with the message of the next round."""
         experiment, server = self.job.experiment, run.strategy.server
         order = replace(
             run.order,
@@ -101,7 +101,7 @@ class OwnModels(Stage):
         return [name for name in MODELS if any(f"{name}/{TESTED}" in one for one in self._answers)]
 
     def _over_clients(self, model: str) -> dict[str, float]:
-        """Return the measures of the models called ``model`` over all clients with test records."""
+        """Return measures of the kind of model ``model``, such as "own", over all clients with test records."""
         found, sums = self._accuracies(model, TESTED), self._sums(model, TESTED)
         over = OverClients.of(known(found))
         measures = {
@@ -114,7 +114,7 @@ class OwnModels(Stage):
         return measures | ({"validation_accuracy": float(validated.mean())} if len(validated) else {})
 
     def _accuracies(self, model: str, what: str) -> NDArray[np.float64]:
-        """Return each client's accuracy; NaN for a client without such records."""
+        """Return each client's accuracy with ``model``; NaN without records. ``what``: "test" or "validation"."""
         blank = np.zeros((3, 1), dtype=np.int64)
         counts = [one.get(f"{model}/{what}", blank) for one in self._answers]
         held, right = (np.array([one[row].sum() for one in counts], dtype=np.float64) for row in (0, 2))
@@ -123,7 +123,7 @@ class OwnModels(Stage):
         return shares
 
     def _sums(self, model: str, what: str) -> NDArray[np.int64]:
-        """Return the counts of all clients together, shape (3, classes)."""
+        """Return the sum of the counts of all clients, shape (3, classes)."""
         sums: NDArray[np.int64] = np.sum(
             [one[f"{model}/{what}"] for one in self._answers if f"{model}/{what}" in one], 0
         )
@@ -137,7 +137,7 @@ class OwnModels(Stage):
         return {"test_records": self.job.own_tests.sizes, **accuracies}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the result field ``personal``: the records, and the measures of each model over clients."""
+        """Return the field ``personal`` for ``result.json``: facts about test records, and measures over clients."""
         tests, evaluate = self.job.own_tests, self.job.experiment.evaluate
         without = np.flatnonzero(tests.sizes == 0).tolist()
         records = {
@@ -152,24 +152,24 @@ class OwnModels(Stage):
         return {"personal": {**records, **measures}}
 
     def warnings(self) -> list[str]:
-        """Return the number of clients without test records, and of records that clients share."""
+        """Return warnings about clients without test records, and about test records that several clients share."""
         tests = self.job.own_tests
         without, said = np.flatnonzero(tests.sizes == 0), list[str]()
         if len(without):
             named = ", ".join(map(str, without[:10].tolist())) + (", ..." if len(without) > 10 else "")
             said.append(
-                f"{len(without):,} of {len(tests):,} clients have no test records of their own, and no measure counts "
-                f"them: {named}"
+                f"{len(without):,} of {len(tests):,} clients have no test records of their own, and the measures leave "
+                f"them out: {named}"
             )
         if shared := num_shared(tests):
             said.append(
-                f"{shared:,} test records are those of several clients, because the test set has too few of a class: "
+                f"{shared:,} test records belong to several clients, because the test set has too few of a class: "
                 "the clients' accuracies are not independent of each other"
             )
         return said
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return the bytes of the models, which go to all clients, and of the counts, which come back."""
+        """Return a forecast of the bytes of the models to all clients, and of the counts from all clients."""
         return {"own models": self._traffic(params)}
 
     def _traffic(self, params: Params) -> Traffic:
@@ -181,7 +181,7 @@ class OwnModels(Stage):
 
 
 class ClientRecords:
-    """The test and validation records of each client, with the client's feature skew."""
+    """The test and validation records of each client, changed by the client's feature skew as in training."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
