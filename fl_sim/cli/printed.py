@@ -175,7 +175,7 @@ def _status(one: Forecast) -> str:
     if one.is_finished:
         return "finished"
     begun = f"{one.done} of {one.rounds} rounds done" if one.done else "new"
-    return f"{begun}, synthetic records there" if one.has_pool else begun
+    return f"{begun}, synthetic records exist" if one.has_pool else begun
 
 
 def _table_grid(table: Table) -> RichTable:

@@ -15,7 +15,7 @@ from fl_sim.privacy.terms import rounded_up
 _LARGEST: Final = 2**26
 """Largest size of a file in bytes."""
 _DEEPEST: Final = 32
-"""Largest number of nested lists and objects in a JSON file."""
+"""Largest depth of lists and objects inside each other in a JSON file."""
 
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]

@@ -95,7 +95,7 @@ def as_percent(share: float | None) -> float | None:
 class Spent:
     """The costs of a run until some round: bytes to and from all clients, wall-clock seconds, virtual seconds.
 
-    Virtual seconds are the simulated time of devices. A cost is None if it is unknown or private.
+    Virtual seconds are the simulated time of devices. A cost is None if it is unknown, or hidden for privacy.
     """
 
     bytes: int | None = 0
@@ -107,7 +107,7 @@ class Spent:
 class Reached:
     """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs until its end.
 
-    A cost is None if it is unknown or private.
+    A cost is None if it is unknown, or hidden for privacy.
     """
 
     accuracy: float

@@ -269,7 +269,10 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return ``before`` and the estimated remaining time; empty if it is unknown, or private in any cell."""
+        """Return ``before`` and the estimated remaining time.
+
+        Empty if the time is unknown, or hidden because any run is private.
+        """
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:
             return ""

@@ -53,7 +53,7 @@ class Watched:
     ``place``: data set and partition. ``round``: number of finished rounds. ``rounds``: planned number of rounds.
     ``accuracies``: accuracies of the evaluated rounds, in [0, 1], on the test set or else on the validation records.
     ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds. ``epsilon``: the epsilon spent so
-    far, as text. A value is None if it is unknown or private.
+    far, as text. A value is None if it is unknown, or hidden for privacy.
     """
 
     directory: str

@@ -211,7 +211,7 @@ class _Runner:
         found = self._forecast(self.out / CELLS, plan.runs, jobs)
         ahead = search_forecasts(settings, searches, self.out, self.data_root, found)
         with TableProgress({}) as shown:
-            shown.say(f"{search_in_words(ahead, jobs)}; after it {time_in_words(found, jobs)}")
+            shown.say(f"{search_in_words(ahead, jobs)}; after the search {time_in_words(found, jobs)}")
 
     def _forecast(self, folder: Path, runs: Mapping[str, Experiment], jobs: int) -> list[Forecast]:
         shared = {name: with_share_of_cores(experiment, jobs) for name, experiment in runs.items()}
@@ -257,7 +257,7 @@ def search_caption(
     ``choices``: the results of the searches; empty before they finish. ``labels``: {row: short label}.
     """
     if not choices:
-        return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
+        return ("The search for the settings of the methods is not finished, so no run of the table has started.",)
     cost = _cost(one for choice in choices for one in choice.tried)
     plans = "; ".join(dict.fromkeys(_rungs(choice.search.rungs) for choice in choices))
     if tune.data:

@@ -136,11 +136,10 @@ def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
     line = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
     if not (seconds := seconds_together(found, jobs)):
         return line
-    beside = f" with {jobs} side by side" if jobs > 1 else ""
     about = "at least" if any(one.estimate.at_least for one in found) else "about"
-    line += f"; the rest takes {about} {in_time(seconds)}{beside}, by steps that were timed just now"
+    line += f"; the remaining rounds take {about} {in_time(seconds)}{_in_parallel(jobs)}, by steps that were timed now"
     unknown = sum(one.seconds_left is None for one in found)
-    return f"{line} ({unknown} of them were not, and come on top)" if unknown else line
+    return f"{line} ({unknown} of the runs could not be timed, and are not included)" if unknown else line
 
 
 def in_time(seconds: float) -> str:
@@ -209,15 +208,17 @@ def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
     rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
     trials = sum(one.search.rungs[0].trials for one in searches)
     line = (
-        f"{len(searches)} search{'' if len(searches) == 1 else 'es'} for settings, one a row and column: {trials} "
-        f"trials with {rounds:,} rounds together, {done:,} of them done"
+        f"{len(searches)} search{'' if len(searches) == 1 else 'es'} for settings, one per row and column: {trials} "
+        f"trials with {rounds:,} rounds in total, {done:,} of them done"
     )
     seconds = [one.seconds_left for one in searches if one.seconds_left is not None]
     if len(seconds) < len(searches):
         return line
-    return (
-        f"{line}; the rest takes about {in_time(sum(seconds) / jobs)}{f' with {jobs} side by side' if jobs > 1 else ''}"
-    )
+    return f"{line}; the remaining rounds take about {in_time(sum(seconds) / jobs)}{_in_parallel(jobs)}"
+
+
+def _in_parallel(jobs: int) -> str:
+    return f" with {jobs} runs in parallel" if jobs > 1 else ""
 
 
 class _Untimed(NamedTuple):

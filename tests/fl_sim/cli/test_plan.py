@@ -169,7 +169,7 @@ def test_a_search_is_planned_as_far_as_it_is_not_done_and_then_the_runs_that_it_
     assert [one["name"] for one in told[1]["runs"]] == list(chosen.runs) != [told[0]["runs"][0]["name"]]
     grid.write_text(GRID + search.replace("0.001", "0.01"))
     assert typed(monkeypatch, *planned) == 0
-    assert "2 trials with 6 rounds together, 3 of them done" in capsys.readouterr().out
+    assert "2 trials with 6 rounds in total, 3 of them done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_what_found_no_time_is_a_lower_bound_with_its_name(
     monkeypatch.setattr(Stopwatch, "time_all", only_part)
     assert typed(monkeypatch, "model=logistic", "rounds=2") == 0
     said = capsys.readouterr().out
-    assert "the rest takes at least" in said
+    assert "the remaining rounds take at least" in said
     assert "a lower bound: a step of a huge network: over 3 s" in said
     assert "not counted: most of a step of logistic on digits" in said
 

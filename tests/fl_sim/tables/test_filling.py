@@ -141,7 +141,7 @@ def test_a_search_is_foretold_for_as_many_runs_side_by_side_as_there_will_be(
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False, "tune": tuned})
     filling._Runner(tmp_path, None, None, math.inf).announce_search(settings, plan_table(settings))
     told = capsys.readouterr().err
-    assert told.count(f"with {jobs} side by side") == told.count("side by side") == 2
+    assert told.count(f"with {jobs} runs in parallel") == told.count("in parallel") == 2
 
 
 def test_what_has_begun_may_go_on_and_what_is_left_of_each_run_is_held_against_the_time(

@@ -56,17 +56,17 @@ def test_nothing_left_takes_no_time_and_what_was_not_timed_is_not_known() -> Non
     assert seconds_together([left(None)], 2) is None
     assert seconds_together([left(10), left(None)], 2) == START_SECONDS + 10
     assert time_in_words([left(96), left(None), left(1, is_finished=True)], 2) == (
-        "3 runs, 1 finished; the rest takes about 2 min with 2 side by side, by steps that were timed just now (1 of "
-        "them were not, and come on top)"
+        "3 runs, 1 finished; the remaining rounds take about 2 min with 2 runs in parallel, by steps that were timed "
+        "now (1 of the runs could not be timed, and are not included)"
     )
 
 
 def test_the_time_is_told_for_one_run_at_a_time_and_what_is_finished_is_not_missing_in_it() -> None:
     assert time_in_words([left(96)], 1) == (
-        "1 run, 0 finished; the rest takes about 2 min, by steps that were timed just now"
+        "1 run, 0 finished; the remaining rounds take about 2 min, by steps that were timed now"
     )
     assert time_in_words([left(None, is_finished=True), left(6)], 3) == (
-        "2 runs, 1 finished; the rest takes about 10 s with 3 side by side, by steps that were timed just now"
+        "2 runs, 1 finished; the remaining rounds take about 10 s with 3 runs in parallel, by steps that were timed now"
     )
 
 
@@ -228,16 +228,17 @@ def search(trials: int, rounds: int, done: int, seconds: float | None) -> Search
 
 def test_what_searches_take_is_told_of_all_of_them_together() -> None:
     some = [search(4, 1000, 30, 600.0), search(8, 500, 70, 1200.0), search(16, 700, 0, 0.0)]
-    told = "28 trials with 2,200 rounds together, 100 of them done"
+    told = "28 trials with 2,200 rounds in total, 100 of them done"
     assert search_in_words(some, 2) == (
-        f"3 searches for settings, one a row and column: {told}; the rest takes about 15 min with 2 side by side"
+        f"3 searches for settings, one per row and column: {told}; the remaining rounds take about 15 min with "
+        "2 runs in parallel"
     )
     assert search_in_words([*some[:2], search(16, 700, 0, None)], 2) == (
-        f"3 searches for settings, one a row and column: {told}"
+        f"3 searches for settings, one per row and column: {told}"
     )
     assert search_in_words(some[:1], 1) == (
-        "1 search for settings, one a row and column: 4 trials with 1,000 rounds together, 30 of them done; the rest "
-        "takes about 10 min"
+        "1 search for settings, one per row and column: 4 trials with 1,000 rounds in total, 30 of them done; the "
+        "remaining rounds take about 10 min"
     )
 
 

@@ -371,9 +371,9 @@ def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_do
     for told in (True, False):
         filled(chosen, tmp_path, progress=True)
         first = capsys.readouterr().err.partition("\n")[0]
-        assert ("1 search for settings, one a row and column: 2 trials with 4 rounds together, 0" in first) is told
-        assert ("0 of them done; the rest takes about" in first) is told
-        assert ("; after it 1 run, 0 finished" in first) is told
+        assert ("1 search for settings, one per row and column: 2 trials with 4 rounds in total, 0" in first) is told
+        assert ("0 of them done; the remaining rounds take about" in first) is told
+        assert ("; after the search 1 run, 0 finished" in first) is told
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_the_command_line_lays_settings_of_the_search_over_the_files() -> None:
 def test_a_table_whose_search_is_not_done_says_so(tmp_path: Path) -> None:
     chosen = settings(grid={"algorithm": ["fedavg"]})
     table, _ = conclude(TableState(chosen, plan_table(chosen)), tmp_path)
-    assert "The search for the settings of the methods is not done" in table.caption[-1]
+    assert "The search for the settings of the methods is not finished" in table.caption[-1]
     assert {one.status for one in table.results} == {"missing"}
     assert "tuning" not in json.loads((tmp_path / "table.json").read_text())
 

@@ -170,10 +170,10 @@ def test_a_table_without_time_says_that_it_is_partial_and_the_same_command_goes_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(monkeypatch, *TABLE, "algorithm=fedavg", "--out", str(tmp_path)) == 0
-    assert "1 run, 0 finished; the rest takes about" in capsys.readouterr().err
+    assert "1 run, 0 finished; the remaining rounds take about" in capsys.readouterr().err
     assert typed(monkeypatch, *TABLE, "--budget", "1e-9", "--out", str(tmp_path), "--json") == 3
     shown, told = capsys.readouterr()
-    assert "2 runs, 1 finished; the rest takes about" in told
+    assert "2 runs, 1 finished; the remaining rounds take about" in told
     assert "SCAFFOLD, digits 1-Label, seed 0: not started, because the remaining time is too short" in told
     assert "this table is PARTIAL, 1 of 2 cells are finished" in told
     assert [cell["row"] for cell in json.loads(shown)["cells"] if cell["values"] != [None]] == ["FedAvg"]
