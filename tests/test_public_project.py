@@ -39,7 +39,7 @@ def test_every_public_module_can_be_imported() -> None:
 
 def test_plug_ins_of_the_examples_and_of_the_recipes_need_public_modules_alone() -> None:
     codes = [path.read_text() for path in (PROJECT / "examples").rglob("*.py")]
-    recipes = (PROJECT / "docs/adding.md").read_text()
+    recipes = "\n".join(path.read_text() for path in sorted((PROJECT / "docs/adding").glob("*.md")))
     codes += [block for block in re.findall(r"```python\n(.*?)```", recipes, re.DOTALL) if "..." not in block]
     used = {name for code in codes for name in imports_in(code)} - {"fl_sim"}
     of_algorithms = {name for name in used if name.split(".")[0] == "strategies"}

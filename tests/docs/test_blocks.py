@@ -3,6 +3,7 @@
 What makes a command small, and what is not run and why, is said here.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -18,7 +19,7 @@ from fl_sim.cli.run import parse_experiment
 from fl_sim.cli.running_verbs import read_arguments
 from fl_sim.cli.verbs import app
 from fl_sim.store.run_directory import read_rounds
-from fl_sim.tables.plan import table_settings
+from fl_sim.tables.plan import plan_table, table_settings
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
 
@@ -222,6 +223,16 @@ def test_the_notebook_runs_from_top_to_bottom(
     assert len(outputs) == 4
     assert not any(output["output_type"] == "error" for output in outputs)
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work)/", NOTEBOOK.read_text())
+
+
+def test_the_notebook_shows_the_captions_of_today() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    tree = ast.parse("".join(cells[1]["source"]))
+    [settings] = [ast.literal_eval(node.args[0]) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    plan = plan_table(table_settings(settings, [], "a notebook"), None)
+    shown = "".join(cells[3]["outputs"][0]["data"]["text/markdown"])
+    missing = [line for line in plan.caption if line not in shown]
+    assert missing == [], f"run: python benchmarks/notebook.py {NOTEBOOK.relative_to(PROJECT)}"
 
 
 def test_tables_and_settings_on_pages_are_valid(folder: Path) -> None:

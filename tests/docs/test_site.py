@@ -59,7 +59,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 
 def test_what_a_page_of_the_repository_links_to_is_a_page_of_the_site(site: Path) -> None:
     assert "Clients minimise F_i(w)" in (site / "source/examples/feddyn.py.html").read_text()
-    assert "source/examples/feddyn.py.html" in (site / "adding.html").read_text()
+    assert "source/examples/feddyn.py.html" in (site / "adding/algorithm.html").read_text()
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:

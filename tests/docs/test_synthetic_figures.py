@@ -40,7 +40,7 @@ def test_both_discriminants_are_told_as_the_leaderboard_has_them(data: str, kind
 @pytest.mark.parametrize("epsilon", [10, 1])
 def test_images_are_told_as_the_leaderboard_has_them(parts: tuple[str, ...], epsilon: int) -> None:
     told = [_mean(f"{data} 1-Label", epsilon, *parts) for data in ("MNIST", "Fashion-MNIST", "CIFAR-10")]
-    assert " / ".join(told) in (DOCS / "synthetic.md").read_text("utf-8")
+    assert " / ".join(told) in " ".join((DOCS / "synthetic.md").read_text("utf-8").split())
 
 
 @pytest.mark.parametrize("mechanism", ["LNMax", "GNMax", "Confident-GNMax"])
@@ -56,4 +56,4 @@ def test_the_students_of_each_labelling_are_told_as_they_are(mechanism: str) -> 
 
 def test_forests_on_adult_are_told_as_they_are() -> None:
     (cell,) = (one for one in _cells("pate-tables") if one["column"] == "Adult iid")
-    assert f"reach {cell['mean']:.1f} %" in (DOCS / "tutorials/pate.md").read_text("utf-8")
+    assert f"reach {cell['mean']:.1f} %" in " ".join((DOCS / "tutorials/pate.md").read_text("utf-8").split())

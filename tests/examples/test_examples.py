@@ -214,13 +214,16 @@ def test_the_adapters_and_the_head_alone_travel(tmp_path: Path) -> None:
 
 
 def test_what_the_recipes_show_is_in_the_examples() -> None:
-    recipes = (EXAMPLES.parent / "docs" / "adding.md").read_text()
+    docs = EXAMPLES.parent / "docs"
+    recipes = "\n".join(path.read_text() for path in sorted((docs / "adding").glob("*.md")))
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     blocks = re.findall(r"^```python\n(.*?)^```", recipes, re.MULTILINE | re.DOTALL)
     shown = [block for block in blocks if "import check" not in block]
     assert len(shown) >= 5
     assert all(any(_lines(block) in _lines(text) for text in files.values()) for block in shown)
-    assert all(f"(../examples/{name})" in recipes for name in files)
+    elsewhere = {"sweep.py": "(../examples/sweep.py)"}
+    pages = recipes + (docs / "from-python.md").read_text()
+    assert all(elsewhere.get(name, f"(../../examples/{name})") in pages for name in files)
     for name, words in COMMANDS.items():
         assert any(f"fl-sim run {shlex.join(words[:count])}`" in recipes for count in range(1, len(words) + 1)), name
 

@@ -98,7 +98,8 @@ class Pool:
 def prepare_pool(run: Run) -> Pool:
     """Return the job's pool, made now or by an earlier run, and write a copy into the run directory.
 
-    Raises RunError if a client fails, or if the pool is empty and clients would train on nothing else.
+    Raises RunError if a client fails, or if the pool is empty and clients would train on nothing else. Raises UserError
+    if the run's earlier rounds used another pool: the epsilon of one pool would not cover both.
     """
     job = run.job
     folder = pools_root() / pool_key(job)
@@ -106,15 +107,27 @@ def prepare_pool(run: Run) -> Pool:
     with folder_lock(folder):
         reused = (folder / FACTS).exists()
         if not reused:
+            _check_earlier_rounds(run, folder, "")
             start = time.perf_counter()
             answers = ask_clients(run, replace(run.order, state_dir=str(folder / "clients")))
             store(folder, answers, job, time.perf_counter() - start)
         pool = load(folder, job, reused=reused)
+    _check_earlier_rounds(run, folder, pool.path.name)
     if not pool.num_synthetic and replaces_records(job.experiment.preprocess):
         raise RunError(f"no client released a synthetic record: {pool.parts[0].refused}")
     copy = run.out.absolute() / pool.path.name
     write_whole(copy, pool.path.read_bytes())
     return replace(pool, path=copy)
+
+
+def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
+    """Raise UserError if earlier rounds of the run used another pool than the file ``name`` (empty: a new pool)."""
+    used = {path.name for path in run.out.glob("synthetic-*.safetensors")} if run.log.rounds else set()
+    if used and name not in used:
+        raise UserError(
+            f"the rounds in {run.out} used the pool {', '.join(sorted(used))}, which is not in {folder}: put that "
+            "folder back, with the ledgers if the run comes from another machine, or choose another --out and pay again"
+        )
 
 
 def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:

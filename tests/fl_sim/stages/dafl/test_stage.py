@@ -311,6 +311,20 @@ def test_an_interrupted_run_goes_on_with_the_pool_it_had(tmp_path: Path) -> None
     assert resumed["final_accuracy"] == whole["final_accuracy"]
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_run_whose_pool_is_gone_does_not_go_on_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_made_again: bool
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(_made(), tmp_path / "run", observer=_Stop())
+    monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / "other"))
+    if is_made_again:
+        run(_made(), tmp_path / "second")
+    monkeypatch.setattr(pools, "ask_clients", lambda *_: pytest.fail("a second release"))
+    with pytest.raises(UserError, match=r"the rounds in .*run used the pool synthetic-.*: put that folder back"):
+        run(_made(), tmp_path / "run")
+
+
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold", "fednova", "fedmix", "fedadam"])
 def test_every_algorithm_trains_with_the_pool(tmp_path: Path, algorithm: str) -> None:
     result = run(_made(f"algorithm={algorithm}", "rounds=1"), tmp_path / "run")
