@@ -93,7 +93,6 @@ class Parts(Sequence[Indices]):
         return Parts(self.records[kept], np.concatenate([[0], np.cumsum(kept)])[self.bounds])
 
     def __len__(self) -> int:
-        """Return the number of clients."""
         return len(self.bounds) - 1
 
     @overload
@@ -101,7 +100,6 @@ class Parts(Sequence[Indices]):
     @overload
     def __getitem__(self, client: slice) -> list[Indices]: ...
     def __getitem__(self, client: int | slice) -> Indices | list[Indices]:
-        """Return the record indices of one client, or a list of them for a slice of clients."""
         if isinstance(client, slice):
             return [self[one] for one in range(len(self))[client]]
         one = range(len(self))[client]  # allows negative numbers, raises IndexError beyond the end

@@ -395,7 +395,6 @@ def _clients(dataset: Dataset) -> dict[str, Any] | None:
 
 
 def _names(dataset: Dataset) -> tuple[str, ...]:
-    """Return a name for each number of a record: its column, COLUMN=CATEGORY for a category, else x0, x1, ..."""
     if dataset.names:
         return dataset.names
     if dataset.columns:

@@ -177,7 +177,6 @@ def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
 
 
 def _names_in(part: Any, name: str) -> Sequence[str]:
-    """Return the class names that the data set stores for the column ``name``; empty if it stores none."""
     names: Sequence[str] = getattr(part.features.get(name), "names", None) or ()
     return names
 

@@ -111,7 +111,6 @@ def _padded(user: _User, length: int) -> _User:
 
 
 def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
-    """Return the labels in ``data.classes`` in numerical order. Raises UserError unless they are whole numbers."""
     listed = listed_classes(own)
     if listed and is_text:
         raise UserError("data.classes: the classes of texts are the characters of the alphabet; leave data.classes out")

@@ -270,10 +270,6 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
 
 
 def _values(own: OwnName) -> tuple[float, float] | None:
-    """Return the two numbers of the setting ``data.values``: the pixel values that become 0 and 255; None if not set.
-
-    Raises UserError unless the setting has the form LOW..HIGH.
-    """
     if not (given := own.option("values")):
         return None
     low, _, high = given.partition("..")

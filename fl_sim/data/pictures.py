@@ -278,7 +278,6 @@ def _image(file: Path, settings: ImageSettings) -> Pixels:
 
 
 def _has_transparency(image: Any) -> bool:
-    """Return True if a pixel is transparent, by its alpha value or by a colour that the file declares transparent."""
     if image.mode == "RGBA":
         alpha = image
     elif image.mode in _GREY | _COLOUR and "transparency" in image.info:

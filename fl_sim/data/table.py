@@ -345,7 +345,6 @@ def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
 
 
 def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
-    """Return ``Dataset.inferred``: the assumptions about the file that no setting states, one line each."""
     cells = "the types of columns are as the file declares them"
     if own.kind == "csv":
         spelling = spelling_by(own.option("decimal"), own.option("thousands"))
@@ -363,7 +362,6 @@ def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
 
 
 def _read_off(plan: TablePlan) -> tuple[str, ...]:
-    """Return ``Dataset.read_off``: facts from the private records, each with the setting that makes it public."""
     inferred = [feature.name for feature in plan.features if feature.categories and not feature.is_given]
     facts = list(read_off_classes(plan.listed))
     if inferred:
@@ -475,7 +473,6 @@ def _lacking(plan: TablePlan) -> str:
 
 
 def _filling(own: OwnName) -> str:
-    """Describe the values that replace empty cells, for ``Dataset.note``; empty if no setting replaces them."""
     fixed = [f"{name} {value}" for name, (value,) in own.of_columns("fill").items()]
     middle = "the middle of a number's range, zeros for a category" if own.option("missing") == "middle" else ""
     said = "; ".join(filter(None, (_some(fixed), middle)))

@@ -442,7 +442,6 @@ def _fill_of(own: OwnName, name: str) -> str | None:
 
 
 def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | None) -> float:
-    """Return the number that replaces empty cells: ``fill`` (of ``data.fill``), or the middle of ``bounds``."""
     if fill is not None:
         if (number := as_number(fill)) is None:
             raise UserError(f"data.fill.{name} = {fill!r}: the column {name!r} holds numbers; set a number")

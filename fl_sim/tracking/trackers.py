@@ -286,7 +286,6 @@ def _scalars(numbers: Mapping[str, float]) -> object:
 
 
 def _text(tag: str, table: Mapping[str, Any]) -> object:
-    """Return ``table`` as a TensorBoard text summary with a Markdown table."""
     from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: PLC0415 (an extra)
 
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.items())]
@@ -309,7 +308,6 @@ def _alone_at(uri: str) -> Iterator[None]:
 
 
 def _run_of(client: "MlflowClient", tracked: TrackedRun) -> "Run":
-    """Find the MLflow run with the identity of ``tracked``, or create it."""
     experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{tracked.state.identity}'", max_results=1)
     if found:
