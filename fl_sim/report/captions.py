@@ -78,7 +78,6 @@ def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, a
 
 
 def _where(one: PrivacyStatement) -> str:
-    """Return the privacy unit, the adjacency and the delta of a statement as text."""
     change = _CHANGES.get(one.adjacency, one.adjacency)
     return f"of a {one.unit} ({change}), delta {one.delta or 0:g}"
 

@@ -221,7 +221,6 @@ def _hours(runs: Path) -> str:
 
 
 def _check_names(place: Path, about: About, table: Table) -> None:
-    """Raise UserError if a published accuracy has a row or column that is not in the table."""
     for column, accuracies in ((column, some) for one in about.published for column, some in one.accuracies.items()):
         for name, known in ((column, table.columns), *((row, table.rows) for row in accuracies)):
             if name not in known:
@@ -323,7 +322,6 @@ def _cell(table: Table, row: str, column: str, measure: Measure, best: set[str])
 
 
 def _figures(source: PublishedFigures, row: str, columns: Iterable[str]) -> list[str]:
-    """Return the published accuracies of a row as table cells. A cell without a published accuracy is empty."""
     figures = [source.accuracies.get(column, {}).get(row) for column in columns]
     return ["" if figure is None else f"*{figure:g}*" for figure in figures]
 

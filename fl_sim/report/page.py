@@ -335,7 +335,6 @@ def _accuracy(values: Sequence[float | None]) -> list[float | str | None]:
 
 
 def _mean_deviation(values: Iterable[float | None], digits: int) -> list[float | None]:
-    """Return [mean, sample standard deviation], rounded to ``digits`` decimal places; None with too few values."""
     found = mean_and_deviation([value for value in values if value is not None and abs(value) < _LARGEST])
     return [None if value is None else round(value, digits) for value in found]
 

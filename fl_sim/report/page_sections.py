@@ -38,7 +38,7 @@ _BILL = (
 
 
 def groups_of(panels: Iterable[Panel]) -> Groups:
-    """Return the groups of runs of all ``panels``. A group in several panels, the upper bound, occurs once."""
+    """Return the groups of runs of all ``panels``. The upper bound can be in several panels, and is returned once."""
     seen: set[int] = set()
     groups: dict[str, list[tuple[str, SeedGroup]]] = {}
     for panel in panels:

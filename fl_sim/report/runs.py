@@ -210,7 +210,6 @@ def read_run(path: Path) -> SavedRun:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Catch a ValueError in the block, and raise it again with the file name in its message."""
     try:
         yield
     except ValidationError as error:

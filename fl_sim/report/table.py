@@ -124,7 +124,10 @@ def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
 
 
 def cell_text(results: list[SeedResult], measure: Measure) -> str:
-    """Return the text of a cell: ``93.1``, ``93.1 ± 0.4``, ``93.1 ± 0.4 (2 of 3)``, ``failed`` or ``-``."""
+    """Return the text of a cell: mean ± standard deviation over seeds, in percent, or ``failed`` if any run failed.
+
+    If only two of three runs are finished, the text is such as ``93.1 ± 0.4 (2 of 3)``; without any it is ``-``.
+    """
     if any(result.status == "failed" for result in results):
         return "failed"
     return _mean_text(percentages(results, measure), len(results))
@@ -271,7 +274,6 @@ def _against(table: Table, first: str, column: str, measure: Measure) -> Compari
 
 
 def _mean_text(values: Sequence[float], wanted: int) -> str:
-    """Return mean and standard deviation as text, with the number of values if there are fewer than ``wanted``."""
     return mean_text(values) + (f" ({len(values)} of {wanted})" if 0 < len(values) < wanted else "")
 
 

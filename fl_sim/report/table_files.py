@@ -40,7 +40,7 @@ _SPECIAL: Final = {
 }  # fmt: skip
 
 VERSION = 2
-"""Format version of ``table.json``. Version 1, without ``version``, ``measures`` and ``difference``, can be read."""
+"""Format version of ``table.json``. Files of version 1, without ``measures`` and ``difference``, can be read, too."""
 
 _FIRST: Final = ("row", "column", "seed", "status")
 _LAST: Final = ("label", "dir", "error")
@@ -252,7 +252,6 @@ def _escape(text: str) -> str:
 
 
 def _formula(found: re.Match[str]) -> str:
-    """Return a LaTeX formula of the parameter and its value that ``_FORMULA`` found."""
     name, _, number, power = found.groups()
     value = number
     if power:

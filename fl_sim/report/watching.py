@@ -32,7 +32,7 @@ STATES: Final[tuple[State, ...]] = ("running", "failed", "damaged", "stopped", "
 _TIMED_ROUNDS: Final = 10
 """Number of most recent rounds whose mean duration is shown."""
 _SILENCE: Final = 60.0
-"""Seconds without a change of its files after which a run counts as stopped, or five rounds if these take longer.
+"""A run counts as stopped if its files have not changed for this many seconds, or for five rounds if this is longer.
 
 This rule applies if the lock file does not show whether the run is running, for example on another machine.
 """

@@ -260,7 +260,6 @@ def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _is_group(value: Any, default: Any) -> bool:
-    """Return True if ``value`` is a settings object without a ``kind``, of the same class as ``default``."""
     return is_settings(type(value)) and type(value) is type(default) and not hasattr(value, "kind")
 
 
@@ -339,7 +338,6 @@ def _length(local: Local) -> str:
 
 
 def _captions(chosen: Sequence[Any]) -> list[str]:
-    """Return the caption lines that the kinds of the ``chosen`` settings write, each kind for all its settings."""
     kinds = dict.fromkeys(type(one) for one in chosen if isinstance(one, Captioned))
     return [
         said

@@ -280,7 +280,7 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
     """Yield all points of a grid, one method after the other. ``centralized``: True adds the upper bound at the end.
 
-    ``base``: the settings in [base], which give the axes that the grid does not contain their value.
+    ``base``: the settings in [base]. An axis that is not in the grid has the value from [base], or else its default.
     """
     axes = dict(grid)
     for axis in AXES:
@@ -397,7 +397,6 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
 def _all_placed(
     settings: TableSettings, data_root: Path | None, say: Callable[[str], object]
 ) -> list[tuple[Point, _Placed]]:
-    """Return each point of the table with its checked experiment, in the order of the grids."""
     given = [
         point for grid in settings.grids for point in points(settings.base, grid, centralized=settings.centralized)
     ]
@@ -463,7 +462,6 @@ def _outside(point: Point, instead: Point) -> Point:
 
 @contextmanager
 def _naming(point: Point) -> Iterator[None]:
-    """Catch a UserError in the block, and raise it again with the settings of the cell in its message."""
     try:
         yield
     except UserError as error:

@@ -279,7 +279,6 @@ def _why_it_died(code: int | None) -> str:
 
 
 def _why_none_starts(code: int | None) -> str:
-    """Return the error message for a worker process that ended before its first run."""
     kept = "Finished runs are kept, and the same command continues with the others"
     if code == -signal.SIGKILL:
         return f"a worker process was killed (signal 9) while it started: out of memory? Take fewer --jobs. {kept}"
