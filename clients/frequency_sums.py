@@ -128,7 +128,7 @@ def question_tensors(question: FrequencyQuestion) -> Params:
 
 
 def read_question(tensors: Params) -> FrequencyQuestion:
-    """Return the question of a message, from its ``tensors``: the inverse of ``question_tensors``."""
+    """Return the question that the ``tensors`` of a message encode: the inverse of ``question_tensors``."""
     arrays = {name: value.numpy().astype(np.float64) for name, value in tensors.items()}
     [step] = (one for one in STEPS if one == arrays["step"][0])
     means = arrays["means"] if len(arrays["means"]) else None

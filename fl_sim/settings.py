@@ -153,7 +153,7 @@ def choices_in(settings: type[BaseModel]) -> list[str]:
 
 
 def check_choices(experiment: BaseModel) -> None:
-    """Raise ValueError if two settings of ``experiment`` are incompatible, by the functions in the group CHECKS."""
+    """Raise ValueError if two settings of ``experiment`` are incompatible (see the entry points in CHECKS)."""
     checks = entry_points_of_ours(CHECKS)
     for field in choices_in(type(experiment)):
         if field in checks and not is_none(getattr(experiment, field)):

@@ -229,7 +229,7 @@ class GaussianRelease:
 
 @dataclass(frozen=True)
 class ClassSums:
-    """One Gaussian release of sums per class.
+    """One Gaussian release of sums over the records of each class.
 
     ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm; 0: neither noise nor clipping.
     ``purpose``: the name of the release's noise stream.

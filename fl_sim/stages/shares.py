@@ -61,7 +61,7 @@ class Shares(Stage):
         return {SHARE: ShareTask(self.job)}
 
     def before(self, run: Run) -> None:
-        """Ask every client for its summary, and store all summaries in one file, which the clients read in rounds."""
+        """Ask every client for its summary, and store all summaries in one file, which clients read in every round."""
         experiment, dataset = self.job.experiment, self.job.dataset
         template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)

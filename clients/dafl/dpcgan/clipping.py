@@ -108,10 +108,10 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
     passed: list[Layers] = []
     scores = stacked([one.discriminator for one in clients], rows, passed.append).view(-1, 2)
     loss = functional.softplus(scores * torch.tensor([-1.0, 1.0])).sum()
-    errors: Sequence[torch.Tensor] = torch.autograd.grad(loss, [layers.left for layers in passed])
+    errors: Sequence[torch.Tensor] = torch.autograd.grad(loss, [layers.outputs for layers in passed])
     found: list[_LinearGradients | _SeparateGradients] = []
     for layers, error in zip(passed, errors, strict=True):
-        entered, first = [part.detach() for part in layers.entered], layers.layers[0]
+        entered, first = [part.detach() for part in layers.inputs], layers.layers[0]
         if isinstance(first, nn.Linear):
             found.append(_LinearGradients(entered, error, has_bias=first.bias is not None))
         else:

@@ -52,14 +52,14 @@ class Networks:
 
 @dataclass(frozen=True)
 class Layers:
-    """One layer of every client's network, with its inputs and outputs.
+    """The same layer of every client's network, with its inputs and outputs.
 
-    ``entered``: the input of each client's layer, (rows, ...). ``left``: the outputs of all clients, concatenated.
+    ``inputs``: the input of each client's layer, (rows, ...). ``outputs``: the outputs of all clients, concatenated.
     """
 
     layers: tuple[nn.Module, ...]
-    entered: tuple[torch.Tensor, ...]
-    left: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    outputs: torch.Tensor
 
 
 def filled_up(num_rows: int) -> int:
