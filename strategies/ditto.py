@@ -17,8 +17,8 @@ _OWN = "own-model"
 def near(start: Params, centre: Params, strength: float) -> LocalPlan:
     """Return the plan that adds ``strength`` (v - ``centre``) to the gradient at v of a model that begins at ``start``.
 
-    A plan's proximal term is about the model at the start: the difference of the two is a constant part of the
-    gradient.
+    The proximal term of a local plan pulls towards ``start``, the model at which training starts. Adding the constant
+    ``strength`` (``start`` - ``centre``) to the gradient moves this pull to ``centre``.
     """
     if not strength:
         return LocalPlan()
@@ -37,7 +37,7 @@ class Ditto(Averaging):
     strength: float = Field(1.0, ge=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark on a strength of 0."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
@@ -47,7 +47,7 @@ class Ditto(Averaging):
         return {_OWN: FurtherModel(own, near(own, task.params, self.strength))}
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of the global model; the client's own model becomes its state."""
+        """Return the update of the global model, with the client's own model as client state."""
         update = super().finish(task, trained)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, {_OWN: trained.further[_OWN].params})
 

@@ -1,4 +1,4 @@
-"""FedBABU: the body learns against a head that nobody trains (Oh et al. 2022, algorithm 1)."""
+"""FedBABU: clients train and average the body only; the head keeps its initial values (Oh et al. 2022, algorithm 1)."""
 
 from collections.abc import Collection
 from typing import ClassVar, Literal
@@ -20,14 +20,14 @@ class FedBABU(Averaging):
     title: ClassVar[str] = "FedBABU"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark if no client fine-tunes the model, whose head is then still the initial one."""
+        """Return a remark if clients do not fine-tune the model: its head then has its initial values."""
         if experiment.evaluate.fine_tune_epochs:
             return []
-        why = "the head stays as it was initialised; set evaluate.clients=class-shares and evaluate.fine_tune_epochs=5"
-        return [f"algorithm fedbabu needs each client to fine-tune its model after the last round: else {why}"]
+        why = "the head keeps its initial values; set evaluate.clients=class-shares and evaluate.fine_tune_epochs=5"
+        return [f"algorithm fedbabu needs each client to fine-tune its model after the last round, otherwise {why}"]
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return the names of the body."""
+        """Return the parameter names of the body, which clients send."""
         return frozenset(params) - head_names(params)
 
     def plan(self, task: LocalTask) -> LocalPlan:

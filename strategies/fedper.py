@@ -15,5 +15,5 @@ class FedPer(Averaging):
     title: ClassVar[str] = "FedPer"
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return the names of the body."""
+        """Return the parameter names of the body, which clients send."""
         return frozenset(params) - head_names(params)

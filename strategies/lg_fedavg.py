@@ -15,5 +15,5 @@ class LGFedAvg(Averaging):
     title: ClassVar[str] = "LG-FedAvg"
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return the names of the head."""
+        """Return the parameter names of the head, which clients send."""
         return head_names(params)

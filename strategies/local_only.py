@@ -1,4 +1,4 @@
-"""Local training without a server, the lower bound of every method that claims to personalise."""
+"""Local training without a server: the baseline for every method that gives each client a model of its own."""
 
 from collections.abc import Collection
 from typing import ClassVar, Literal
@@ -17,6 +17,6 @@ class LocalOnly(Averaging):
     title: ClassVar[str] = "Local only"
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return no names."""
+        """Return no names: clients send no parameters."""
         del params
         return ()

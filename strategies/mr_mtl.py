@@ -29,7 +29,7 @@ class MRMTL(Averaging):
     strength: float = Field(1.0, ge=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark on a strength of 0."""
+        """Return remarks on settings that have no effect."""
         del experiment
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
@@ -44,6 +44,6 @@ class MRMTL(Averaging):
         return near(task.params, task.state.get(_MEAN, task.params), self.strength)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the difference of the client's own model and the mean; the own model becomes its state."""
+        """Return the client's own model minus the mean as the update, with the own model as client state."""
         update = subtract(trained.params, task.state.get(_MEAN, task.params))
         return ClientUpdate({"delta": update}, task.num_examples, trained.loss, {_OWN: trained.params})

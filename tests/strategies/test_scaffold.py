@@ -122,7 +122,7 @@ def test_local_momentum_is_0_unless_the_user_sets_it_and_what_is_done_is_said():
 
 def test_a_run_that_diverges_names_the_settings_that_bear_on_it(tmp_path: Path):
     settings = {"algorithm": "scaffold", "local": {"momentum": 0.9, "learning_rate": 2.0}, "model": "mlp"}
-    with pytest.raises(RunError, match=r"diverged; try .*; with SCAFFOLD .* local.momentum"):
+    with pytest.raises(RunError, match=r"diverged; try .*; SCAFFOLD diverges if .* local.momentum"):
         fl_sim.run(settings, out=tmp_path / "run", progress=False)
 
 
