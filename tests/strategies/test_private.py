@@ -65,7 +65,9 @@ def test_a_seeded_run_draws_the_cohorts_again_and_says_that_it_is_a_simulation(s
     first = _strategy(strategy_of, sampler, tmp_path, noise="seeded")
     again = _strategy(strategy_of, sampler, tmp_path, noise="seeded")
     assert _cohorts(first) == _cohorts(again)
-    assert "such as the cohorts, come from the experiment's seed" in str(again.layer.statement(ROUNDS)["does_not_cover"])
+    assert "such as the cohorts, come from the experiment's seed" in str(
+        again.layer.statement(ROUNDS)["does_not_cover"]
+    )
 
 
 def test_a_round_is_paid_for_before_anybody_is_asked_or_anything_released(strategy_of, tmp_path) -> None:
