@@ -361,7 +361,7 @@ def test_settings_that_cannot_be_run_are_refused_before_anything_is_written(tmp_
     for change in ("aggregator=global-dp", "preprocess=da-fl", "sampler=poisson:0.5"):
         with pytest.raises(UserError, match="all teachers vote once"):
             pate(change)
-    with pytest.raises(UserError, match="say keep_private=true"):
+    with pytest.raises(UserError, match="set keep_private=true"):
         pate("algorithm.labelling.budget=data-dependent", "algorithm.labelling.epsilon=3")
     assert not (tmp_path / "run").exists()
 
