@@ -285,7 +285,6 @@ class ClientRuntime:
         return train
 
     def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
-        """Train one client with one of the algorithm's own trainers. A lock allows one client at a time."""
         task, name = job.task, f"train of {type(trainer).__name__}"
         with _OWN_TRAINER_LOCK, self.drawing("train", task.client, task.server_round), error_context(name):
             trained = trainer.train(job)

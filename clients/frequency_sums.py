@@ -136,6 +136,5 @@ def read_question(tensors: Params) -> FrequencyQuestion:
 
 
 def _clipped(rows: Array, longest: float = LONGEST) -> Array:
-    """Return ``rows`` (n, d), each clipped to the norm ``longest``."""
     found: Array = rows * np.minimum(1, longest / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
     return found

@@ -148,7 +148,6 @@ class TrainingJob:
 
 
 def _received(client: Client, num_examples: int) -> LocalTask:
-    """Return the task in the message to a client with ``num_examples`` training records."""
     runtime, config, number = client.runtime, client.config, client.number
     settings = runtime.local_settings(config.learning_rate)
     if most_steps := config.most_steps.get(number):

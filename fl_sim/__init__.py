@@ -53,7 +53,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for tab completion."""
     return __all__
 
 

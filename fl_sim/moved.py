@@ -260,7 +260,6 @@ class _Moved(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the module at its new path, and warn that the old path is deprecated."""
         old, new = module.__name__, MOVED[module.__name__]
         sys.modules[old] = importlib.import_module(new)
         warning = f"{old} has moved to {new}: import {new}, because the next release removes the old path"

@@ -220,7 +220,6 @@ class OneOf:
 
     @property
     def _accepts_own(self) -> bool:
-        """True if this field accepts classes of the user's own."""
         return self.wants is not None or bool(self.group)
 
     def _protocol(self) -> type:

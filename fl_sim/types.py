@@ -86,7 +86,6 @@ class Examples:
     groups: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        """Return the number of records."""
         return len(self.labels)
 
     @property
@@ -367,11 +366,9 @@ class Traffic:
     up: int
 
     def __mul__(self, clients: int) -> Traffic:
-        """Return this traffic times the number of ``clients``."""
         return Traffic(self.down * clients, self.up * clients)
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Return the sum of two traffics."""
         return Traffic(self.down + other.down, self.up + other.up)
 
 

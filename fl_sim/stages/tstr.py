@@ -185,7 +185,6 @@ class TstrProcedure(Procedure):
 
 
 def _sampled_inputs(examples: Examples, seed: int) -> NDArray[Any]:
-    """Return the inputs of at most ``MOST_COMPARED`` randomly drawn records."""
     rows = rng(seed, "frechet").permutation(len(examples))[:MOST_COMPARED]
     return examples.inputs[np.sort(rows)]
 
