@@ -88,7 +88,7 @@ class TrainingJob:
             methods.append(algorithm.start)
             layout = layout_of(task.params)
             with runtime.drawing("start", number, server_round):
-                task = algorithm.start(task, OnClient(records, runtime.trainer))
+                task = algorithm.start(task, OnClient(records, runtime.trainer, runtime.seed))
             check_layout("the parameters that start returns", task.params, layout)
         with runtime.drawing("plan", number, server_round):
             plan = algorithm.plan(task)

@@ -1,0 +1,125 @@
+"""FedALA: a client begins a round between its own model and the global one (Zhang et al. 2023, algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from clients.client_task import OnClient
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import add, subtract
+from fl_sim.seeding import rng, seed_process
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
+from strategies.algorithm import FEDAVG, Averaging
+
+_OWN, _WEIGHTS, _ROUNDS, _RECEIVED = "own-model", "weights", "rounds", "received"
+
+_MOST_PASSES = 100
+"""The most passes until convergence. The released code has no limit, and need not end."""
+
+_WINDOW = 10
+"""Weights have converged if the losses of so many passes differ little, as in the released code."""
+
+
+class FedALA(Averaging):
+    """FedAvg, but a client starts at v + (x - v) W instead of x, with its own last model v and weights W in [0, 1].
+
+    Only the last ``layers`` layers start so; all others start at x. The paper takes 1. W has a number for each
+    parameter, and begins at 1. It makes steps W <- W - ``weight_learning_rate`` (gradient at the start) (x - v), cut to
+    [0, 1]. ``weight_learning_rate``: 1 in the paper; 0 is FedAvg. The steps use batches of a random ``record_share`` of
+    the client's records, 0.8 in the paper. In the client's second round they make passes until the standard deviation
+    of the last 10 losses is below ``threshold`` (0.1 in the released code), and in later rounds one pass. A loss is the
+    mean of a pass. The start is the client's own model.
+
+    In the released code ``layers`` counts tensors, the loss is that of a pass's last batch, and a client that joins
+    late mixes x with the initial model in its first round; here it starts at x.
+    """
+
+    kind: Literal["fedala"] = "fedala"
+    title: ClassVar[str] = "FedALA"
+    weight_learning_rate: float = Field(1.0, ge=0)
+    layers: int = Field(1, ge=1)
+    record_share: float = Field(0.8, gt=0, le=1)
+    threshold: float = Field(0.1, gt=0)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        if not self.weight_learning_rate:
+            return [off("algorithm.weight_learning_rate=0", FEDAVG)]
+        first = "rounds=1, and a client's first round has no model of its own to start from"
+        return [off("algorithm fedala", first)] if experiment.rounds == 1 else []
+
+    def start(self, task: LocalTask, client: OnClient) -> LocalTask:
+        """Return the task with the mixture as its start; the received model is added to the client state."""
+        state = {**task.state, _RECEIVED: task.params}
+        if _OWN not in task.state or not len(client.records):
+            return replace(task, state=state)
+        weights = self._learned(task, client) if self.weight_learning_rate else task.state[_WEIGHTS]
+        return replace(task, params={**task.params, **_mixture(task, weights)}, state={**state, _WEIGHTS: weights})
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update y_i - x. The client state: the last layers of y_i, their weights, and a count of rounds."""
+        delta = subtract(trained.params, task.state.get(_RECEIVED, task.params))
+        own = {name: trained.params[name] for name in self._mixed(task.params)}
+        weights = task.state.get(_WEIGHTS, {name: torch.ones_like(value) for name, value in own.items()})
+        state = {_OWN: own, _WEIGHTS: weights, _ROUNDS: {_ROUNDS: torch.tensor([_rounds(task) + 1])}}
+        return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state if trained.num_steps else {})
+
+    def _mixed(self, params: Params) -> Sequence[str]:
+        """Return the names of the parameters of the last layers."""
+        layer_of = {name: name.rpartition(".")[0] for name in params}
+        last = list(dict.fromkeys(layer_of.values()))[-self.layers :]
+        return [name for name in params if layer_of[name] in last]
+
+    def _learned(self, task: LocalTask, client: OnClient) -> Params:
+        """Return the weights after the steps of this round."""
+        inputs, labels = client.records.tensors()
+        generator = rng(client.seed, "fedala", task.client, task.server_round)
+        chosen = generator.permutation(len(labels))[: math.ceil(self.record_share * len(labels))]
+        weights, losses, own = task.state[_WEIGHTS], list[float](), task.state[_OWN]
+        apart = {name: task.params[name] - value for name, value in own.items()}
+        while not losses or (_rounds(task) == 1 and not self._have_converged(losses)):
+            steps = list[float]()
+            for batch in torch.split(torch.from_numpy(chosen), task.settings.batch_size):
+                job = _one_step(task, weights, Records.of(inputs[batch], labels[batch]), generator)
+                stepped = client.trainer.train(job)
+                moves = {name: stepped.momentum_buffers[name] * change for name, change in apart.items()}
+                weights = {
+                    name: one.clamp(0, 1) for name, one in add(weights, moves, -self.weight_learning_rate).items()
+                }
+                steps.append(stepped.loss or 0.0)
+            losses.append(float(np.mean(steps)))
+        return weights
+
+    def _have_converged(self, losses: Sequence[float]) -> bool:
+        is_steady = len(losses) > _WINDOW and float(np.std(losses[-_WINDOW:])) < self.threshold
+        return is_steady or len(losses) >= _MOST_PASSES
+
+
+def _one_step(task: LocalTask, weights: Params, records: Records, generator: np.random.Generator) -> LocalJob:
+    """Return a job of one step from the mixture, whose momentum buffers are the gradient of the last layers."""
+    smoothing = task.settings.label_smoothing
+    settings = LocalSettings(1.0, 0.5, 0.0, batch_size=len(records), epochs=1, label_smoothing=smoothing)
+    start = replace(task, params={**task.params, **_mixture(task, weights)}, settings=settings)
+    seeded = partial(seed_process, int(generator.integers(2**63)), "step")
+    return LocalJob(start, LocalPlan(trained=frozenset(weights)), records, generator, seeded)
+
+
+def _mixture(task: LocalTask, weights: Params) -> Params:
+    """Return v + (x - v) W, which is exactly x where W is 1, and exactly v where W is 0."""
+    return {name: torch.lerp(task.state[_OWN][name], task.params[name], weight) for name, weight in weights.items()}
+
+
+def _rounds(task: LocalTask) -> float:
+    """Return the number of rounds in which the client has trained."""
+    return float(task.state[_ROUNDS][_ROUNDS]) if _ROUNDS in task.state else 0.0
