@@ -60,7 +60,7 @@ class PreparedTraining:
 
 
 def _buffers_of(job: KernelJob, buffers: FlatParams) -> Mapping[str, torch.Tensor]:
-    """Return the momentum buffers of a trained client: those that it began with, and those of trained parameters."""
+    """Return the momentum buffers of a client: those that it started with, and those of its trained parameters."""
     if not job.has_momentum:
         return {}
     if (trained := job.plan.trained) is None or job.plan.momentum_buffers:

@@ -241,7 +241,7 @@ class RequestBuffers:
         return self._tensors[-1].data_ptr()
 
     def _mask(self, trained: frozenset[str] | None) -> int | None:
-        """Store a padded vector with 1 for every trained number and 0 for frozen ones; return its memory address."""
+        """Store a padded vector with 1 for trained numbers and 0 for frozen numbers; return its memory address."""
         if trained is None:
             return None
         if trained not in self._masks:
@@ -301,7 +301,7 @@ def check_job(stack: Stack, job: KernelJob) -> None:
     if settings.augment.moves:
         _check_moves(stack, job)
     if plan.trained is not None and plan.ascent is not None:
-        raise ValueError("the compiled trainer knows no ascent with frozen parameters")
+        raise ValueError("the compiled trainer does not support an ascent step with frozen parameters")
     if (mix := plan.mix) is not None:
         if terms := sorted(fields_in_use(plan) & TERMS):
             raise ValueError(f"the compiled trainer does not support mixing together with {', '.join(terms)}")

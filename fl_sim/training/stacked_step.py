@@ -49,7 +49,8 @@ class Kind:
     ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if
     the plans have gradient offsets, step offsets, a proximal term. ``mixing``: a key of the mixing pool and its
     settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for each loss term, its
-    function and the names, shapes and types of its data.
+    function and the names, shapes and types of its data. ``trained``: the names of the parameters to train; None
+    means all.
     """
 
     layout: Layout

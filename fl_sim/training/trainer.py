@@ -64,7 +64,7 @@ class LocalJob:
         return self.task.settings.num_steps(len(self.records))
 
     def in_phase(self, number: int) -> Self:
-        """Return the job of one phase of the plan, numbered from 0; the job itself if the plan has no phases."""
+        """Return the job for one training phase of the plan, counted from 0; this job if the plan has no phases."""
         if not self.plan.phases:
             return self
         phase = self.plan.phases[number]
