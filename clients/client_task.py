@@ -37,14 +37,16 @@ _OWN_TRAINER_LOCK = Lock()  # held while a user's own trainer runs, because it m
 
 @dataclass(frozen=True)
 class OnClient:
-    """The records and the trainer that an algorithm's ``start`` may use on its client.
+    """The records and the trainer that an algorithm may use on its client, such as in ``start``.
 
-    ``seed``: the run's seed, for random numbers (``fl_sim.seeding.rng``).
+    ``records``: the client's training records. ``seed``: the run's seed, for random numbers (``fl_sim.seeding.rng``).
+    ``validation``: the client's own validation records, while its own models are measured; None otherwise.
     """
 
     records: Records
     trainer: Trainer
     seed: int = 0
+    validation: Records | None = None
 
     def scores(self, params: Params) -> Scores:
         """Return the scores of a model on the client's training records. The client must hold at least one record."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from clients.client_task import Client
+from clients.client_task import Client, OnClient
 from clients.train import TrainingJob
 from fl_sim.errors import Malformed
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import check_layout, layout_of
 from fl_sim.seeding import rng
-from fl_sim.training.evaluation import Scores
+from fl_sim.training.evaluation import Scores, score
+from fl_sim.training.losses import LogitsOf
 from fl_sim.training.records import Records
 from fl_sim.types import LocalTask, Params
 
@@ -24,7 +26,10 @@ RECEIVED: Final = "received"
 """The name of the model with which the client would begin its next round."""
 
 OWN: Final = "own"
-"""The name of the client's personal model if the algorithm has one (``OwnModel``), else of the received model."""
+"""The name of the client's personal model if the algorithm has one (``OwnModel``), else of the received model.
+
+An algorithm with ``OwnPredictions`` predicts in its own way.
+"""
 
 TRAINED: Final = "trained"
 """The name of the received model after one more round of local training, or of the own model of ``OwnModel``."""
@@ -44,6 +49,18 @@ class OwnModel(Protocol):
 
     def own_model(self, task: LocalTask) -> Params:
         """Return the client's personal model after its last round. ``task``: the task of its next round."""
+        ...
+
+
+@runtime_checkable
+class OwnPredictions(Protocol):
+    """An algorithm whose clients predict in another way than by a model, such as by the nearest of their records."""
+
+    def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
+        """Return a function from inputs (n, *input shape) to scores (n, classes). The highest score is the prediction.
+
+        ``task``: the task of the client's next round. Scores are logits, or logarithms of probabilities.
+        """
         ...
 
 
@@ -69,17 +86,33 @@ class EvaluateOwn:
         records = {TESTED: self.own_records.tests(client.number), VALIDATED: self.own_records.validation(client.number)}
         found: dict[str, list[int]] = {}
         if any(map(len, records.values())):
-            for name, params in self._models(client).items():
+            for name, scored in self._scored(client, records[VALIDATED]).items():
                 for what, one in records.items():
                     if len(one):
-                        scores = client.runtime.trainer.evaluate(params, *one.tensors())
+                        scores = scored(*one.tensors())
                         found[f"{name}/{what}"] = counts_of(scores, self.num_classes).ravel().tolist()
         return RecordDict({"counts": MetricRecord({**found})})
 
-    def _models(self, client: Client) -> Mapping[str, Params]:
-        """Return the tensors of the client's models by name, with the running statistics of BatchNorm layers."""
+    def _scored(self, client: Client, validation: Records) -> Mapping[str, Callable[..., Scores]]:
+        """Return, for each of the client's models by name, a function from inputs and labels to scores."""
         runtime, algorithm = client.runtime, client.runtime.algorithm
         training = TrainingJob.of(client)
+        scored: dict[str, Callable[..., Scores]] = {
+            name: partial(runtime.trainer.evaluate, params) for name, params in self._models(training).items()
+        }
+        if isinstance(algorithm, OwnPredictions):
+            task = training.job.task
+            on_client = OnClient(training.job.records, runtime.trainer, runtime.seed, validation)
+            with runtime.drawing("own scores", client.number, task.server_round):
+                scored[OWN] = partial(score, algorithm.own_scores(task, on_client))
+            training.check(algorithm.own_scores)
+        training.check_bits()
+        return scored
+
+    def _models(self, training: TrainingJob) -> Mapping[str, Params]:
+        """Return the tensors of the client's models by name, with the running statistics of BatchNorm layers."""
+        client = training.client
+        runtime, algorithm = client.runtime, client.runtime.algorithm
         task, own = training.job.task, training.job.task.params
         if isinstance(algorithm, OwnModel):
             with runtime.drawing("own model", client.number, task.server_round):
@@ -98,7 +131,6 @@ class EvaluateOwn:
             batches = rng(runtime.seed, "fine-tuning", client.number)
             tuned = runtime.trainer.train(replace(training.job, task=start, plan=LocalPlan(), generator=batches))
             models[FINE_TUNED] = {**tuned.params, **tuned.statistics}
-        training.check_bits()
         return models
 
 

@@ -39,6 +39,14 @@ class EvaluateChoices(Protocol):
     def fine_tune_epochs(self) -> int:
         """The number of epochs for which clients train their own model after the last round."""
 
+    @property
+    def measures_clients(self) -> bool:
+        """True if each client's own model is measured."""
+
+    @property
+    def validation(self) -> object:
+        """The share of each client's records that is held out for validation, or "given"."""
+
 
 class Harm(Protocol):
     """The settings of an attack that the ``check`` of another setting may read."""

@@ -8,9 +8,9 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock, local
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.kernel import Kernel
+from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
 from fl_sim.native.request import RECEIVED, TAKES, TERMS, Draws, KernelJob, tensors_of
 from fl_sim.params import all_norms_in, is_finite, vector_in
 from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
-from fl_sim.training.features import head_of, sums_by_class
+from fl_sim.training.features import head_of, sums_by_class, with_features
 from fl_sim.training.loop import train
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.records import Records, Scale, arithmetic
@@ -228,13 +228,35 @@ class Trainer:
         with torch.inference_mode(), arithmetic(inputs.device):
             return torch.cat([logits_of(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
 
-    def _compiled(self, params: Params, inputs: torch.Tensor) -> LogitsOf | None:
-        """Return a compiled function from records to logits; None if unsupported or if ``params`` are not finite."""
+    def outputs(self, params: Params, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pair (logits (n, classes), features (n, d)) of records (n, *input shape) for weights ``params``.
+
+        The features are the inputs of the model's head. Raises UserError if the model has no head.
+        """
+        with torch.inference_mode(), arithmetic(inputs.device):
+            logits_of, features_of = (self._compiled(params, inputs, rows) for rows in get_args(Rows))
+            if logits_of is None or features_of is None or not self._head_is_last:
+                with self._lock:
+                    model = ready(self._model, params)
+                    pairs = [with_features(model, partial(model, one)) for one in torch.split(inputs, EVALUATION_BATCH)]
+            else:
+                pairs = [(logits_of(one), features_of(one)) for one in torch.split(inputs, EVALUATION_BATCH)]
+        logits, features = zip(*pairs, strict=True)
+        return torch.cat(logits), torch.cat(features)
+
+    @property
+    def _head_is_last(self) -> bool:
+        """True if the compiled trainer's features, the inputs of the last linear layer, are those of the head."""
+        linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
+        return bool(linear) and head_of(self._model) is linear[-1]
+
+    def _compiled(self, params: Params, inputs: torch.Tensor, rows: Rows = "logits") -> LogitsOf | None:
+        """Return a compiled function from records to ``rows``; None if unsupported or if ``params`` are not finite."""
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
             return None
         weights = vector_in(params, stack.layout)
-        return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
+        return (lambda records: kernel.infer(stack, weights, records, rows)) if _is_plain(weights) else None
 
     def _native(self, job: LocalJob) -> Stack | None:
         """Return the kernel's description of the model, or None if the compiled trainer does not support ``job``."""
@@ -255,10 +277,8 @@ class Trainer:
             or asked >= {"trained", "ascent"}
         ):
             return None
-        if asked & {"contrast", "pull", "class_features"}:  # the kernel's features are the last linear layer's inputs
-            linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
-            if head_of(self._model) is not linear[-1]:
-                return None
+        if asked & {"contrast", "pull", "class_features"} and not self._head_is_last:
+            return None
         if (mix := plan.mix) is not None:  # FedMix's loss needs second derivatives
             is_known = _is_plain(mix.inputs) and _is_plain(mix.labels) and not asked & TERMS
             return stack if is_known and (not mix.linearise or stack.is_piecewise_linear) else None
