@@ -63,7 +63,8 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
     """Return a fast upper bound on the RDP epsilon of ``steps`` releases of ``event`` at ``delta``.
 
-    A search calls this function instead of ``epsilon``. The bound is seldom above the exact RDP epsilon.
+    The search for a noise multiplier calls this function many times, for which ``epsilon`` is too slow. The bound is
+    seldom above the exact RDP epsilon.
     """
     step, times = unrolled(event)
     if not isinstance(step, dp_event.PoissonSampledDpEvent):
@@ -203,13 +204,15 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return ``noise_multiplier`` for Poisson sampling. The cache serves clients with equally many records."""
+    """Return ``noise_multiplier`` for Poisson sampling, cached: equal numbers of records give equal noise."""
     amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
     return noise_multiplier(amplify, steps, target_epsilon, delta)
 
 
 def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: float, accountant: Accountant) -> float:
-    """Return the smallest noise multiplier at which the cost ``spent(noise, accountant)`` is within ``target_epsilon``.
+    """Return the smallest noise multiplier with which all releases together cost at most ``target_epsilon``.
+
+    ``spent(noise, accountant)``: a function that returns the epsilon of all releases with noise multiplier ``noise``.
 
     The search uses the RDP accountant. With ``accountant`` "pld" a second search by the PLD accountant refines the
     result.
@@ -224,7 +227,8 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    So the cost of this one release bounds the cost of all Gaussian releases that fit ``target_epsilon`` together.
+    Unsampled Gaussian releases that cost at most ``target_epsilon`` together cost less than this one release. So the
+    cost of this release is an upper bound for them.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:

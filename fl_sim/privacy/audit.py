@@ -1,14 +1,15 @@
-"""Audits of mechanisms: lower bounds on epsilon from many runs on two neighbouring worlds, or from one run.
+"""Audits of mechanisms: lower bounds on epsilon from many runs on two neighbouring data sets, or from one run.
 
-Privacy-profile audit: the two worlds are the worst pair, without and with the audited unit. A claim (epsilon,
-delta(epsilon)) is refuted where some set of outputs E has, with confidence, P1(E) - e^epsilon P0(E) > delta(epsilon). E
-is found on one half of the runs and tested on the other half (Clopper-Pearson intervals, Bonferroni correction over all
-sets). Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
+Privacy-profile audit: the two data sets, called worlds, differ in the audited unit alone, chosen for the worst case:
+world 0 is without this unit, world 1 is with it. A claim (epsilon, delta(epsilon)) is refuted where some set of outputs
+E has, with confidence, P1(E) - e^epsilon P0(E) > delta(epsilon). P0 and P1 are the probabilities of outputs in world 0
+and world 1. E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals, Bonferroni
+correction over all sets). Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
 probability 1/2, independently. The auditor sees the releases of the run. For some canaries the auditor guesses whether
 they took part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run can prove only a
-limited epsilon: with every guess right, about ln(m / ln(1 / p)).
+limited epsilon: with every guess right, about ln(m / ln(1 / p)), where p is the error probability of the audit.
 """
 
 import math
@@ -58,7 +59,10 @@ class ProfileAudit:
 
     @property
     def power(self) -> float:
-        """Return the estimated delta(0) divided by the claimed delta(0); near 1 for an audit that misses nothing."""
+        """Return the estimated delta(0) divided by the claimed delta(0).
+
+        The value is near 1 where the audit sees the whole privacy loss.
+        """
         return self.estimates[0] / self.claimed[0]
 
 
@@ -131,8 +135,9 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
 def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
     """Return p-values for the hypothesis that ``residuals`` are independent N(0, 1) numbers, by the name of the test.
 
-    ``residuals``: shape (runs, coordinates), in claimed standard deviations. Each p-value is two-sided and
-    corrected for the number of its coordinates. A tiny p-value means a fault, which the name of the test describes.
+    ``residuals``: shape (runs, coordinates), in claimed standard deviations. Each p-value is two-sided and corrected
+    for the number of its coordinates. A tiny p-value means a fault of the noise; the name of the test says in what,
+    such as "mean" or "independence of runs".
     """
     runs, coordinates = residuals.shape
     squares = residuals**2

@@ -37,12 +37,13 @@ _NEIGHBOURS: Final = {
 class Payment:
     """The privacy cost of one release, taken from its privacy statement.
 
-    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release; a payment
-    with the identity "" is for a release of its own. ``epsilon``: None for no guarantee. ``adjacency``: that of
-    ``epsilon`` and ``delta``. ``charged``: the number of releases that were fixed beforehand, by event; several
-    such counts where units were charged differently. It is empty where the events are unknown, and where a budget
-    is the bound; ``plan`` then has the events within the budget. ``simulation_only``: True where the noise comes
-    from a published seed. ``on_records``: False for a release that read synthetic records alone.
+    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release; a payment with
+    the identity "" is for a release of its own. ``epsilon``: None for no guarantee. ``adjacency``: that of ``epsilon``
+    and ``delta``. ``charged``: the planned releases, as a number by event. It has several such counts where units were
+    charged differently, such as the records of different clients. It is empty where the events are unknown, and where
+    the epsilon is that of a budget. ``plan``: the planned releases within the budget, also where ``charged`` is empty
+    because of a budget. ``simulation_only``: True where the noise comes from a published seed. ``on_records``: False
+    for a release that read synthetic records alone.
     """
 
     unit: str
@@ -232,9 +233,8 @@ def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
     """Return the payment under ``terms`` for ``releases`` (number by event) that are fixed before a run begins.
 
-    ``Payment.identity`` explains ``identity``. Where a forecast has no time for a PLD, the RDP accountant alone
-    gives the epsilon, which is then never smaller. All releases are counted in that case, or the budget where it is
-    smaller.
+    ``Payment.identity`` explains ``identity``. A forecast may have no time to compute a PLD. Then the epsilon is the
+    smaller one of two upper bounds: the budget, and the RDP accountant's epsilon of all planned releases.
     """
     try:
         said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
@@ -327,7 +327,7 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run released something that protects other units, but does not count for this ``unit``."""
+    """Return True if a run made a release that protects other units only, and is not in this ``unit``'s bill."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
@@ -392,8 +392,8 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     """Return the joint epsilon at ``delta`` of several releases, by composing their events.
 
-    ``charged``: for each release its numbers by event. Where it has several, the largest divergence at each order
-    counts.
+    ``charged``: one tuple for each release. The tuple holds a number by event, or several such counts where units were
+    charged differently. Of several counts the largest Renyi divergence at each order is taken.
     """
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)

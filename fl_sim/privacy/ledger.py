@@ -1,4 +1,4 @@
-"""The ledger of one privacy unit, and its charge log: every release is charged before it happens, or refused.
+"""The ledger of one privacy unit and its charge log, a file: each release is charged before it is made, or refused.
 
 The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
 fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
@@ -6,8 +6,9 @@ fixed before the first charge. For every charge the log is locked and read again
 processes that use one log share one budget.
 
 The first line of the log holds a random id and the terms. Every further line holds a charge and its chain digest: the
-SHA-256 of the previous digest in the chain followed by the charge. So a log that was cut, edited or exchanged does not
-match its receipts. The chain is no signature: it does not detect that a log and all of its receipts were rewritten.
+SHA-256 of the previous digest in the chain followed by the charge. A receipt is the number of charges and the last
+chain digest; it is stored with the results that the charges paid for. So a log that was cut, edited or exchanged does
+not match its receipts. The chain is no signature: it does not detect that a log and all of its receipts were rewritten.
 """
 
 import hashlib
@@ -45,10 +46,10 @@ _CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh 
 class Charge:
     """The charge of one release, or of several releases at once where ``event`` is a ``SelfComposedDpEvent``.
 
-    ``release``: the name of the release, such as "round 7". ``noise``: the identity of its noise key, so that a
-    second charge of the same release is recognised. ``event``: the privacy event of the release. ``epsilon``: the
-    epsilon spent after this charge, None for no guarantee. It is for readers of the log; the ledger computes it
-    from the events.
+    ``release``: the name of the release, such as "round 7". ``noise``: an identity of the key from which the noise is
+    drawn, so that a second charge of the same release is recognised. ``event``: the privacy event of the release.
+    ``epsilon``: the epsilon spent after this charge, None for no guarantee. It is for readers of the log; the ledger
+    computes it from the events.
     """
 
     release: str
@@ -328,7 +329,7 @@ class ChargeLog:
         return charges
 
     def _take(self, line: bytes) -> list[Charge]:
-        """Add one line to the chain, and return the charge in the line; the first line of a log has none."""
+        """Add one line to the chain and return its charge as a list, which is empty for the log's first line."""
         value = self._parsed(line)
         charges = [self._charge(value)] if self._digests else []
         if not self._digests:

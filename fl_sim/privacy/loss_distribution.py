@@ -42,7 +42,7 @@ class NoTimeError(Exception):
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
-    """Limit the time for PLDs in this context: ``may_begin`` is called before each PLD that is not cached.
+    """Limit the time spent on PLDs inside a ``with`` block: ``may_begin`` is called before each PLD that is not cached.
 
     Where ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit, so no charge
     and no privacy statement depends on the time.

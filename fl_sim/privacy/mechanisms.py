@@ -38,10 +38,11 @@ from fl_sim.errors import UserError
 
 TOLERANCE: Final = 2.0**-17
 DECIDED: Final = 2.0**-17
-"""The least U for which 63 binary digits of U suffice.
+"""The least uniform number U whose first 63 binary digits suffice to round a noise number to the grid.
 
-|dQ/dU| is at most 1.3 / U. A standard deviation (the scale of a Laplace distribution) is less than 2^21 g. Half a unit
-of the 63rd digit is 2^-64. So Q(U) / g is known to 1.3 x 2^-26.
+The noise number is Q(U), and g is the grid step (see the module). |dQ/dU| is at most 1.3 / U. A standard deviation (the
+scale of a Laplace distribution) is less than 2^21 g. Half a unit of the 63rd digit is 2^-64. So Q(U) / g is known to
+1.3 x 2^-26.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # extra binary digits of a boundary's probability, compared with the digits of U
@@ -55,18 +56,20 @@ _STREAM_LIMIT: Final = 2**37  # bytes; half of the range of a ChaCha20 counter
 class Normals(Protocol):
     """A faster source of the same N(0, 1) numbers as those of ``Noise``, up to float64's rounding.
 
-    The last bit of a word ``first`` is the sign of a number. The binary digits of U are first >> 1, then
-    ``second``.
+    A number N is made of two random words of 64 bits, in the arrays ``first`` and ``second``. The last bit of the first
+    word is the sign of N. Its other 63 bits, followed by the second word, are the binary digits of U, and |N| is the
+    quantile with P(|N| > x) = U.
     """
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the N(0, 1) numbers of the words ``first`` and ``second``, in the shape of ``first``."""
+        """Return the N(0, 1) numbers that the random words ``first`` and ``second`` give, in the shape of ``first``."""
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write the rounded products of numbers and ``ratio`` to ``out``.
+        """Multiply the N(0, 1) numbers by ``ratio``, round the products to whole numbers, and write these to ``out``.
 
-        Returns the indices of the numbers whose rounding is undecided: these need their second word.
+        Returns the indices of the numbers whose rounding the words ``first`` alone do not decide. For these the caller
+        needs the second word, too.
         """
         ...
 
@@ -254,10 +257,10 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
 
 
 def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ``total``, rounded to the grid, plus noise of standard deviation ``std``, given in ``steps`` of the grid.
+    """Return ``total``, rounded to the grid, plus the noise ``steps`` (whole grid steps) of standard deviation ``std``.
 
-    float64 rounds the exact sum of both, so the result depends on nothing else. With ``std`` 0 there is neither
-    grid nor noise, and ``total`` is returned unchanged.
+    The result is the exact sum of both, rounded to float64. So it reveals nothing but this sum. With ``std`` 0 there is
+    neither grid nor noise, and ``total`` is returned unchanged.
     """
     if std == 0:
         return total

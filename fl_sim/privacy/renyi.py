@@ -90,7 +90,7 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return, for each of ``ORDERS``, the number to add to a Renyi divergence for an epsilon at ``delta``."""
+    """Return, for each of ``ORDERS``, the term t for which D + t is an epsilon at ``delta`` (D: Renyi divergence)."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 

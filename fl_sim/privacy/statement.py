@@ -87,7 +87,7 @@ class UncoveredFacts:
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
     """Return copies of the privacy statements with a longer ``does_not_cover``.
 
-    Added are the cost for a person with several units, and ``facts``.
+    It is extended by ``facts``, and by a sentence on the cost for a person whose data are in several units.
     """
     more = facts.in_words()
     return [
@@ -215,7 +215,7 @@ def _used_up(terms: Terms, spent: _Counts) -> bool:
 
 
 def _cost(terms: Terms, counts: _Counts) -> float:
-    """Return the epsilon that is compared with the budget: that of the ledger's own accountant."""
+    """Return the epsilon that is compared with the budget, computed by the accountant in the ledger's terms."""
     return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 

@@ -108,9 +108,9 @@ class PublishedCost:
 
 
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
-    """Return the terms that would publish the smallest epsilon if all teachers always agreed.
+    """Return the terms of a publication that give the smallest epsilon if all teachers agree on every query.
 
-    They depend on no vote. Every query counts as answered.
+    The terms do not depend on the votes. Every query counts as answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
@@ -181,9 +181,9 @@ def smooth_sensitivity(
 class _CostPart:
     """One part of the cost of all queries: the cost of the labels, or the cost of the tests.
 
-    A query's state determines its sensitivity. ``local`` yields, for distance 0, 1, 2, ..., an array with one bound for
-    each state, on the local sensitivity of one query. ``states``: the states that occur. ``queries``: the number of
-    queries in each of these states.
+    A query's state is a whole number, such as the cell of its gap, on which alone its sensitivity depends. ``local``
+    yields, for distance 0, 1, 2, ..., an array with one bound for each state, on the local sensitivity of one query.
+    ``states``: the states that occur. ``queries``: the number of queries in each of these states.
     """
 
     local: Iterator[Floats]
