@@ -15,7 +15,10 @@ USUAL_MIN_SIZE = 10
 """The minimum number of records per client in NIID-Bench, for partitions that draw the sizes of shards at random."""
 
 MAX_BETA = 1e6
-"""The largest ``beta`` of Dir(beta): there, shares are equal to within 0.1 %. Much larger values overflow in numpy."""
+"""The largest allowed ``beta`` of Dir(beta). With this value the shares of all clients are equal to within 0.1 %.
+
+numpy overflows for much larger values.
+"""
 
 
 def check_drawn(beta: float, min_size: int | None) -> None:
@@ -32,12 +35,12 @@ def check_drawn(beta: float, min_size: int | None) -> None:
 def drawn_until(
     draw: Callable[[], Indices], min_size: int | None, num_draws: int, message: Callable[[int, int], str]
 ) -> Indices:
-    """Call ``draw`` until every client has at least ``min_size`` records, at most ``num_draws`` times.
+    """Draw numbers of records at random until every client has at least ``min_size`` records; return the last draw.
 
-    ``draw`` returns random numbers of records, of shape (clients,) or (clients, classes). If ``min_size`` is None, the
-    minimum is NIID-Bench's 10, and the last draw is returned if no draw reaches the minimum. If no draw reaches a
-    given ``min_size``, ImpossibleSplit is raised with the text ``message(num_draws, most)``. There ``most`` is the
-    largest minimum shard size of any draw.
+    ``draw`` returns one draw, of shape (clients,) or (clients, classes). There are at most ``num_draws`` draws. If
+    ``min_size`` is None, the minimum is NIID-Bench's 10, and the last draw is returned even if it does not reach
+    10. If no draw reaches a given ``min_size``, ImpossibleSplit is raised with the text ``message(num_draws,
+    most)``. ``most`` is the largest number of records that the smallest client had in any draw.
     """
     wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
     for _ in range(num_draws):
@@ -108,9 +111,10 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 
 
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
-    """Assign the records to clients at random, so that client i receives as many records as ``owner`` has entries i.
+    """Assign the records to clients at random. ``owner`` defines how many records each client receives.
 
-    ``owner``: one client number for each record; its order is irrelevant.
+    ``owner``: an array of client numbers with one entry per record. Client i receives as many records as ``owner``
+    has entries i; the order of the entries is irrelevant.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

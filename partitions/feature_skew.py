@@ -51,7 +51,7 @@ class FeatureNoise:
         return Iid().split(labels, num_partitions, rng)
 
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return ``inputs``, normalised training inputs, with the noise of ``client`` (``FeatureSkew.seen_by``)."""
+        """Return ``inputs``, normalised training inputs, plus the noise of ``client``. See ``FeatureSkew.seen_by``."""
         noise = rng.standard_normal(inputs.shape, dtype=np.float32)
         seen: Inputs = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
         return seen
@@ -91,7 +91,7 @@ class Natural:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Raise ImpossibleSplit. This method is called for a data set without sources, which this partition needs."""
+        """Raise ImpossibleSplit. fl-sim calls this method only for data without sources, which this partition needs."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
             "this data set does not say where its records come from; set data.client=COLUMN for a table, "

@@ -54,8 +54,8 @@ class FeatureSkew(Protocol):
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
         """Change the training inputs of one client, numbered from 0. ``inputs``: normalised, shape (records, ...).
 
-        ``std``: the standard deviation by which each channel was divided, so that a change can have raw units: a
-        difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
+        ``std``: the standard deviation by which each channel was divided. A method can use it to make changes
+        in units of raw inputs: a difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
         """
         ...
 
@@ -89,7 +89,7 @@ class Parts(Sequence[Indices]):
         return cls(records, np.cumsum([0, *map(len, each)], dtype=np.int64))
 
     def where(self, kept: NDArray[np.bool_]) -> "Parts":
-        """Remove record indices of all clients: keep ``records[j]`` only where ``kept[j]`` is True."""
+        """Remove entries of ``records`` from all clients: keep ``records[j]`` only if ``kept[j]`` is True."""
         return Parts(self.records[kept], np.concatenate([[0], np.cumsum(kept)])[self.bounds])
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Classification data sets by name: each is read once per process, and images are stored as bytes."""
+"""Reads classification data sets by their names. A process reads each data set once, and stores images as bytes."""
 
 from fl_sim.data.features import Features, version_of
 from fl_sim.data.naming import NAMES, is_own, tuned_on

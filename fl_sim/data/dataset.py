@@ -1,8 +1,9 @@
 """Builds a ``Dataset`` from arrays, after checks of labels, classes and tokens. All readers of data use this module.
 
-The list of classes is public if the user sets ``data.classes``. Otherwise it is read from the private records, and
-``Dataset.read_off`` says so, for the privacy statement. Tokens are whole numbers in the file, or are made here from
-texts, one token per character. ``card_of`` summarises a data set for the command line.
+The list of classes is public if the user sets ``data.classes``. Otherwise the classes are read from the private
+records. ``Dataset.read_off`` then mentions the classes, so that the privacy statement does, too. Tokens are whole
+numbers in the file. Texts are converted to tokens here, one token per character. ``card_of`` summarises a data set for
+the command line.
 """
 
 import os
@@ -40,14 +41,15 @@ FIRST: Final = 5
 def known_dataset(
     known: KnownSet, train: Examples, test: Examples, where: str, remarks: tuple[str, ...] = ()
 ) -> Dataset:
-    """Return a public data set with records read from files; its note lists differences from the official version.
+    """Return a public data set, such as ``cifar10``, with the records ``train`` and ``test`` that were read from files.
 
-    ``known``: its published facts. ``where``: the files, for error messages. ``remarks``: notes of the reader; missing
-    records are added. Raises UserError for records whose shape, type or labels differ from the published facts.
+    ``known``: the published facts of the data set. ``where``: the files, for error messages. ``remarks``: sentences
+    of the file reader for ``Dataset.note``. If records are missing, the note also says how many. Raises UserError
+    for records whose shape, type or labels differ from the published facts.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
-            raise UserError(f"{where}: no {split} records")
+            raise UserError(f"{where}: no {split} records; the file is incomplete, so fetch it again")
         if part.inputs.shape != (len(part), *known.shape) or part.inputs.dtype != np.uint8:
             raise UserError(
                 f"{where}: {len(part)} {split} labels and {len(part.inputs)} records that are {_type(part)}, but "
@@ -77,17 +79,23 @@ def own_dataset(
 ) -> Dataset:
     """Check the user's own records and return them as a data set. ``where``: the file, for error messages.
 
-    ``listed``: the classes of ``data.classes``, empty if it is not set. Raises UserError unless training and test
-    records are non-empty and of one shape and type, with labels 0 to L - 1. Without ``listed`` there must be at least
-    two classes, each with training records. A class in ``listed`` may have no record.
+    ``listed``: the classes in the setting ``data.classes``; empty if it is not set. Raises UserError unless
+    training and test records are non-empty and of one shape and type, with labels 0 to L - 1 for L classes. Without
+    ``listed`` there must be at least two classes, each with training records. A class in ``listed`` may have no
+    record.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
-            raise UserError(f"{where}: no records in the {split} part")
+            raise UserError(f"{where}: no records in the {split} part; add some")
         if len(part.inputs) != len(part.labels):
-            raise UserError(f"{where}: {len(part.inputs)} records but {len(part.labels)} labels in the {split} part")
+            raise UserError(
+                f"{where}: {len(part.inputs)} records but {len(part.labels)} labels in the {split} part; give one "
+                "label for each record"
+            )
     if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
-        raise UserError(f"{where}: training records are {_type(train)} but test records {_type(test)}")
+        raise UserError(
+            f"{where}: training records are {_type(train)} but test records {_type(test)}; give both one shape and type"
+        )
     if listed:
         for labels in (train.labels, test.labels):
             if not 0 <= labels.min() <= labels.max() < len(listed):
@@ -105,9 +113,10 @@ def own_dataset(
 
 
 def with_validation(dataset: Dataset, validation: Examples | None, where: str) -> Dataset:
-    """Return ``dataset`` with the records ``validation`` for ``evaluate.validation=given``; unchanged if None.
+    """Return a copy of ``dataset`` with ``validation`` as its validation records; no change if ``validation`` is None.
 
-    Raises UserError unless they have the same shape, type and range of labels as the training records.
+    The setting ``evaluate.validation=given`` uses these records. Raises UserError unless they have the same shape,
+    type and range of labels as the training records.
     """
     if validation is None:
         return dataset
@@ -119,7 +128,8 @@ def with_validation(dataset: Dataset, validation: Examples | None, where: str) -
     train, labels = dataset.train.inputs, validation.labels
     if train.shape[1:] != validation.inputs.shape[1:] or train.dtype != validation.inputs.dtype:
         raise UserError(
-            f"{where}: training records are {_type(dataset.train)} but validation records {_type(validation)}"
+            f"{where}: training records are {_type(dataset.train)} but validation records {_type(validation)}; "
+            "give both one shape and type"
         )
     if labels.min() < 0 or labels.max() >= dataset.num_classes:
         raise UserError(
@@ -205,15 +215,16 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return the entry of ``Dataset.read_off`` for classes that were read from the private records.
+    """Return the entry of ``Dataset.read_off`` for a list of classes that was read from the private records.
 
-    The result is empty if the user ``listed`` the classes with ``data.classes``, which makes them public.
+    ``Dataset.read_off`` lists such facts for the privacy statement. The result is empty if the user ``listed`` the
+    classes with ``data.classes``, which makes them public.
     """
     return () if listed else (CLASSES_READ_OFF,)
 
 
 def unlisted(where: str, cure: str = "") -> UserError:
-    """Return the error for a record whose class is not in ``data.classes``. ``cure``: a further cure, for its message.
+    """Return the error for a record whose class is not in ``data.classes``. ``cure``: a further cure, if any.
 
     The message does not name the class: the class would reveal something about a private record.
     """
@@ -223,7 +234,7 @@ def unlisted(where: str, cure: str = "") -> UserError:
 
 
 def alphabet_set(given: str) -> str:
-    """Return the alphabet of the setting ``data.alphabet``, whose value is ``given``; LEAF's alphabet if it is empty.
+    """Return the alphabet that the setting ``data.alphabet`` gives; LEAF's alphabet if its value ``given`` is empty.
 
     Raises UserError for a repeated character, and for fewer than 2 or more than 10,000 characters.
     """
@@ -250,7 +261,7 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 
 
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
-    """Convert ``characters`` to class numbers, for next-character prediction: each is the character after one text.
+    """Convert ``characters`` to class numbers for next-character prediction: a text's label is the character after it.
 
     Raises UserError for labels that are not single characters of ``alphabet``.
     """
@@ -286,7 +297,10 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
 
 
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
-    """Raise UserError if training inputs are outside 0 to 1, which the setting ``preprocess`` requires of numbers."""
+    """Raise UserError if training inputs (floats) are outside 0 to 1.
+
+    ``preprocess``: the name of the stage before the first round that needs 0 to 1, such as da-fl, for the message.
+    """
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
@@ -357,7 +371,7 @@ def _places(text: str, alphabet: str, where: str) -> list[int]:
     except KeyError as error:
         whose = "of LEAF's 80" if alphabet == ALPHABET else f"of the {len(places)} in data.alphabet"
         raise UserError(
-            f"{where} has the character {shortened(error.args[0])!r}, which is none {whose}; remove it, or list all "
+            f"{where} has the character {shortened(error.args[0])!r}, which is not one {whose}; remove it, or list all "
             "characters in data.alphabet"
         ) from None
 

@@ -47,9 +47,9 @@ def version_of(features: Features) -> str:
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    ``std`` of the result is 1 / sqrt(numbers), so that normalised inputs have a standard deviation of about 1.
-    ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises UserError for records
-    that are no images or have an unsuitable size, RunError if the cache file cannot be written.
+    ``std`` of the result is 1 / sqrt(numbers). Inputs are divided by it, so that they have a standard deviation of
+    about 1. ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises UserError
+    for records that are no images or have an unsuitable size, RunError if the cache file cannot be written.
     """
     if features == "none":
         return dataset
@@ -75,7 +75,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
 
 
 def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
-    """Return the features of training and test records from the cache; compute and cache missing features.
+    """Return the features of the training and test records from the cache. Missing features are computed and cached.
 
     ``size``: the number of features of a record.
     """

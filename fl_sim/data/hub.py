@@ -103,7 +103,10 @@ def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
 
 
 def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of training part and test part; the latter is empty if another setting defines test records."""
+    """Return the names of the training part and of the test part.
+
+    The test part is "" if the setting ``data.test`` or ``data.split`` defines the test records.
+    """
     train, test = own.option("train_part") or "train", own.option("test_part")
     if not test and "test" in parts and not own.option("test") and not own.option("split"):
         test = "test"
@@ -121,9 +124,10 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _table(where: str, part: Any, first: Any) -> TableReader:
-    """Return ``part`` as a table in which classes have the codes of ``first``, the training part.
+    """Return ``part`` as a table whose class codes have the same meaning as in ``first``, the training part.
 
-    Two parts may number their classes differently, so classes are matched by name.
+    Two parts may number their classes differently, such as cat 0 and dog 1, or dog 0 and cat 1. So codes are
+    converted by the names of the classes.
     """
     arrow = pyarrow()
     schema = part.features.arrow_schema.remove_metadata()
@@ -182,7 +186,7 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the name of the only column of type ``kind``, or of ``usual`` among several; otherwise empty."""
+    """Return the name of the only column of type ``kind``, or ``usual`` if it is one of several; otherwise ""."""
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""
 
@@ -236,9 +240,9 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the names of ``classes`` that ``label``, the type of the label column, stores; else ``classes``.
+    """Convert class codes to class names, if the type ``label`` of the label column has names; else return the codes.
 
-    Raises UserError for the class -1, which means records without a label.
+    ``classes``: the codes as texts. Raises UserError for the code -1, which means records without a label.
     """
     names = getattr(label, "names", None)
     if names and "-1" in classes:

@@ -47,10 +47,11 @@ def images_of(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Find an image for each of the ``vectors`` (n, numbers), so that its features are close to the vector.
 
-    Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features of
-    its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback for a
-    progress bar; it receives the finished share of the work. The same vectors always give the same images. Raises
-    UserError if images of ``shape`` have no features, ValueError if ``vectors`` are no such features.
+    Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features
+    of its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback
+    for a progress bar; its argument is the finished share of all steps, from 0 to 1. The same vectors always give
+    the same images. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` are no such
+    features.
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(
@@ -91,9 +92,10 @@ def _one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def _regression(shape: Shape, features: Features) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Fit a ridge regression from features to images (n, *shape) on artificial images; return the fitted function.
+    """Fit a ridge regression that predicts images (n, *shape) from features. Return the function that predicts.
 
-    Its images have mean 0 and standard deviation 1, because features hardly depend on brightness and contrast.
+    The regression is fitted on artificial images. Each predicted image is scaled to mean 0 and standard deviation
+    1, because features hardly depend on brightness and contrast.
     """
     made = made_images(shape, _MADE, _SEED)
     inputs, images = (torch.from_numpy(one).double() for one in (vectors_of(made, features), made.astype(np.float64)))
@@ -122,8 +124,8 @@ def _descended(
 ) -> torch.Tensor:
     """Return images in [0, 1] with features near ``targets``, found by Adam from the images ``start``.
 
-    ``start`` has mean 0 and standard deviation 1. Adam does not change pixels, but white noise, which the inner
-    function ``image`` filters to the spectrum of pink noise.
+    Each image of ``start`` has mean 0 and standard deviation 1. Adam does not optimise pixels. It optimises white
+    noise, and the inner function ``image`` filters this noise to the spectrum of pink noise.
     """
     channels, height, width = start.shape[1:]
     spectrum, mixture = _pink(height, width), _mixture(channels)
@@ -163,10 +165,10 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return the symmetric matrix, (channels, channels), that gives independent channels the covariance of photographs.
+    """Return a symmetric matrix M, (channels, channels), that mixes independent channels as colours in photographs do.
 
-    The square of the matrix is this covariance: a brightness common to all channels, and a small independent part of
-    each channel (``_OWN``).
+    The covariance of the mixed channels is M squared: a brightness common to all channels, and a small independent
+    part of each channel (``_OWN``).
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

@@ -53,12 +53,12 @@ class _User:
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the data set in the folder ``path``. Raises UserError, with file and user, for anything but LEAF's JSON.
+    """Read the data set in the folder ``path``. Raises UserError for a file that is not in LEAF's format.
 
-    Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes are
-    the labels in the files, or those of ``data.classes``, in numerical order. Texts with single characters as labels
-    (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The alphabet is LEAF's, or
-    ``data.alphabet``.
+    Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes
+    are the labels in the files, or those of ``data.classes``, in numerical order. Texts with single characters as
+    labels (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The alphabet is
+    LEAF's, or ``data.alphabet``.
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]

@@ -248,9 +248,9 @@ def tuned_on(data: str) -> str:
 class OwnName:
     """A parsed name of the user's own data, such as ``csv:patients.csv:label=outcome:range.age=0..100``.
 
-    ``kind``: csv in this example. ``place``: the path of a file or folder, or a name on Hugging Face's hub.
-    ``options``: {setting: its values}, here label. ``columns``: {setting that is given for each column: {column: its
-    values}}, here range.
+    ``kind``: "csv" in this example. ``place``: the path of a file or folder, or a name on Hugging Face's hub; here
+    "patients.csv". ``options``: {setting: its values}, here {"label": ("outcome",)}. ``columns``: {setting that is
+    given for each column: {column: its values}}, here {"range": {"age": ("0", "100")}}.
     """
 
     kind: OwnKind
@@ -309,9 +309,10 @@ def is_own(name: str) -> bool:
 
 
 def as_table(name: str) -> dict[str, Any]:
-    """Return the kind, place and settings in ``name`` as a dict, the form of a table in a settings file.
+    """Return kind, place and settings in the data set's ``name`` as a dict, as a settings file (TOML) contains them.
 
-    Raises UserError for a data set without settings.
+    For example ``csv:a.csv:label=ill`` becomes {"kind": "csv", "place": "a.csv", "label": "ill"}. Raises UserError
+    for a public data set, which has no settings.
     """
     own = own_name(name)
     if own is None or not OPTIONS[own.kind]:

@@ -186,7 +186,10 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Set ``groups`` of both parts to the clients of the records; unchanged if the file has no client arrays."""
+    """Store the client of each record in the ``groups`` of training and test records; return both.
+
+    If the file has no arrays with clients, the records are returned unchanged.
+    """
     given = [name for name in CLIENTS if name in arrays]
 
     def clients(name: str, records: Examples) -> NDArray[np.generic]:
@@ -264,8 +267,8 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
         first = others[0]
         meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)
         raise UserError(
-            f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; remove it, or use "
-            f"one of the names {', '.join(known)}"
+            f"{path} holds {', '.join(map(shortened, others[:20]))}, which fl-sim does not read{meant}; remove it, "
+            f"or use one of the names {', '.join(known)}"
         )
 
 
@@ -280,7 +283,10 @@ def _values(own: OwnName) -> tuple[float, float] | None:
 
 
 def _as_bytes(where: str, array: NDArray[np.generic], values: tuple[float, float]) -> NDArray[np.uint8]:
-    """Convert images of floats or wide integers to bytes: the two ``values`` become 0 and 255, others are clipped."""
+    """Convert images of floats or wide integers to bytes. The two ``values`` (LOW, HIGH) become 0 and 255.
+
+    Pixels below LOW become 0, and pixels above HIGH become 255.
+    """
     if array.dtype.kind not in "fiu" or array.dtype == np.uint8 or array.ndim not in {3, 4}:
         raise UserError(
             f"{where} is {array.dtype} {array.shape}, but data.values is for images (records, height, width[, "
@@ -418,7 +424,7 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
 
 
 def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return one number per record: whole numbers unchanged, and equal numbers for equal texts."""
+    """Return a whole number for each record's client. Clients may be texts; equal texts get equal numbers."""
     if clients.dtype.kind != "U":
         return clients.astype(np.int64)
     numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)

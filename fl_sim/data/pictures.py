@@ -109,7 +109,7 @@ class ImageSettings:
 
     @property
     def read_off(self) -> tuple[str, ...]:
-        """The facts that are read from the private images and show in the model's shape, for ``Dataset.read_off``."""
+        """The entries of ``Dataset.read_off``: facts about the private images that decide the model's input shape."""
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
 

@@ -115,9 +115,9 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 def content_of(name: str, data_root: Path | None) -> str:
     """Return a digest that identifies the training records of ``name``, independent of the settings of reading.
 
-    For tables and folders it is a digest of the whole file or folder. Whoever knows all records but one can find the
-    last record by trying values. So the digest must not leave this machine; ``sealed_content`` is for publication.
-    Raises UserError as ``load`` does.
+    For tables and folders it is a digest of the whole file or folder. The digest must not leave this machine: a
+    person who knows all records but one can try values for the last record until the digest agrees.
+    ``sealed_content`` is for publication. Raises UserError as ``load`` does.
     """
     name = records_of(name)
     own = own_name(name)
@@ -378,7 +378,10 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 
 @lru_cache(maxsize=8)
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
-    """Return the digest of the training inputs. ``signature``: the state of the file, only a part of the cache key."""
+    """Return the digest of the training inputs.
+
+    The result is cached. ``signature`` changes with the file, so that a cached digest of an old file is not used.
+    """
     return _of_inputs(load(name, data_root).train.inputs)
 
 

@@ -1,8 +1,9 @@
-"""Builds a data set from the user's table: one column is the label, others may be client and split, the rest features.
+"""Builds a data set from the user's table. One column contains the labels; the other columns are features.
 
-A column of numbers is used unchanged. With ``data.range.COLUMN=LOW..HIGH`` it is scaled to 0..1, and values outside are
-clipped. A column of texts becomes one feature per category (one-hot). The mean and deviation of the records, which are
-private, are used only if ``data.scale=records`` is set.
+Two optional columns contain the client of each record, and the split (train or test). A column of numbers is used
+unchanged. With ``data.range.COLUMN=LOW..HIGH`` it is scaled to 0..1, and values outside become 0 or 1. A column of
+texts becomes one feature per category (one-hot). The mean and standard deviation of the records are private, so they
+are used only if ``data.scale=records`` is set.
 """
 
 import re
@@ -73,11 +74,12 @@ class TestPart:
         raise UserError(f"no setting says which records are for testing; set {options}")
 
     def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-        """Draw the test records at random; return a mask, shape (records,).
+        """Draw the test records at random; return a mask, shape (records,), that is True for test records.
 
-        ``count``: the number of records. ``clients``: the client or class of each record; then the share is drawn from
-        each of them. Shares are rounded to whole records, at least one and never all. The record of a client that has
-        only one is for training.
+        ``count``: the number of records. ``clients``: the number of each record's client, or of its class. If
+        it is given, the share is drawn from each client's (or class's) records. The number of test records is
+        rounded, to at least one and never to all. If a client (or class) has only one record, this record is
+        for training.
         """
 
         def size(records: int) -> int:
@@ -426,7 +428,10 @@ def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell in ``values``; 0 for an empty cell, whose record is removed later."""
+    """Return the index in ``values``, such as the class names, of each cell; 0 for an empty cell.
+
+    The record of an empty cell is removed later.
+    """
     found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
@@ -437,7 +442,7 @@ def _texts(values: tuple[str, ...]) -> Any:
 
 
 def _oddities(plan: TablePlan) -> list[str]:
-    """Return warnings about likely mistakes in the file, such as IDs as features; the file is read all the same."""
+    """Return warnings about likely mistakes in the table, such as IDs as features. They do not stop the run."""
     found = [similar_spellings("classes", plan.classes), similar_spellings("clients", plan.clients, with_names=False)]
     found += [
         similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given

@@ -48,7 +48,7 @@ _MOST_NAMES: Final = 30  # maximum number of column names in a message
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 STEPS: Final = 20
-"""The number of values to which generators may round a column. Whole numbers with fewer values are not rounded."""
+"""Generators of synthetic records may round a column to this number of values. Fewer whole numbers are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
 def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str]:
     """Return {column: reason} of the feature columns that are not used: dates, and more than 200 different texts.
 
-    A column in ``data.range``, ``data.category`` or ``data.fill`` is always used.
+    A column for which ``data.range``, ``data.category`` or ``data.fill`` is set is always used.
     """
     mentioned = {name for key in ("range", "category", "fill") for name in own.of_columns(key)}
     reasons = {}
@@ -328,10 +328,11 @@ def check_split(seen: ColumnContent, where: str) -> None:
 class Feature:
     """The encoding of one feature column, of numbers or of categories.
 
-    ``first``: the position of its first number in a record. ``bounds``: the numbers that become 0 and 1; None for no
-    scaling. ``categories``: empty for a column of numbers. ``is_given``: True if ``data.category`` lists the
-    categories. ``spelling``: the notation of numbers. ``fill``: the value for empty cells, if a setting defines one.
-    ``is_filled``: True if empty cells are allowed. In a column of categories without ``fill`` they become zeros.
+    ``first``: the index, in a record's vector, of the first number that encodes this column. ``bounds``: the
+    numbers that become 0 and 1; None for no scaling. ``categories``: empty for a column of numbers. ``is_given``:
+    True if ``data.category`` lists the categories. ``spelling``: the notation of numbers. ``fill``: the value for
+    empty cells, if a setting defines one. ``is_filled``: True if empty cells are allowed. In a column of categories
+    without ``fill``, an empty cell becomes zeros.
     """
 
     name: str
@@ -345,7 +346,7 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """How many numbers of a record encode this column: 1, or one per category."""
+        """The number of elements in a record's vector that encode this column: 1, or one per category."""
         return len(self.categories) or 1
 
     @property
@@ -355,7 +356,7 @@ class Feature:
 
     @property
     def names(self) -> list[str]:
-        """The name of each number that encodes this column: the column, or COLUMN=CATEGORY."""
+        """The name of each number that encodes this column: the column's name, or COLUMN=CATEGORY (``sex=female``)."""
         return [f"{self.name}={category}" for category in self.categories] or [self.name]
 
     def described(self) -> str:
@@ -368,7 +369,10 @@ class Feature:
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return the public facts of this column, for generators. Call it only if ``is_public``."""
+        """Return the bounds and steps, or the number of categories, for generators of synthetic records.
+
+        Call this method only if ``is_public``.
+        """
         if self.categories:
             return Column(self.name, categories=len(self.categories))
         assert self.bounds is not None

@@ -193,11 +193,11 @@ def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(t
         ("maen", r"did you mean 'mean'\?"),
         ("writers", r"here: client_train"),
         ("x_valid", r"here: x_val and y_val"),
-        ("zzz", r"which nothing reads; remove it"),
+        ("zzz", r"which fl-sim does not read; remove it"),
     ],
 )
 def test_an_array_that_nothing_reads_is_refused_with_what_may_be_meant(tmp_path, name, meant):
-    with pytest.raises(UserError, match=rf"own\.npz holds {name}, which nothing reads.*") as caught:
+    with pytest.raises(UserError, match=rf"own\.npz holds {name}, which fl-sim does not read.*") as caught:
         load_from(tmp_path, **{name: np.zeros(3)})
     assert caught.match(meant)
 
@@ -349,7 +349,7 @@ def test_images_and_labels_come_back_and_validation_is_left_out_aloud(tmp_path):
         ({"test_labels": np.zeros((3, 1))}, r"it must hold one class per image.*\(regression\) are not supported"),
         ({"train_images": np.zeros((6, 28, 28, 28), np.uint8)}, r"volumes \(MedMNIST's 3D sets\) are not supported"),
         ({"train_images": np.zeros((6, 28), np.float32)}, "it must hold uint8 images"),
-        ({"x_train": np.zeros(3)}, "x_train, which nothing reads"),
+        ({"x_train": np.zeros(3)}, "x_train, which fl-sim does not read"),
     ],
 )
 def test_what_is_no_image_with_one_class_is_refused(tmp_path, changes, message):

@@ -129,7 +129,7 @@ def test_the_model_of_sequences_takes_nothing_else():
     ("x", "y", "message"),
     [
         (["abc", "abd"], ["ab", "c"], "labels that are no single characters"),
-        (["abc", "ab\u00e9"], ["a", "b"], "which is none of LEAF's 80"),
+        (["abc", "ab\u00e9"], ["a", "b"], "which is not one of LEAF's 80"),
         (["abc", ""], ["a", "b"], "others are empty or no texts"),
         ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts as inputs \(Sent140\)"),
         (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or names of files \(CelebA\)"),
