@@ -25,7 +25,7 @@ _WIDTH: Final = 140
 """Width of a line in characters if the output is not a terminal."""
 
 _MOST_TIMED: Final = 8
-"""Largest number of timed kinds of work that are printed. ``--json`` lists all of them."""
+"""Largest number of measured times, such as that of a minibatch step, that are printed. ``--json`` lists all."""
 
 _ROUGH: Final = (
     "There was not enough time for PLD accounting: some of these epsilons are by the RDP accountant alone, and the "
@@ -37,8 +37,9 @@ _ROUGH: Final = (
 class PlanReport:
     """The output of ``fl-sim plan``: forecasts of runs and of the unfinished hyperparameter searches before them.
 
-    ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs. ``watch``: the measured
-    times; None if no time was measured. ``is_rough``: True if any epsilon in ``bills`` was computed by RDP alone.
+    ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs, one bill for each data set
+    and privacy unit. ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any epsilon in
+    ``bills`` was computed by RDP alone.
     """
 
     runs: Sequence[Forecast]

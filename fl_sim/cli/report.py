@@ -158,7 +158,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
     The features of each image are close to its vector. The search uses only the vectors, the shape of the images and
     the public feature transform. Raises ValueError if the shape is unknown, if this version does not have the
-    transform, or if the transform does not make such vectors.
+    transform, or if ``vectors`` cannot be features of such images.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 

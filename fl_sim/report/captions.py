@@ -12,7 +12,7 @@ from fl_sim.report.table import Table, most_seeds
 _SEEDS: Final = "Seeds:"
 _MOST_WARNINGS: Final = 8
 _MOST_NAMES: Final = 4
-"""Largest number of rows without a privacy guarantee that are named. More rows become "all other methods"."""
+"""A line about privacy names at most this many rows without a privacy guarantee. More are "all other methods"."""
 
 _CHANGES: Final[Mapping[str, str]] = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
@@ -98,7 +98,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return sentences as one text. The names of rows stand before sentences that do not hold for all rows.
+    """Return sentences as one text. A sentence that does not hold for all rows begins with the names of its rows.
 
     ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
     """

@@ -36,9 +36,9 @@ class PrivacyStatement(FileModel):
     ``unit``: the privacy unit, such as "client" or "record". ``epsilon``: None if there is no guarantee. ``covers``,
     ``does_not_cover``: the outputs that the guarantee covers, and those that it does not cover. ``ledger``: the ledger
     that was charged. ``planned_events``: all releases that were planned before the run. Files of older versions lack
-    these two fields. ``budget``: the largest epsilon allowed; if the budget is smaller than the epsilon of the planned
-    releases, ``epsilon`` is the budget. ``epsilon_whole_run``, ``delta_whole_run``: the cost of the whole run for the
-    privacy unit, if it differs from the cost in this statement.
+    ``ledger`` and ``planned_events``. ``budget``: the largest epsilon allowed; if the budget is smaller than the
+    epsilon of the planned releases, ``epsilon`` is the budget. ``epsilon_whole_run``, ``delta_whole_run``: the privacy
+    cost of all releases of the run about the unit, if it differs from ``epsilon`` and ``delta``.
     """
 
     unit: str
@@ -90,7 +90,7 @@ class PrivacyStatement(FileModel):
 
 
 class KindTable(FileModel):
-    """A section of ``config.toml`` or ``result.json``. A report reads only the name of its kind."""
+    """A section of ``config.toml`` or ``result.json``. A report reads only its kind, such as ``fedavg``."""
 
     kind: str
 
@@ -137,9 +137,9 @@ class RunConfig(FileModel):
 
 
 class ClientShare(FileModel):
-    """The synthetic records that a client released. ``counts``: their number in each class.
+    """The release of one client in DA-FL: its synthetic records. ``counts``: their number in each class.
 
-    ``facts``: the privacy events of this release.
+    ``facts``: the mechanisms that made the records, with their noise, from which the privacy cost is computed.
     """
 
     counts: list[Count]
@@ -150,7 +150,7 @@ class StageResult(KindTable):
     """The result of a run's preprocessing.
 
     ``pool``: name of the file with the synthetic records of all clients; empty if there is none. ``train_on``: the
-    records on which clients train. ``clients``: the release of each client.
+    records on which clients train, such as "synthetic". ``clients``: the release of each client.
     """
 
     pool: str = ""
@@ -159,7 +159,7 @@ class StageResult(KindTable):
 
 
 class MechanismFacts(KindTable):
-    """The parameters of the noise that PATE adds to vote counts, in votes. Each mechanism has some of them."""
+    """The noise mechanism of PATE and its parameters, in units of votes. None: the mechanism lacks this parameter."""
 
     gamma: Positive | None = None
     sigma: Positive | None = None
@@ -174,7 +174,7 @@ class MechanismFacts(KindTable):
 
 
 class PateFacts(FileModel):
-    """Facts about the teachers' vote in a run of PATE, and about the noisy labels.
+    """The facts about a run of PATE: the teachers' votes, and the noisy labels on which the student trains.
 
     ``queries_asked``: number of records on whose labels the teachers voted. ``queries_answered``: number of records
     that got a label. ``label_accuracy``: the share of right labels, in [0, 1].
@@ -207,7 +207,7 @@ class RecordedTraffic(FileModel):
 
 
 class BytesFacts(FileModel):
-    """The bytes that were sent before the first round. ``before``: {content: bytes}; None if unknown."""
+    """The bytes that were sent before the first round. ``before``: {kind of message: its bytes}; None if unknown."""
 
     before: dict[str, RecordedTraffic | None] = {}
 
@@ -216,8 +216,8 @@ class MeasureFacts(FileModel):
     """Measures of the final model.
 
     ``confusion[i][j]``: the number of test records of class i that the model classifies as class j.
-    ``client_accuracy``: the mean over clients. ``client_worst_tenth``: the accuracy of the worst tenth of the clients.
-    ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
+    ``client_accuracy``: the mean over all clients. ``client_worst_tenth``: the mean over the tenth with lowest
+    accuracy. ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
     """
 
     confusion: list[list[Count]] | None = None

@@ -91,7 +91,7 @@ class Entry:
 
 
 class Question(_FileModel):
-    """One question of the leaderboard. Some rows and columns of a table in the gallery answer it.
+    """One question of the leaderboard, and the rows and columns of a table in the gallery that answer the question.
 
     ``title``: the question. ``folder``: the folder of the table in the gallery. ``text``: the answer in words, in
     Markdown. ``columns``: {column of the table: heading on the page}. ``rows``: {row of the table: label on the page}.

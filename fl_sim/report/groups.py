@@ -20,13 +20,16 @@ _NOT_OF_CENTRALIZED = {
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
 _DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
-"""Default values in ``evaluate``. They do not distinguish runs, because runs of older versions lack this section."""
+"""Default values of the settings in the section ``evaluate``. They do not separate runs into different groups.
+
+Runs of older versions have no section ``evaluate``. They belong to the same group as newer runs with these values.
+"""
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
 Place: TypeAlias = tuple[str, str]
-"""(dotted name of a setting, kinds of the sections that contain it).
+"""(dotted name of a setting, kinds of the sections that contain it), such as ("algorithm.mu", " algorithm=fedprox").
 
-Values of a setting are compared only between sections of the same kind, such as between two FedProx algorithms.
+Values of ``algorithm.mu`` are compared only between two runs of FedProx, not with another algorithm's parameter ``mu``.
 """
 
 
@@ -64,7 +67,7 @@ class SeedGroup:
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:
-        """Return the costs until a test accuracy of at least ``accuracy``, in [0, 1], of each finished run.
+        """Return for each finished run the costs (bytes, seconds) until a test accuracy of ``accuracy``, in [0, 1].
 
         A run that does not reach this accuracy is left out.
         """
@@ -143,10 +146,10 @@ def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
 
 
 def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
-    """Return a label for each group: the label of its row in a table, or its method and some settings.
+    """Return a label for each group: the label of its row in a table, or else its method and some settings.
 
-    These are the settings whose values differ between the ``groups``. ``left_out``: a setting that no label may
-    contain. If it is given, labels of table rows are not used, because they may contain this setting.
+    A label states only the settings whose values differ between the ``groups``. ``left_out``: a setting that no label
+    may state, such as ``preprocess.epsilon``; then row labels are not used, because they may state this setting.
     """
     rows = [names.pop() if len(names := {run.label or run.row for run in one.runs}) == 1 else "" for one in groups]
     if all(rows) and len(set(rows)) == len(rows) and not left_out:
@@ -177,9 +180,9 @@ def parameters(one: SeedGroup) -> str:
 
 
 def _compared_of(run: SavedRun) -> dict[str, Any]:
-    """Return the settings by which runs are grouped: without seed, engine, and evaluation settings that are default.
+    """Return the settings by which runs are grouped. Seed, engine and default values of ``evaluate`` are left out.
 
-    The result also has digests of the run's code and records, so that runs of other code or records are other groups.
+    The result also has digests of the user's own code and records. Runs with different digests are in different groups.
     """
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
     given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}

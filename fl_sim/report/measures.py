@@ -24,7 +24,7 @@ _SHARE: Final = re.compile(
     r"(^|[._])(accuracy(_[a-z_]+)?|([a-z_]+_)?deviation|([a-z_]+_)?worst_tenth|recall|precision|f1|auc|share)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
-"""Numbers at the top level of ``result.json`` that are settings, and so no measures. ``rounds`` gets another name."""
+"""Numbers in ``result.json`` that are not returned as measures. ``rounds`` is returned as ``rounds_done``."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -37,10 +37,10 @@ FEWEST = 3
 ENOUGH = 20
 """Smallest number of seeds for a bootstrap interval. With fewer seeds the interval is Student's t.
 
-A bootstrap interval of n differences lies between the smallest and the largest difference, and is too narrow by about
-sqrt((n - 1) / n) * z / t (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Instead of 95 % of all
-cases, it covers the true mean in 75 % with three seeds and in 90 % with ten (benchmarks/interval_coverage.py). For
-normally distributed differences, Student's t is exact with any number of seeds.
+A bootstrap interval is too narrow if there are few seeds (Hesterberg 2015, "What Teachers Should Know About the
+Bootstrap"). A 95 % interval should contain the true mean in 95 % of all cases. The bootstrap interval contains it in
+75 % of the cases with three seeds, and in 90 % with ten seeds (benchmarks/interval_coverage.py). For normally
+distributed differences, Student's t is exact with any number of seeds.
 """
 
 LEVEL: Final = 0.95

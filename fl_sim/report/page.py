@@ -53,9 +53,10 @@ _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
-"""Largest total number of points of all curves, and the number of points that a curve may always have.
+"""``_MOST_POINTS``: largest number of points of all curves of a page together. All curves get equal shares of it.
 
-A curve with more points is drawn with fewer points.
+``_FEWEST_POINTS``: a curve may always have so many points. Of a curve with more points than its share, points are
+left out.
 """
 
 _MOST_CELLS: Final = 200_000
@@ -63,7 +64,7 @@ _MOST_CELLS: Final = 200_000
 
 _MOST_BYTES: Final = 2**63
 _LARGEST: Final = 1e15
-"""Largest byte count and largest other number. Larger values come from a damaged file, and are ignored."""
+"""Largest number of bytes, and largest other number, in a result file. Larger values are damaged, and ignored."""
 
 
 def page(

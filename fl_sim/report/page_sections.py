@@ -156,8 +156,9 @@ class HtmlCell:
 class HtmlColumn:
     """A column of an HTML table: its heading, and one cell for each row.
 
-    ``common``: name of the column in the line below the table, which replaces the column if all cells are equal; empty:
-    never replaced. ``is_split``: True if the column describes the partition, which an upper bound does not have.
+    If all cells are equal, a line below the table, such as "In all rows: clients 10", replaces the column. ``common``:
+    the name of the column in this line; empty: the column always stays. ``is_split``: True if the column describes the
+    partition. An upper bound has no partition, so its cell is not compared.
     """
 
     head: str

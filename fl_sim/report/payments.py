@@ -19,15 +19,18 @@ from fl_sim.report.runs import Found, Problem, SavedRun
 from fl_sim.types import called
 
 _MOMENTS: Final = "moments-"
-"""Prefix of the ledger field in statements about feature moments, which clients release after training."""
+"""Prefix of the field ``ledger`` in privacy statements about feature moments.
+
+Feature moments are numbers and sums of the features of each class. Clients release them after training (stage CCVR).
+"""
 
 
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """Return (total privacy costs, problems). A total cost is a bill in JSON form.
+    """Return (bills in JSON form, problems). A bill is the total privacy cost of all runs on one data set.
 
-    The costs include those of runs that the report does not show. Each run with damaged statements gives one problem,
-    and counts as a run with unknown releases. The list of costs is empty if no run has a privacy statement. The
-    computation takes seconds.
+    Each privacy unit, such as a client or a record, has its own bill. Runs that the report does not show are included.
+    Each run with damaged statements gives one problem, and counts as a run with unknown releases. Without any privacy
+    statement there are no bills. The computation takes seconds.
     """
     if not found.has_statements:
         return [], []
@@ -109,7 +112,10 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the different charges of the clients that made a pool; empty if the charge of any client is unknown."""
+    """Return the releases that were charged to the clients' ledgers when the clients made their synthetic records.
+
+    Equal charges of several clients are returned once. Empty if the releases of any client are unknown.
+    """
     shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):
         return ()

@@ -162,7 +162,7 @@ class RunProgress(_Bars):
         self._bars.update(self._task, completed=self._done)
 
     def preparing(self, what: str) -> None:
-        """Print a line about the work before the first round. ``what``: the name of this work."""
+        """Print a line about a preparation before the first round. ``what``: its name, such as "synthetic records"."""
         self._preparing = True
         self.say(f"before the first round: {what}")
 
@@ -241,7 +241,7 @@ class TableProgress(_Bars):
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
-        """Show the work before the first round of a cell's run. ``what``: the name of this work."""
+        """Show a preparation before the first round of a cell's run. ``what``: the name of the preparation."""
         if cell in self._cells:
             self._parts[cell] = (LinePart(what, 2, 20),)
         else:
@@ -269,9 +269,9 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return ``before`` and the estimated remaining time.
+        """Return the estimated remaining time as text, after the text ``before``, such as "; about 30 s left".
 
-        Empty if the time is unknown, or hidden because any run is private.
+        Empty if the time is unknown, or hidden because one of the runs is private.
         """
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:

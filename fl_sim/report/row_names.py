@@ -49,7 +49,10 @@ def settings_of(label: str) -> list[str]:
 
 
 def further_settings(label: str, name: str, parameters: str) -> str:
-    """Return as text the ``parameters`` and the settings in ``label`` that its short name, ``name``, does not state."""
+    """Return as text the settings of a row that its short name, ``name``, does not state.
+
+    ``label``: the row's full label. ``parameters``: further settings of the row, separated by commas.
+    """
     named = settings_of(name)
     every = dict.fromkeys([*parameters.split(", "), *settings_of(label)])
     return ", ".join(one for one in every if one and one not in named)

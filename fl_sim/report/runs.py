@@ -72,7 +72,7 @@ class SavedRun:
 
     @property
     def spent_beforehand(self) -> Spent:
-        """Return the costs of the work before the first round. The bytes are None if any part of them is unknown."""
+        """Return the bytes and seconds before the first round. The bytes are None if any message's size is unknown."""
         if self.result is None:
             return Spent()
         before = [one for one in self.result.bytes.before.values() if one is not None]

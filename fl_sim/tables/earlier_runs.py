@@ -1,4 +1,4 @@
-"""Earlier runs of a table on disk: their results, the outcomes of trials, runs to extend, and runs to repeat."""
+"""Earlier runs of a table on disk: results of runs and of hyperparameter trials, runs to extend, runs to repeat."""
 
 import shutil
 import tempfile

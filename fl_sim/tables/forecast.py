@@ -69,10 +69,11 @@ def forecast(
 ) -> list[Forecast]:
     """Return the forecasts of ``runs``, {name of the run directory: experiment}, in the same order.
 
-    ``cells``: the folder with the run directories. ``watch``: the stopwatch that times each kind of work once, with a
-    few training steps on public test records; None: no time is estimated. ``billed``: function that returns True while
-    there is time for a further PLD computation (numerical privacy accounting, which is slow). Private runs without one
-    get the privacy cost by RDP. None: neither privacy costs nor bytes are computed. ``timed_own_models``: False does
+    ``cells``: the folder with the run directories. ``watch``: the stopwatch that times each kind of work, such as a
+    minibatch step of one model, once on public test records; None: no time is estimated. ``billed``: function that
+    returns True while there is time for a further PLD computation (numerical privacy accounting, which is slow).
+    Private runs without a PLD computation get the privacy cost by RDP. ``billed`` is None: neither privacy costs nor
+    bytes are computed. ``timed_own_models``: False does
     not time models of the user's own code, which might crash this process. ``say``: function that receives progress
     messages. No file is written. Raises UserError for a run that cannot train on this machine with its precision.
     """
@@ -222,9 +223,10 @@ def _in_parallel(jobs: int) -> str:
 
 
 class _Untimed(NamedTuple):
-    """A forecast before the work is timed. ``works``: the kinds of work of the run.
+    """The forecast of a run before its time is estimated. ``known``: the forecast without time.
 
-    ``made``: keys of the stage outputs that exist, so that their work costs no time. ``traffic``: the bytes of the run.
+    ``works``: the kinds of work of the run, such as local training, whose time is measured. ``made``: keys of the stage
+    outputs that exist already, so that they need no time. ``traffic``: the bytes that the run transmits.
     """
 
     known: Forecast
@@ -240,7 +242,7 @@ class _Untimed(NamedTuple):
 def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
     """Return the bytes that a run transmits.
 
-    ``known``: results that runs without stages share if they differ only in partition and seeds.
+    ``known``: a cache. Runs without stages that differ only in partition and seeds transmit equal numbers of bytes.
     """
     if stages_of(procedure.job):
         return procedure.traffic()

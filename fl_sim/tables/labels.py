@@ -34,7 +34,7 @@ _RARE = {
     "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
     "batch_norm": "BatchNorm",
 }  # fmt: skip
-"""{setting of local training: its text in a caption}. The caption states these settings only if a cell changes them."""
+"""{setting of local training: its text in a caption}. The caption states those that any run changes."""
 
 _LOCAL = tuple(
     f"local.{name}"
@@ -98,8 +98,8 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
     """Return the label of a method: its preprocessing and algorithm, and its ``server`` setting unless default.
 
-    A label states the parameters that differ from their defaults. ``varied``: parameters of the preprocessing that the
-    label states even with their default values. ``own``: such parameters of the algorithm and the server.
+    A label states the parameters that differ from their defaults. It also states the parameters ``varied`` of the
+    preprocessing, and the parameters ``own`` of the algorithm and of the server, even with their default values.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -139,7 +139,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
 
 
 def text(value: Any) -> str:
-    """Return a value from a grid as text for the name of a row.
+    """Return a value from the section [grid] of a table as text for the name of a row.
 
     >>> text({"kind": "rand-k", "share": 0.1})
     'rand-k (share=0.1)'

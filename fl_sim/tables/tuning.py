@@ -108,7 +108,7 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose chosen value is at an end of its search space: a wider space may be better."""
+        """Return the settings whose chosen value is near an end of the search space. A wider space may be better."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
@@ -168,7 +168,7 @@ def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[Tria
 
 
 def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experiment:
-    """Return the experiment of a trial with ``rounds`` rounds. Raise UserError for values that are invalid."""
+    """Return the experiment of a trial with ``rounds`` rounds. Raise UserError for invalid hyperparameter values."""
     assert settings.tune is not None
     return experiment_at(settings.base, _point(settings.tune, trial, rounds))
 
@@ -179,8 +179,8 @@ def tune(
     """Search for the best hyperparameters of every row in every column, and return the results of all searches.
 
     The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: function that executes runs; it
-    is called once per batch of trials and per rung. Raises UserError like ``searches_of``, RunError for a trial that
-    failed without diverging, and RunError if all trials of a search diverge.
+    is called once per batch of trials and once per rung (stage of successive halving). Raises UserError like
+    ``searches_of``, RunError for a trial that failed without diverging, and RunError if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ def values_of(choices: Iterable[SearchResult]) -> dict[tuple[str, str], Values]:
 
 
 def csv_text(tried: Iterable[TrialResult]) -> str:
-    """Return the text of ``tuning.csv``: one line for each trial on each of its rungs. Accuracies are in [0, 1]."""
+    """Return the text of ``tuning.csv``: a line for each trial on each rung (stage). Accuracies are in [0, 1]."""
     table = [
         {
             "row": one.trial.search.cell.row, "column": one.trial.search.cell.column, "trial": one.trial.number,
@@ -239,7 +239,7 @@ class _Unknown(Exception):  # noqa: N818 (not an error)
 
 @dataclass
 class _Log:
-    """The results of all trials so far. They are also written to the file ``path``, unless it is None."""
+    """The results of all trials so far. ``path``: the file to which the results are also written; None: no file."""
 
     path: Path | None
     tried: list[TrialResult] = field(default_factory=list)
@@ -288,7 +288,10 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 
 
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
-    """Raise UserError if a trial of the first batch has invalid settings, or if the trials train another model."""
+    """Raise UserError if a trial has invalid settings, or if the trials train another model than the runs of the table.
+
+    Only the trials of the first batch are checked, because later values depend on the results of earlier trials.
+    """
     tune, shortest = settings.tune, search.rungs[0].rounds
     assert tune is not None
     known = [proposed_trial(search, tune, number, ()) for number in trial_batches(tune)[0]]
@@ -304,7 +307,10 @@ def _check_trials(settings: TableSettings, search: Search, data_root: Path | Non
 
 
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
-    """Return the settings of a trial: those of its cell, its hyperparameter values, and the evaluation of trials."""
+    """Return the settings of a trial: the settings of its cell, with the hyperparameter values of the trial.
+
+    Trials are evaluated on validation records, or on the test records of the public data set ``tune.data``.
+    """
     cell = trial.search.cell
     judged: dict[str, Any] = {"evaluate.validation": tune.validation, "evaluate.test": "never"}
     if tune.data:
@@ -338,7 +344,10 @@ def _search_results(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trial on a rung, with its run. ``after``: the number of rounds that an earlier rung already trained."""
+    """A trial on one rung (stage of successive halving), with its run.
+
+    ``after``: the number of rounds that the run already trained on an earlier rung.
+    """
 
     trial: Trial
     rung: int
@@ -355,7 +364,7 @@ def _results(
     folder: Path,
     data_root: Path | None,
 ) -> list[TrialResult]:
-    """Execute ``trials`` on their next rung, and return their results. ``earlier``: results of the previous rungs.
+    """Execute ``trials`` on their next rung (stage), and return the results. ``earlier``: results of previous rungs.
 
     Trials with equal settings share one run, which has the largest number of rounds of these trials. The results of the
     shorter trials are read from the first rounds of this run. Raises RunError, with the reason, for a failed trial.
@@ -402,7 +411,7 @@ def _entry_of(
 
 
 def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
-    """Return the trials that continue on the rung with index ``step`` (from 0), best first.
+    """Return the trials that continue on the rung (stage) with index ``step`` (from 0), best first.
 
     For ``step`` after the last rung, return only the best trial of the search. ``tried``: the results of the search so
     far. Raises RunError if all trials of the previous rung diverged.

@@ -21,7 +21,7 @@ NOT_TUNED = (
     "data", "partition", "clients", "seed", "partition_seed", "model_seed", "sampling_seed", "rounds", "evaluate",
     "evaluate_every", "engine", "device", "round_timeout", "attack",
 )  # fmt: skip
-"""Settings that a search must not change, because they define the comparison of the methods and its measures."""
+"""Settings that a search must not change. All methods of a comparison need the same values of these settings."""
 
 _DIGITS = 3
 """Number of significant digits of a drawn value. A short value is easy to copy into an experiment."""
@@ -57,7 +57,7 @@ class Tune(Settings):
     @classmethod
     def _judges(cls, validation: Validation) -> Validation:
         if not validation:
-            raise ValueError("trials need validation records to be compared on; 0.1 is a tenth of the records")
+            raise ValueError("trials are compared on validation records: give the share to hold out, such as 0.1")
         return validation
 
 
@@ -106,7 +106,7 @@ class ValueList:
         return self.values
 
     def is_at_end(self, value: Any) -> bool:
-        """Return True if ``value`` is the smallest or largest of the values, and these are at least three numbers."""
+        """Return True if ``value`` is the smallest or largest value of a list of at least three numbers."""
         numbers = [one for one in self.values if isinstance(one, int | float) and not isinstance(one, bool)]
         return len(numbers) == len(self.values) > 2 and value in {min(numbers), max(numbers)}
 
@@ -262,11 +262,13 @@ def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: i
 def _check_free(key: str, method: Method) -> None:
     if key.partition(".")[0] in NOT_TUNED:
         raise UserError(
-            f"{key} cannot be tuned: it defines the comparison, its records or its measures; tune settings of the "
-            "methods, such as local.learning_rate or algorithm.mu"
+            f"{key} cannot be tuned: all methods of a comparison need the same value; tune settings of the methods, "
+            "such as local.learning_rate or algorithm.mu"
         )
     if key == "algorithm":
-        raise UserError("algorithm cannot be tuned: it defines the rows; tune its settings, such as algorithm.mu")
+        raise UserError(
+            "algorithm cannot be tuned: the rows of the table are algorithms; tune settings such as algorithm.mu"
+        )
     for other in method.spanned:
         if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
             raise UserError(

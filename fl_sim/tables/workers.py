@@ -48,8 +48,8 @@ work(int(sys.argv[2]))
 """The program of a worker process.
 
 ``multiprocessing`` is not used, because its workers import the user's script, which would then run twice. The process
-pool of ``concurrent.futures`` is not used either. If one of its processes dies, all runs fail without a reason. If the
-parent process is killed, its workers continue.
+pool of ``concurrent.futures`` is not used either. If one of its processes dies, all runs fail, and no message tells the
+reason. If the parent process is killed, its workers continue.
 """
 
 _STANDARD_INPUT = 0
@@ -59,9 +59,9 @@ _STANDARD_INPUT = 0
 class Budget:
     """The time budget of a table.
 
-    ``deadline``: the end of the time, by the clock ``time.monotonic``. ``seconds``: {run: estimated seconds until it is
-    finished}. ``begun``: names of the runs that already have finished rounds. These runs resume, and stop after a round
-    at the deadline. Other runs start only if they are expected to finish before the deadline.
+    ``deadline``: the time at which the budget ends, by the clock ``time.monotonic``. ``seconds``: {run: estimated
+    seconds until it is finished}. ``begun``: names of the runs that already have finished rounds. These runs resume,
+    and stop after a round at the deadline. Other runs start only if they are expected to finish before the deadline.
     """
 
     deadline: float
@@ -337,7 +337,7 @@ class _TimeIsUp(KeyboardInterrupt):
 class _Reporter(Silent):
     """An observer in a worker process that sends the events of a run to the parent process.
 
-    It stops the run before a round that would end after ``seconds`` from now; None: no limit.
+    It stops the run before a round that would end more than ``seconds`` from now; None: no time limit.
     """
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:

@@ -98,8 +98,8 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
 
-    This is a plan for other programs: clients of fl-sim run take no private steps in rounds, and there is no secure
-    sum. In fl-sim, DP-SGD runs only in the generator dp-cgan of preprocess=da-fl.
+    This command plans DP-SGD for other programs: clients of 'fl-sim run' do not train with DP-SGD in rounds. In fl-sim,
+    only the generator dp-cgan of preprocess=da-fl uses DP-SGD.
 
     For example:
 
@@ -109,12 +109,15 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     """
     if batch_size is not None:
         if records is None or sampling_rate is not None:
-            raise UserError("--batch-size goes with --records and without --sampling-rate: the rate is B / n")
+            raise UserError(
+                "--batch-size goes with --records and without --sampling-rate: the sampling rate is the batch size "
+                "divided by the number of records"
+            )
         if not 1 <= batch_size <= records:
             raise UserError(f"a batch of {batch_size} does not fit {records} records: choose 1 to {records}")
         sampling_rate = batch_size / records
     if sampling_rate is None:
-        raise UserError("how are records sampled? Give --records N and --batch-size B, or --sampling-rate Q")
+        raise UserError("how are records sampled? Give --records and --batch-size, or --sampling-rate")
     sampling = _sampling("record", sampling_rate, None, records)
     _plan(sampling, noise_multiplier, steps, delta, epsilon, accountant, plot=plot, json_output=json_output)
 
@@ -137,7 +140,7 @@ def plan_labels(
     ] = 0.01,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of DA-FL's label selection: the noisy number of synthetic labels of a class, and its cost.
+    """Record-level privacy of the labels in DA-FL: the noisy number of synthetic labels of a class, and its epsilon.
 
     For example:
 
@@ -252,7 +255,7 @@ def run_audit(
 
 def _sampling(unit: str, rate: float | None, cohort: int | None, population: int | None) -> "Sampling":
     if rate is None and (cohort is None or population is None):
-        raise UserError(f"how are {unit}s sampled? Give --sampling-rate Q, or --{unit}s K and --cohort M")
+        raise UserError(f"how are {unit}s sampled? Give --sampling-rate, or --{unit}s and --cohort")
     if rate is not None and cohort is not None:
         raise UserError("--sampling-rate means Poisson sampling, --cohort a fixed cohort size: give one of them")
     if rate is not None and not 0 < rate <= 1:

@@ -70,8 +70,8 @@ class Finding:
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
     """Audit the aggregator with ``noise_multiplier`` and every planted fault, all against the same claimed guarantee.
 
-    ``num_runs``: the number of runs in each world. ``only``: the name of a single mechanism to audit; None means
-    all.
+    ``num_runs``: the number of runs with the audited client, and as many without this client. ``only``: the name of a
+    single mechanism to audit; None: all mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
@@ -90,8 +90,8 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
     """Return the largest epsilon that the audit of one round refutes as a guarantee at ``delta``.
 
-    This is the epsilon of the smallest refuted noise multiplier, or 0 if nothing is refuted. Divided by the claimed
-    epsilon, it is the tightness of the audit.
+    This is the epsilon of the smallest noise multiplier whose claimed guarantee is refuted; 0 if none is refuted. The
+    refuted epsilon divided by the claimed epsilon is the tightness of the audit.
     """
 
     def claims(noise: float) -> list[float]:
@@ -103,7 +103,7 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds with sampled cohorts against the claimed guarantee with amplification by sampling."""
+    """Audit several rounds whose cohorts are sampled. The claimed guarantee has privacy amplification by sampling."""
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -116,7 +116,7 @@ def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: 
 
 
 def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism}: the real aggregator and faulty variants. Each releases the noised SUM of one round."""
+    """Return {name: mechanism}: the real aggregator and faulty variants. Each returns the noisy SUM of one round."""
     std = noise_multiplier * CLIPPING_NORM
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     half = GlobalDP(noise_multiplier=noise_multiplier / 2, clipping_norm=CLIPPING_NORM)
@@ -147,11 +147,11 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism} for secret cohorts and for cohorts from the published seed; each returns one statistic.
+    """Return {name: mechanism}: the real sampling from secret random numbers, and faulty sampling from a public seed.
 
-    The auditor samples each cohort again from the published seed, and takes the rounds in whose cohort the audited
-    client would be. The statistic is the sum, over these rounds, of the log likelihood ratios of the release with
-    and without this client.
+    A mechanism returns the statistic of an auditor who knows the public seed. The auditor samples each cohort from this
+    seed, and keeps only the rounds whose cohort has the audited client. The statistic is the log likelihood ratio of
+    the released sum with and without this client, added up over these rounds.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)
@@ -178,9 +178,9 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def _world(world: World, run: int) -> Cohort:
-    """Return the cohort of one round in ``world``.
+    """Return the cohort of one round, with the audited client (``world`` 1) or without this client (``world`` 0).
 
-    It has one client without changes and, in world 1, the audited client with large changes of all parameters.
+    The audited client changes all parameters by much. The other client of the cohort changes nothing.
     """
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)

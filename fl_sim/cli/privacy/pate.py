@@ -46,7 +46,7 @@ class LabellingRequest:
     target: float | None = None
 
     def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
-        """Return the cost model of the mechanism. Raises UserError for a missing, superfluous or invalid parameter."""
+        """Return the cost model of the mechanism. Raise UserError for a missing, unneeded or invalid parameter."""
         given = {
             "--gamma": self.gamma,
             "--sigma": self.sigma,

@@ -20,11 +20,12 @@ _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
 NOT_IN_RUNS: Final = (
-    "DP-SGD on the records of one holder, as in da-fl's dp-cgan. Clients of fl-sim run take no private steps in "
-    "rounds, and no secure sum hides their updates from the server. In fl-sim run a record is protected by "
-    "preprocess=da-fl, calibrate.epsilon or algorithm=pate, and a client by aggregator=global-dp"
+    "DP-SGD on the records of one data holder, as in the generator dp-cgan of preprocess=da-fl. Clients of fl-sim run "
+    "do not train with DP-SGD in rounds, and no secure aggregation hides their updates from the server. In fl-sim run "
+    "a record is protected by preprocess=da-fl, calibrate.epsilon or algorithm=pate, and a client by "
+    "aggregator=global-dp"
 )
-"""The limit of a DP-SGD plan, in words: clients of ``fl-sim run`` cannot train in this way."""
+"""The limit of a DP-SGD plan, as text for the user: clients of ``fl-sim run`` do not train with DP-SGD."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event of ``event`` on a cohort that was sampled in this way."""
+        """Return ``event``, a privacy event on a sampled cohort, with amplification by this sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -51,9 +52,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """The known quantities of a plan, of which one is to be computed from the others.
+    """The quantities of a privacy plan.
 
-    ``noise`` (noise multiplier), ``steps`` or ``target`` (epsilon): at most one of these may be None.
+    ``noise``: the noise multiplier. ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be
+    None; the plan computes the missing quantity from the other two.
     """
 
     sampling: Sampling

@@ -205,7 +205,10 @@ def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
 
 
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
-    """Return ({run directory: row with images in place of feature vectors}, problems of rows without images)."""
+    """Replace feature vectors by images whose features are close to them: by stored images, or by images of ``finder``.
+
+    Return ({run directory: row with images}, a problem for each row for which there are no images).
+    """
     shown: dict[Path, Row] = {}
     problems: list[Problem] = []
     without: list[Path] = []
@@ -296,7 +299,10 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a SHA-256 digest of the vectors to draw, their feature transform and the version of the image search."""
+    """Return a SHA-256 digest that tells whether stored images fit the synthetic feature vectors in ``samples``.
+
+    The digest depends on the vectors, on the run's feature transform, and on the version of the image search.
+    """
     digest = hashlib.sha256(f"{_VERSION} {run.config.features} {samples.inputs.shape}".encode())
     digest.update(np.ascontiguousarray(samples.places).data)
     digest.update(np.ascontiguousarray(samples.inputs).data)

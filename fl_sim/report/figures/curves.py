@@ -103,7 +103,7 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with only those methods whose runs have virtual times. A panel without any is left out."""
+    """Return the panels with only the methods whose runs have virtual times; no panel without such a method."""
     kept = []
     for panel in panels:
         timed = tuple(line for line in panel.lines if not line[1].is_bound and curve(line[1], "accuracy").times)
@@ -157,8 +157,8 @@ def draw(
     """Return a figure of a ``measure`` in all ``panels``, with the legend below.
 
     ``styles``: {label of a method: line style}. ``over_time``: True if the horizontal axis shows virtual time in place
-    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. ``scaled_for``: the panels for whose
-    values the vertical axis has room; empty: the drawn panels.
+    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. The range of the vertical axis covers the
+    values of the panels ``scaled_for`` (empty: of ``panels``), so that several figures can have the same axis.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 

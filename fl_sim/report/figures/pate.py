@@ -1,8 +1,8 @@
-"""Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over noise, student accuracy over cost.
+"""Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over noise, student accuracy over epsilon.
 
 The label of an epsilon axis says whether the epsilon is that of one query or of all queries. The figure of teacher
-agreement is computed from the raw votes, which a run stores only if the user asks for it. This figure is as private as
-the votes, and its caption says so.
+agreement is computed from the raw votes, which a run stores only if the user asks for it. The raw votes and this figure
+have no privacy guarantee and must not be published. The caption of the figure says so.
 """
 
 import re
@@ -35,8 +35,8 @@ _MOST_TICKS = 8
 class PateRun:
     """One finished run of PATE.
 
-    ``accuracy``: test accuracy of the student in percent. ``epsilon``, ``delta``: the privacy cost of all queries for a
-    record of the teachers; None without a guarantee.
+    ``accuracy``: test accuracy of the student in percent. ``epsilon``, ``delta``: the privacy cost of all queries
+    together, for one training record of a teacher; None without a guarantee.
     """
 
     run: SavedRun
@@ -188,8 +188,8 @@ def _by_numbers(label: str) -> list[tuple[int, str]]:
 def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
     """Return ([figure of the teachers' agreement], problems of damaged files); no figure without stored votes.
 
-    The figure shows the distribution over queries of the difference in votes between the first and the second class. It
-    is PRIVATE, as the votes are.
+    For each query, the agreement is the votes for the most voted class minus those for the second class. The figure
+    shows the distribution over all queries. The figure is PRIVATE: it is computed from the raw votes without noise.
     """
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []

@@ -216,9 +216,9 @@ def write_samples(
 ) -> list[str]:
     """Write ``samples.png``, a figure of synthetic records, into the run directory ``out``; return warnings.
 
-    A failure never stops the run; it is one warning. ``pool``: the file of the records. ``counts``: for each client,
-    its number of records of each class. ``settings``: the settings of the experiment, as in ``config.toml``. ``note``:
-    text that says that the data set is stand-in data. Without synthetic records, no file is written.
+    A failure never stops the run; it is returned as a warning. ``pool``: the file of the records. ``counts``: for each
+    client, its number of records of each class. ``settings``: the settings of the experiment, as in ``config.toml``.
+    ``note``: text that says that the data set is stand-in data. Without synthetic records, no file is written.
     """
     try:
         samples = read_samples(pool, counts)

@@ -70,12 +70,12 @@ class SweepLine:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The data of one figure: lines for one data set and partition, with all other settings equal except the method's.
+    """The data of one figure: lines for one data set and partition. The lines differ only in settings of their methods.
 
     ``setting``: the varied setting. ``note``: text that says that the records are stand-in data. ``where``: data set
     and partition as text. ``deltas``, ``epsilons``: the privacy budgets of the runs. ``baseline``: (label, point) of
     the best method without preprocessing; the ``value`` of this point has no meaning. ``others``: the number of methods
-    without preprocessing. ``limits``: sentences about the covered and uncovered outputs of the privacy guarantees.
+    without preprocessing. ``limits``: sentences about the outputs that the privacy guarantees cover and do not cover.
     """
 
     setting: Setting
@@ -197,7 +197,10 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return a key of all settings but algorithm and preprocessing. Only methods with equal keys are compared."""
+    """Return all settings but algorithm and preprocessing as text.
+
+    Only groups for which this text is equal are compared in one figure.
+    """
     settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
     return _key({"note": one.note, **settings})
 

@@ -159,7 +159,7 @@ def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
         ({"data": ["mnist"]}, "data cannot be tuned"),
         ({"rounds": [1]}, "rounds cannot be tuned"),
         ({"evaluate.validation": [0.1]}, "evaluate.validation cannot be tuned"),
-        ({"algorithm": ["fedprox"]}, "it defines the rows"),
+        ({"algorithm": ["fedprox"]}, "the rows of the table are algorithms"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused_in_words(space: dict[str, Any], said: str) -> None:
