@@ -26,7 +26,7 @@ from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.groups import InProcess, Local
 from fl_sim.kinds import title_of
-from fl_sim.local_plan import FurtherModel, FurtherModels, Sending, sent_by
+from fl_sim.local_plan import FurtherModel, FurtherModels, Sending
 from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Coins, Compressor, Packing
 from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, scale
@@ -41,7 +41,7 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from partitions import Iid
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Algorithm, Sharing, groups_of, payload_template, weighting_of
+from strategies.algorithm import Algorithm, Sharing, first_state, groups_of, payload_template, weighting_of
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
@@ -181,7 +181,7 @@ def _initial(algorithm: Algorithm) -> Params:
 
 
 def _started(algorithm: Algorithm) -> tuple[ServerState, Payloads]:
-    server = algorithm.init(sent_by(algorithm, _initial(algorithm)))
+    server = first_state(algorithm, _initial(algorithm))
     return server, payload_template(algorithm, server)
 
 

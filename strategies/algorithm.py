@@ -163,6 +163,18 @@ class Advising(Protocol):
 
 
 @runtime_checkable
+class ForModel(Protocol):
+    """An algorithm whose first server state depends on the whole model, also where clients send only a part of it."""
+
+    def init_for(self, params: Params, model: Params) -> ServerState:
+        """Return the server state before the first round, in place of ``init``.
+
+        ``params``: the initial values of the parameters that clients send. ``model``: those of all trained parameters.
+        """
+        ...
+
+
+@runtime_checkable
 class Steered(Protocol):
     """An algorithm with settings that decide if training diverges."""
 
@@ -216,6 +228,18 @@ def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
         return algorithm.reported(server)
 
 
+def first_state(algorithm: Algorithm, params: Params, personal: str = "none") -> ServerState:
+    """Return the server state before the first round.
+
+    ``params``: the initial values of the trained parameters. ``personal``: the setting ``local.personal``.
+    """
+    with error_context(f"init of {type(algorithm).__name__}"):
+        sent = sent_by(algorithm, params, personal)
+        server = algorithm.init_for(sent, params) if isinstance(algorithm, ForModel) else algorithm.init(sent)
+    check_returned(server, ServerState, algorithm.init)
+    return server
+
+
 def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
     """Return the payload template: names and shapes of an update. Computed for a client without records."""
     return _blank_update(algorithm, server, num_examples=0).payloads
@@ -244,9 +268,8 @@ def plan_template(
     ``params``: the trained parameters. ``personal``: the setting ``local.personal``. ``pool``: the tensors that clients
     share before the first round; their values do not matter.
     """
-    with seeded_alone(0, "template"), error_context(f"init of {type(algorithm).__name__}"):
-        server = algorithm.init(sent_by(algorithm, params, personal))
-    check_returned(server, ServerState, algorithm.init)
+    with seeded_alone(0, "template"):
+        server = first_state(algorithm, params, personal)
     counts = (1, *[0] * (num_classes - 1))
     whole = {**params, **server.params} if sends_a_part(algorithm, personal) else server.params
     with seeded_alone(0, "template"), error_context(f"plan of {type(algorithm).__name__}"):

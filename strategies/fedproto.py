@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, hides_clients, off
+from fl_sim.kinds import Choices, hides_clients, kind_of, off
 from fl_sim.local_plan import LocalPlan, Pull
 from fl_sim.params import add, head_shape
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
@@ -26,7 +26,8 @@ class FedProto(Averaging):
     A prototype is the mean of z over all records of a class, computed by the clients' trained models. A class without
     records in a round keeps its old prototype. In the released code all clients that have a class have the same weight
     in its prototype, and features are those of the last epoch. In the paper clients send only prototypes, and every
-    client's own model is evaluated. Here clients send their models, too, and the mean of these models is evaluated.
+    client's own model is evaluated (``fedproto-local``). Here clients send their models, too, and the mean of these
+    models is evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"
@@ -39,9 +40,9 @@ class FedProto(Averaging):
         """Raise ValueError under Global DP, where sums of features would share the clipping norm with the update."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "algorithm fedproto cannot run under aggregator global-dp: the norm of sums of features is far larger "
-                "than that of the update, so joint clipping would leave almost nothing of the update; take fedavg, "
-                "fedprox or scaffold"
+                f"algorithm {kind_of(self)} cannot run under aggregator global-dp: the norm of sums of features is far "
+                "larger than that of the update, so joint clipping would leave almost nothing of the update; take "
+                "fedavg, fedprox or scaffold"
             )
 
     def mean_only(self) -> str:
@@ -64,7 +65,11 @@ class FedProto(Averaging):
 
     def init(self, params: Params) -> ServerState:
         """Return the server state before the first round: the model ``params`` without prototypes."""
-        classes, features = head_shape(params)
+        return self.init_for(params, params)
+
+    def init_for(self, params: Params, model: Params) -> ServerState:
+        """Return the server state before the first round: ``params``, a part of ``model``, without prototypes."""
+        classes, features = head_shape(model)
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:

@@ -21,8 +21,8 @@ from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
-from fl_sim.local_plan import LocalPlan, sent_by
-from fl_sim.own_code import error_context, load_object
+from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import load_object
 from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
@@ -49,6 +49,7 @@ from strategies.algorithm import (
     Sharing,
     Steered,
     client_state_template,
+    first_state,
     payload_template,
     plan_template,
     reported_by,
@@ -232,9 +233,7 @@ class Rounds(Procedure):
                 f"algorithm {kind_of(self.algorithm)} needs a trainable head (last layer), and the head of "
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
             )
-        with error_context(f"init of {type(self.algorithm).__name__}"):
-            params = sent_by(self.algorithm, detached(trainable(model).items()), experiment.local.personal)
-            server = self.algorithm.init(params)
+        server = first_state(self.algorithm, detached(trainable(model).items()), experiment.local.personal)
         sent, kept = payload_template(self.algorithm, server), client_state_template(self.algorithm, server)
         check_names(experiment, {**server.broadcast, **sent, **kept})
         whole = [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]

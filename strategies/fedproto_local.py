@@ -1,0 +1,53 @@
+"""FedProto as published: clients send prototypes alone, and have models of their own (Tan et al. 2022, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from clients.client_task import OnClient
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.training.losses import LogitsOf
+from fl_sim.types import LocalTask, Params
+from strategies.fedproto import FedProto
+
+
+class FedProtoLocal(FedProto):
+    """The loss and the prototypes of ``fedproto``; each client trains a model of its own, and no parameter is sent.
+
+    Clients train from the run's initial model, in the rounds in which they take part. ``strength``: 0 is local-only.
+    ``predict``: "head" takes the class with the highest logit. "prototype" takes the class whose prototype is nearest
+    to z among the known ones, and the head as long as none is known. The released code reports both, and leaves classes
+    that a client does not hold out of the second. Other differences of that code are those of ``fedproto``.
+    """
+
+    kind: Literal["fedproto-local"] = "fedproto-local"  # type: ignore[assignment]  # another kind than its base class
+    title: ClassVar[str] = "FedProto, local models"
+    before: ClassVar[Mapping[str, Any]] = {}
+    predict: Literal["head", "prototype"] = "head"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        if not self.strength:
+            return [off("algorithm.strength=0", "own models are those of local-only")]
+        return super().remarks(experiment)
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return no names."""
+        del params
+        return ()
+
+    def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
+        """Return the function from inputs to logits or, if the prototypes predict, to negative squared distances."""
+        outputs = partial(client.trainer.outputs, {**task.params, **task.statistics})
+        z, known = task.broadcast["prototypes"].values()
+        if self.predict == "head" or not (known > 0).any():
+            return lambda inputs: outputs(inputs)[0]
+
+        def scores(inputs: torch.Tensor) -> torch.Tensor:
+            squares = torch.cdist(outputs(inputs)[1], z.to(inputs.device)).square()
+            return squares.masked_fill(known.to(inputs.device) == 0, torch.inf).neg()
+
+        return scores
