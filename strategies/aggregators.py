@@ -78,7 +78,7 @@ class Robust(Settings):
     """
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the experiment's algorithm needs the mean."""
+        """Raise ValueError if the algorithm needs the mean of the payloads: robust aggregators return no mean."""
         algorithm = experiment.algorithm
         if isinstance(algorithm, MeanOnly) and (why := algorithm.mean_only()):
             raise ValueError(
@@ -94,7 +94,7 @@ def cohort_size(experiment: Choices) -> float:
 
 
 Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
-"""A function from the updates (rows of a matrix, see ``as_rows``) and their replies to the aggregate as one row."""
+"""A function that combines updates, the rows of a matrix (see ``as_rows``), into one row. It also gets the replies."""
 
 
 def combined(
@@ -102,9 +102,9 @@ def combined(
 ) -> Aggregate | None:
     """Return the robust aggregate of the clients that have records, or None if no client has records.
 
-    ``combine``: the aggregation rule. ``no_effect``: a function from the updates, as rows, to a remark if the rule only
-    returns their mean, otherwise to an empty string. Raises RunError, which names client and round, if an update or a
-    loss is not finite.
+    ``combine``: the aggregation rule. ``no_effect``: a function that gets the updates, as rows. If the rule only
+    returns the mean of these updates, the function returns a sentence that says so for the user, otherwise an empty
+    string. Raises RunError, which names client and round, if an update or a loss is not finite.
     """
     for reply in cohort.replies:
         _check_finite(reply, cohort.server_round)
@@ -127,7 +127,7 @@ def as_rows(replies: Sequence[Reply]) -> torch.Tensor:
 
 
 def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
-    """Return payloads with the names and shapes of ``like`` from one row in the format of ``as_rows``."""
+    """Return the payloads of one row of the matrix from ``as_rows``, with the names and shapes of ``like``."""
     parts = [flattened(params) for params in like.values()]
     cut = row.split_with_sizes([part.flat.numel() for part in parts])
     return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}

@@ -49,7 +49,7 @@ Result: for each client, positions in this argument. Raises UserError if the par
 
 
 FEDAVG = "this is fedavg"
-"""The reason in warnings about a setting without effect: with strength 0, many methods equal FedAvg."""
+"""The reason in warnings about a setting without effect where a method equals FedAvg, such as FedProx with mu 0."""
 
 _LEAST, _MOST = 1e-37, 1e37
 """Range of absolute values x for which float32 can represent both x and 1 / x."""
@@ -124,9 +124,9 @@ class MeanOnly(Protocol):
     """An algorithm whose server needs the mean of the payloads: robust aggregators, such as the median, do not fit."""
 
     def mean_only(self) -> str:
-        """Return the reason, as a clause for an error message; an empty string if the algorithm does not need the mean.
+        """Return the reason for the need, as a clause for an error message; an empty string if any aggregator will do.
 
-        Settings may decide if an algorithm needs the mean.
+        The reason may depend on settings: FedNova does not need the mean if its ``tau_eff`` is set.
         """
         ...
 
@@ -241,17 +241,17 @@ def first_state(algorithm: Algorithm, params: Params, personal: str = "none") ->
 
 
 def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the payload template: names and shapes of an update. Computed for a client without records."""
+    """Return the payload template: the names and shapes of the tensors in an update, of a client without records."""
     return _blank_update(algorithm, server, num_examples=0).payloads
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the client state template: names and shapes of the state of a client after one local step."""
+    """Return the names and shapes of the tensors in client state, taken from a client after one local step."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
 def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
-    """Return the template of the tensors that clients share before the first round: those of a client without records.
+    """Return the tensors that a client without records shares before the first round, for their names and shapes.
 
     ``input_shape``: the shape of one input.
     """

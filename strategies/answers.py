@@ -46,7 +46,7 @@ class Population:
 
 @dataclass(frozen=True)
 class Asking:
-    """One client task that is sent to every client. ``order``: the task and its settings.
+    """One client task that is sent to every client. ``order``: the kind of task, such as evaluate, and its settings.
 
     ``quoted``: True if an error message may quote a client's error message; False if that is private. ``timeout``:
     seconds for the whole exchange. ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent
@@ -104,7 +104,7 @@ def by_client(
         if (client := client_of(node)) is not None:
             answers.setdefault(client, []).append(reply)
         elif strict:
-            raise RunError(f"node {node} answered, which is no client's: see which other nodes are in this federation")
+            raise RunError(f"node {node} is no client of this run, but answered: start no other nodes here")
     return answers
 
 
@@ -142,7 +142,7 @@ def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
 
 
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
-    """Wait for all nodes, ask each node for its client number, and return the node of each client.
+    """Wait until all Flower nodes are connected, ask each for its client number, and return the node of each client.
 
     Flower assigns random node ids. ``timeout``: in seconds. Raises RunError if there are too few or too many nodes, or
     if two nodes have the same client number.

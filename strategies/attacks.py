@@ -48,7 +48,7 @@ class Attack(Protocol):
 
 
 class _Harmless(Settings):
-    """The honest behaviour: labels and updates stay unchanged. Every attack overrides one of the two methods."""
+    """Leaves labels and updates unchanged. Every attack overrides one of its methods, ``poisoned`` or ``forged``."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
         del num_classes
@@ -146,7 +146,7 @@ class ALittleIsEnough(_Attack):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         size = cohort_size(experiment)
         hostile = self.clients * size / experiment.clients
         if hostile < 2:
@@ -208,7 +208,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
-        """Return the layer of a run. Its hostile clients follow from the experiment's seed."""
+        """Return the round layer that replaces updates; the hostile clients are drawn from the experiment's seed."""
         del out, progress
         attack = experiment.attack
         return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed))
@@ -245,6 +245,6 @@ class HostileUpdates(Layer):
         return tuple(forged.get(reply.client, reply) for reply in replies)
 
     def remarks(self) -> Sequence[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         said = off(f"attack {kind_of(self._attack)}", "no hostile client took part with records")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

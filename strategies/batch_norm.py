@@ -1,4 +1,4 @@
-"""BatchNorm layers in federated rounds: their running statistics are averaged, or the layers are personal.
+"""BatchNorm layers of the model: the server averages their running statistics, or each client keeps its own layers.
 
 Server and clients exchange tensors of the BatchNorm layers besides the algorithm's own payloads. In this module these
 tensors are called a model's *layers*: the running statistics and, if the layers are personal (FedBN, Li et al. 2021),
@@ -63,13 +63,16 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return, for personal layers, a warning that the evaluated model is the model of no client."""
+        """Return a warning if BatchNorm layers are personal: the evaluated model is then no client's model."""
         del rounds_done, idle
         return [PERSONAL] if experiment.local.batch_norm == "personal" else []
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if layers are personal and local steps contain a share of the last mean update."""
+        """Raise UserError for personal BatchNorm layers with an algorithm such as FedCM.
+
+        FedCM adds a share of the last mean update to every local step. Personal layers have no mean update.
+        """
         if experiment.local.batch_norm == "personal" and (scale := beginning.plan.gradient_scale) != 1:
             raise UserError(
                 f"algorithm {kind_of(experiment.algorithm)} adds the last round's mean update to {scale:g} of every "
@@ -98,7 +101,7 @@ class ClientBatchNorm(ClientLayer):
         return replace(task, params=params, statistics=statistics, broadcast=broadcast, state=state)
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the plan with the client's personal layers in the previous model of a contrastive loss."""
+        """Return the plan; for MOON, the client's own BatchNorm layers are put into the previous model of its loss."""
         if plan.contrast is None or not (names := self._personal(came)):
             return plan
         params = self.received(came).params
@@ -113,7 +116,7 @@ class ClientBatchNorm(ClientLayer):
         return task, replace(trained, params={**trained.params, **resting})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update with the BatchNorm tensors added, in the client state, too, if the layers are personal."""
+        """Return the update with the BatchNorm tensors added; personal layers are added to the client state, too."""
         del task
         names = self._personal(came)
         if not (layers := layers_after(trained, names)):
@@ -127,11 +130,11 @@ class ClientBatchNorm(ClientLayer):
         return {LAYERS: server.layers} if server.layers else {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the payload template of the BatchNorm tensors: clients send the same names and shapes back."""
+        """Return the BatchNorm tensors that the server sends: clients return the same names and shapes."""
         return self.broadcast(server)
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the client state template, with the BatchNorm tensors added if the layers are personal."""
+        """Return names and shapes of client state, with BatchNorm tensors added if BatchNorm layers are personal."""
         del template
         return {**state, LAYERS: server.layers} if self.chosen == "personal" else state
 

@@ -37,8 +37,9 @@ class CCVR(Settings):
     ``batch_size``.
 
     ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of a client's moments for each of
-    its records; the moments are then one Gaussian release. Features are then clipped to ``clipping_norm``. ``noise``:
-    "secret" is real protection and differs from run to run, "seeded" is repeatable and protects in simulation only.
+    its records. With ``epsilon`` the moments are one Gaussian release, and features are clipped to ``clipping_norm``.
+    ``noise``: "secret" is real protection and differs from run to run, "seeded" is repeatable and protects in
+    simulation only.
     """
 
     kind: Literal["ccvr"] = "ccvr"
@@ -91,7 +92,7 @@ class CCVR(Settings):
         return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if there is no common head to train, or if other settings forbid to send moments."""
+        """Raise ValueError if clients train no common head, or if other settings forbid them to send moments."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(

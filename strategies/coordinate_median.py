@@ -22,7 +22,7 @@ class CoordinateMedian(Robust):
     title: ClassVar[str] = "coordinate median"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if (size := cohort_size(experiment)) > 2:
             return []
         return [off("aggregator median", f"rounds have {size:g} clients, and the median of two values is their mean")]

@@ -11,10 +11,10 @@ their norm. The model is a prefix sum of the a_t. Its noise is smaller than with
 every round.
 
 Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. For each round
-in which a client takes part, it changes C x by a column of C times its update. Columns have norm 1, and two columns
-that lie b or more rounds apart have no round in common. So a client that takes part at most once in any b consecutive
-rounds pays for one Gaussian mechanism for each of its rounds, as under independent noise. If a secret random draw of
-probability p decides in each of these rounds on its participation, it pays for one Gaussian mechanism sampled at p.
+in which a client takes part, the client changes C x by a column of C times its update. Columns have norm 1, and two
+columns that lie b or more rounds apart have no round in common. So if a client takes part at most once in any b
+consecutive rounds, each of its rounds costs one Gaussian mechanism, as under independent noise. If a secret random draw
+of probability p decides on its participation, each of these rounds costs one Gaussian mechanism with sampling rate p.
 """
 
 from collections import deque

@@ -27,7 +27,7 @@ class EarlyStopping(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Return the layer of a run. The layer needs no checkpoint, as it reads the run's ``rounds.jsonl``."""
+        """Return the round layer of a run. It needs no checkpoint, as it reads accuracies in ``rounds.jsonl``."""
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
 

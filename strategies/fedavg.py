@@ -22,7 +22,8 @@ class Centralized(Averaging):
     """The upper bound without federation: one client holds all training records and runs plain SGD.
 
     Model and optimiser are the same as in federated training. The client keeps its momentum from round to round, so
-    that this is exactly SGD over ``rounds * local epochs`` epochs. It has no virtual clock, whatever ``devices`` is.
+    that this is exactly SGD over ``rounds * local epochs`` epochs. The setting ``devices`` has no effect: there is no
+    virtual clock.
     """
 
     kind: Literal["centralized"] = "centralized"
@@ -44,7 +45,7 @@ class Centralized(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason: there is only one client."""
+        """Return the reason why the server needs the plain mean: there is only one client."""
         return "it has a single client, and robust aggregators compare clients"
 
     def plan(self, task: LocalTask) -> LocalPlan:

@@ -24,7 +24,7 @@ class ClientMomentum(Averaging):
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if self.alpha == 1:
             return [off("algorithm.alpha=1", "nothing of the last round's update is added")]
         if experiment.rounds == 1:

@@ -26,7 +26,7 @@ class FedDisco(Averaging):
     title: ClassVar[str] = "FedDisco"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         if self.a:
             return []

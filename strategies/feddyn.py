@@ -33,7 +33,7 @@ class Dynamic(Averaging):
         )
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: h is the mean of client states."""
+        """Return the reason why the server needs the mean of the updates: h is the mean of all g_i."""
         return (
             "its corrections cancel at the optimum only while h is the mean of the client states, and with other "
             "aggregates the error adds up over rounds"

@@ -43,7 +43,7 @@ class FedExP(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: the step size is a ratio of means."""
+        """Return the reason why the server needs the mean of the updates: the step size is a ratio of means."""
         return (
             "its step divides the mean of squared norms by the squared norm of the mean update, and with other "
             "aggregates this ratio has no bound"

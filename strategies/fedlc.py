@@ -13,7 +13,7 @@ from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 _LEAST = -1e30
-"""A logit in place of minus infinity: the log-sum-exp of minus infinities alone has no finite gradient."""
+"""The logit of a class that is left out. If all logits were minus infinity, the gradient would not be finite."""
 
 
 class FedLC(Averaging):
@@ -34,7 +34,7 @@ class FedLC(Averaging):
     knobs: ClassVar[str] = "with algorithm.exclude_true the loss has no lower bound: leave exclude_true out"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.tau else [off("algorithm.tau=0", "no logit is shifted, and only absent classes are left out")]
 

@@ -48,9 +48,9 @@ class FedMix(_Mixing):
     NaiveMix's loss by an expansion at (1-lam)x, with an error of second order in lam (derived, and tested). The exact
     first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>. It also differs by lam^2, so
     the factors lam and lam (1-lam) are equally good. From memory, as the paper's text was not available: its equation
-    has lam, as here; its algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has
-    lam (1-lam), and divides by the batch size, which is a mistake. Every client draws from the averages of all clients,
-    including its own. It is not known if the paper excludes a client's own averages.
+    has lam, as here; its algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has lam
+    (1-lam), and divides by the batch size, which is a mistake. Every client draws from the averages of all clients,
+    including its own. The paper may exclude a client's own averages; this is not known.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.

@@ -39,7 +39,10 @@ class FedNova(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: a_i dominates distances. Empty with a public ``tau_eff``."""
+        """Return the reason why robust aggregators do not fit: clients also send a_i, far larger than their update.
+
+        The reason is an empty string with a public ``tau_eff``, as clients then do not send a_i.
+        """
         if self.tau_eff is not None:
             return ""
         return (

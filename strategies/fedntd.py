@@ -24,7 +24,7 @@ class FedNTD(Averaging):
     knobs: ClassVar[str] = "distillation has the weight algorithm.beta * algorithm.temperature^2: set a smaller one"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.beta else [off("algorithm.beta=0", FEDAVG)]
 

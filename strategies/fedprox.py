@@ -21,7 +21,7 @@ class FedProx(Averaging):
     mu: float = Field(0.01, ge=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.mu else [off("algorithm.mu=0", FEDAVG)]
 

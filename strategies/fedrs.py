@@ -24,7 +24,7 @@ class FedRS(Averaging):
     title: ClassVar[str] = "FedRS"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.alpha < 1 else [off("algorithm.alpha=1", FEDAVG)]
 

@@ -17,8 +17,8 @@ class FedSpeed(Dynamic):
     g is the gradient, and g_i FedDyn's correction. ``alpha``: the paper's 1 / lambda. ``uphill_share``: s, which is the
     paper's alpha. ``rho``: the distance from w to the point of higher loss where the second gradient is computed; 0
     computes this gradient at w, too. In the paper's algorithm 1 the server averages the corrections of the cohort only,
-    which moves the model away from the optimum again. The released code and this class average the corrections of all
-    clients.
+    so that the model moves away from the optimum if not all clients take part. The released code and this class average
+    the corrections of all clients.
     """
 
     kind: Literal["fedspeed"] = "fedspeed"
@@ -28,7 +28,7 @@ class FedSpeed(Dynamic):
     knobs: ClassVar[str] = Dynamic.knobs + "; gradients are computed algorithm.rho uphill: set a smaller rho"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         parts = {"rho": self.rho, "uphill_share": self.uphill_share}
         return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]

@@ -37,7 +37,7 @@ class FedVLS(Averaging):
     )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         parts = {
             "distillation_weight": (self.distillation_weight, "nothing is distilled"),

@@ -42,7 +42,7 @@ class FederatedStrategy(Strategy):
     """A Flower Strategy made of one algorithm, one aggregator, one sampler, and the layers around them.
 
     ``server``: the server state after the last round; Flower's own ``arrays`` argument is the same model and is not
-    read. ``order``: the task settings in every message; round and learning rate are filled in per round.
+    read. ``order``: the settings in every message to clients; round number and learning rate are set in each round.
     ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``: the seed of the
     cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the clients whose
     updates count in the last round. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client
@@ -97,7 +97,7 @@ class FederatedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check every reply, sort the updates by client, and let the algorithm merge the aggregate.
+        """Check every reply, aggregate the updates in the order of clients, and let the algorithm merge the aggregate.
 
         Raises RunError, which names client and round, if a client failed, did not answer or sent an invalid update.
         Under privacy such a client counts as the zero vector, until no client sends a valid update any more.
@@ -161,16 +161,17 @@ class FederatedStrategy(Strategy):
         return wire.task_content(order, server.params, groups)
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
-        """Return the update in a client's only reply. Raises Malformed if it is invalid or there is not one reply."""
+        """Return the update in a client's reply. Raises Malformed for an invalid reply, no reply or several replies."""
         reply = wire.read_update(client, content_of(replies), self._template, self.most_examples, self._packed)
         for half in reversed(self.on_clients):
             reply = half.unpacked(reply, self._template, server_round)
         return reply
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
-        """Return the number of clients that hold records, or None for all clients.
+        """Return the number of clients that hold records, or None if all clients do.
 
-        ``answers``: updates from which further clients with records become known.
+        ``answers``: updates. A client whose update was trained on at least one record is noted as a client with
+        records.
         """
         if self.holders is None:
             return None
@@ -212,10 +213,10 @@ class _Innermost(Layer):
     strategy: FederatedStrategy
 
     def ready(self, work: Workload) -> None:
-        """Do nothing."""
+        """Do nothing: the amount of work has no effect here."""
 
     def begin(self, server_round: int) -> None:
-        """Do nothing."""
+        """Do nothing: there is nothing to prepare here."""
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         strategy = self.strategy

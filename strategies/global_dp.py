@@ -50,7 +50,7 @@ DOES_NOT_COVER: Final = (
 
 
 FROM_EPSILON: Final = "from-epsilon"
-"""Value of ``noise_multiplier`` that asks for the smallest noise multiplier within the budget ``epsilon``."""
+"""The value of ``noise_multiplier`` for the smallest noise multiplier that the budget ``epsilon`` allows."""
 
 MOST_COUNT_NOISE: Final = 2.0**20
 """Upper bound of the count noise: larger noise is rounded to a grid of whole numbers.
@@ -74,10 +74,10 @@ class AdaptiveClipping(Settings):
 
 @runtime_checkable
 class Amplifying(Protocol):
-    """A sampler whose effect on the privacy cost of a round is known."""
+    """A sampler, such as Poisson, whose effect on the privacy cost of a round is known (amplification by sampling)."""
 
     def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
-        """Return the privacy event of mechanism ``event`` on a cohort of this sampler."""
+        """Return the privacy event of a round: mechanism ``event`` on a cohort that this sampler draws."""
         ...
 
 
@@ -162,7 +162,7 @@ class GlobalDP(Settings):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return the settings ``given``, in which a number replaces ``noise_multiplier="from-epsilon"``.
+        """Return the experiment's settings ``given``, in which a number replaces ``noise_multiplier="from-epsilon"``.
 
         ``made``: a function that creates an experiment from such settings.
         """
@@ -174,7 +174,7 @@ class GlobalDP(Settings):
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a user's class that inherits from this class: its privacy is not proven."""
+        """Raise UserError for a subclass, which a user wrote: the privacy of its changes is not proven."""
         if type(self) is not GlobalDP:
             raise UserError(
                 f"aggregator {kind_of(self)} changes global-dp, so its privacy guarantee is not known and no epsilon "
@@ -231,13 +231,13 @@ class GlobalDP(Settings):
             )
 
     def cost(self, counts: Mapping[dp_event.DpEvent, int]) -> float:
-        """Return the epsilon of ``counts``, {privacy event: number of times}, for comparison with the budget."""
+        """Return the epsilon of releases, for comparison with the budget. ``counts``: {privacy event: number}."""
         from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
 
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 

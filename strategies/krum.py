@@ -54,7 +54,7 @@ class MultiKrum(Robust):
         _check_cohorts(experiment, _needed(self.hostile, self.selected))
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         size = cohort_size(experiment)
         if (self.selected or size - self.hostile) < size:
             return []

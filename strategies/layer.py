@@ -1,11 +1,11 @@
-"""Layers: objects that wrap every round. Examples are Global DP, hostile clients and the virtual clock.
+"""Round layers (not network layers): objects that wrap every round, such as Global DP, attacks and the virtual clock.
 
 Each layer wraps the next inner layer, and by default each of its methods calls the same method of the inner layer. The
 innermost layer samples the cohort, takes the mean and merges it. ``ORDER`` lists the settings with layers from the
 inside out. So noise is added after hostile clients have sent their updates, and a client that is late has sent no
-update. Code of a layer that runs on clients is its client half. Client halves are nested in the same order: the
-outermost half sees a task first and an update last. A settings class names its layer as ``layer = "module:Class"``; a
-class of the user may do the same.
+update. A layer may have code that runs on clients, called its client half, such as the compression of updates. Client
+halves are nested in the same order: the outermost half sees a task first and an update last. A settings class names its
+layer as ``layer = "module:Class"``; a class of the user may do the same.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _USUAL: Final = {
 
 
 class Layered(Protocol):
-    """A settings class that names the layer that implements it."""
+    """A settings class that names the round layer that implements these settings, such as ``GlobalDP``."""
 
     layer: ClassVar[str]
 
@@ -73,8 +73,9 @@ class Drawn:
 class Beginning:
     """The initial state of a run, from which each layer checks that it fits the run.
 
-    ``plan``: an example of a local plan. ``sent``: the payloads of a client without records. ``kept``: names and shapes
-    of the algorithm's client state. ``whole``: names of stages that train the whole model at the server.
+    ``plan``: an example of a local plan. ``sent``: the payloads of a client without records. ``kept``: tensors with the
+    names and shapes of the algorithm's client state. ``whole``: names of stages that train the whole model at the
+    server.
     """
 
     server: ServerState
@@ -86,10 +87,10 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of every client in a round.
+    """The amount of work of every client in a round, from which the virtual clock computes durations.
 
     ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
-    ``traffic``: size of a client's download and upload.
+    ``traffic``: sizes of a client's download and upload, in bytes.
     """
 
     sizes: NDArray[np.int64]
@@ -102,9 +103,9 @@ class Stop(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
 
 
 class Layer:
-    """Base class of layers, which wrap every round. ``inner``: the next inner layer, set when the layers are nested.
+    """Base class of round layers. ``inner``: the next inner layer, to which a method passes its call by default.
 
-    A layer whose work is all on clients overrides ``on_clients`` and leaves the other methods as they are.
+    A layer that acts on clients only, such as compression, overrides ``on_clients`` and inherits the other methods.
     """
 
     inner: Layer
@@ -119,7 +120,7 @@ class Layer:
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
-        """Return the layer for a run of ``experiment`` in run directory ``out``, or None if the run does not need it.
+        """Return the layer for a run of ``experiment`` in run directory ``out``, or None if it is not needed.
 
         ``progress``: the layer's ``state`` from the checkpoint of a resumed run; empty in a new run.
         """
@@ -165,7 +166,7 @@ class Layer:
         """Return warnings for the user before the first round of this process.
 
         ``rounds_done``: number of rounds that an earlier process completed. ``idle``: clients without records; empty if
-        that is private.
+        it is private which clients these are.
         """
         del experiment, rounds_done, idle
         return ()
@@ -176,10 +177,10 @@ class Layer:
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:
-        """Raise RunError if run directory ``out`` lacks files that the layer wrote in the rounds recorded there."""
+        """Raise RunError if ``out``, the run directory, has rounds but lacks the layer's files, such as a ledger."""
 
     def ready(self, work: Workload) -> None:
-        """Receive the clients' ``work``. Called once, before the first round and after the stages before it."""
+        """Receive the clients' numbers of records, local settings and bytes. Called once, before the first round."""
         self.inner.ready(work)
 
     def begin(self, server_round: int) -> None:
@@ -191,11 +192,11 @@ class Layer:
         return self.inner.cohort(server_round, coins)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates that enter the aggregate, sorted by client."""
+        """Return the updates, sorted by client, that are aggregated. A layer may leave out or replace updates."""
         return self.inner.received(replies)
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Handle the clients that ``failed`` in a round. Raises RunError to end the run.
+        """Handle the clients that ``failed`` in a round, {client: error}. Raises RunError to end the run.
 
         ``answered``: True if at least one client sent a valid update.
         """
@@ -214,7 +215,7 @@ class Layer:
         return self.inner.metrics()
 
     def remarks(self) -> Sequence[str]:
-        """Return the settings that had no effect in the last round."""
+        """Return one sentence for each setting that had no effect in the last round."""
         return self.inner.remarks()
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
@@ -235,7 +236,7 @@ class Layer:
         return self.inner.hides_clients
 
     def state(self) -> Mapping[str, Any]:
-        """Return the layer's part of the checkpoint: JSON values by name. A resumed run passes them to ``of``."""
+        """Return the layer's state for the checkpoint: JSON values by name. A resumed run passes these to ``of``."""
         return {}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
@@ -267,7 +268,7 @@ def layer_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def check_names(experiment: Any, names: Iterable[str]) -> None:
-    """Raise UserError if a layer reserves one of ``names``, those of the algorithm's payloads and client state."""
+    """Raise UserError if one of ``names``, an algorithm's payloads and client state, is reserved for a layer."""
     reserved = [kind.reserved for kind in _all_kinds(experiment) if kind.reserved]
     begin = tuple(name for name in reserved if name.endswith("/"))
     if taken := [name for name in names if name in reserved or name.startswith(begin)]:

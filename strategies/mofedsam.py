@@ -20,7 +20,7 @@ class MoFedSAM(ClientMomentum):
     knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are computed algorithm.rho uphill: set a smaller rho"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         return [*super().remarks(experiment), *([] if self.rho else [off("algorithm.rho=0", "this is fedcm")])]
 
     def plan(self, task: LocalTask) -> LocalPlan:

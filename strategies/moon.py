@@ -26,7 +26,7 @@ class MOON(Averaging):
     knobs: ClassVar[str] = "the contrast has the weight algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if not self.mu:
             return [off("algorithm.mu=0", FEDAVG)]
         first = "rounds=1, and a client's first round has no earlier model to move away from"

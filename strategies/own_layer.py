@@ -1,4 +1,4 @@
-"""A wrapper around a layer class written by the user. It checks results, and its error messages name the layer."""
+"""A wrapper around a round layer that the user wrote. It checks results, and its error messages name this layer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NUMBERS: Final = {"epsilon", "virtual_seconds", "late", "staleness"}
 
 
 class OwnLayer(Layer):
-    """Wraps ``inner``, a layer class written by the user, and checks the results of its methods."""
+    """Wraps ``inner``, a round layer that the user wrote, and checks the results of its methods."""
 
     def __init__(self, inner: Layer, num_clients: int) -> None:
         self.inner, self._name, self._num_clients = inner, type(inner).__name__, num_clients
 
     def ready(self, work: Workload) -> None:
-        """Pass the clients' work to the user's layer."""
+        """Pass the clients' numbers of records, local settings and bytes to the user's layer."""
         with self._errors_of("ready"):
             self.inner.ready(work)
 
@@ -38,7 +38,7 @@ class OwnLayer(Layer):
             self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the cohort from the user's layer. Raises RunError unless it is ascending client numbers of the run."""
+        """Return the user's layer's cohort. Raises RunError unless it is client numbers of the run, ascending."""
         with self._errors_of("cohort"):
             drawn = self.inner.cohort(server_round, coins)
         chosen = np.asarray(drawn.clients) if isinstance(drawn, Drawn) else np.array([0.5])
@@ -96,7 +96,7 @@ class OwnLayer(Layer):
         return said
 
     def remarks(self) -> Sequence[str]:
-        """Return the settings that had no effect in the last round."""
+        """Return one sentence for each setting that had no effect in the last round."""
         with self._errors_of("remarks"):
             return [str(one) for one in self.inner.remarks()]
 
@@ -134,7 +134,7 @@ class OwnLayer(Layer):
 
 
 def states_of(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
-    """Return {layer name: its part of the checkpoint}. Raises RunError if a part is not made of JSON values."""
+    """Return {name of a layer: its state for the checkpoint}. Raises RunError if a state is not made of JSON values."""
     states = {name_of(type(layer)): layer.state() for layer in layers}
     for name, state in states.items():
         try:

@@ -1,4 +1,4 @@
-"""Personal parameters: the part of the model that stays with each client. An algorithm's ``sends`` leaves it out."""
+"""Personal parameters: those that never leave their client. An algorithm's ``sends`` names the other parameters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OwnPart(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning that the evaluated model is the model of no client."""
+        """Return a warning that the evaluated model is no client's model, as clients have personal parameters."""
         del experiment, rounds_done, idle
         return [OWN_PART]
 
@@ -90,7 +90,7 @@ class ClientOwnPart(ClientLayer):
         return replace(task, params=self.model(task.params, task.state), state=state)
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the task and the trained parameters without the personal ones, so that the update omits these."""
+        """Return task and trained parameters without personal parameters, which the update must not contain."""
         del came
         params, after = self._without(task.params), self._without(trained.params)
         return replace(task, params=params), replace(trained, params=after)
@@ -111,7 +111,7 @@ class ClientOwnPart(ClientLayer):
         return {name: both[name] for name in self.names if name in both}
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the client state template with the personal parameters added."""
+        """Return names and shapes of client state, with the personal parameters added."""
         del template, server
         return {**state, OWN: self.own} if self.own else state
 

@@ -62,7 +62,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "PrivateRounds":
-        """Return the layer of a new or resumed run in run directory ``out``."""
+        """Return the Global DP layer of a new or resumed run in run directory ``out``; it opens the ledger there."""
         aggregator = experiment.aggregator
         return open_private_rounds(
             aggregator, experiment.sampler, experiment.num_clients, experiment.seed, out,
@@ -79,7 +79,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for the user on default sampling, the budget that all rounds spend, and a missing budget."""
+        """Return sentences for the user on default sampling, and on a budget that is missing or unsuitable."""
         return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
@@ -97,7 +97,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a client without records sends other numbers than zeros."""
+        """Raise UserError if a client without records sends numbers other than zero, which the guarantee forbids."""
         experiment.aggregator.check_silence(experiment.algorithm, beginning.sent)
 
     @classmethod
@@ -123,7 +123,7 @@ class PrivateRounds(Layer):
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return a cohort drawn with the noise's key, not with the run's seed: a cohort hides no client if public."""
+        """Return a cohort drawn with the noise's secret key: from the run's public seed anybody could compute it."""
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
@@ -161,7 +161,7 @@ class PrivateRounds(Layer):
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Charge the ledger for release ``number`` (from 1) before the first round. Returns and raises as ``pay``."""
+        """Charge the ledger for release ``number`` (from 1) before the first round. Result and errors as in ``pay``."""
         event = self.sampler.amplify(self.beforehand[number - 1].event(), self.num_clients)
         name = f"before round 1: {number} of {len(self.beforehand)}"
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
@@ -182,9 +182,9 @@ class PrivateRounds(Layer):
     def note(self, failed: Mapping[int, Malformed], *, answered: bool) -> None:
         """Record the failed clients of a round. ``answered``: True if at least one client sent a valid update.
 
-        Raises RunError if two clients (one, if there is only one) have failed since the last valid update: then the
-        set-up is at fault. A single failed client among several never ends the run, because the end and its reason
-        would reveal something about its records.
+        Raises RunError if two clients (in a run of one client: this client) have failed since the last valid update:
+        then the set-up is at fault. A single failed client among several never ends the run, because the end and its
+        reason would reveal something about its records.
         """
         self.failed = {} if answered else {**self.failed, **failed}
         if len(self.failed) >= min(2, self.num_clients):
@@ -244,14 +244,14 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
 def planned_charges(
     aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int, beforehand: Sequence[GlobalDP] = ()
 ) -> Mapping[DpEvent, int]:
-    """Return a client's privacy cost of ``rounds`` rounds and the releases ``beforehand``: {privacy event: count}."""
+    """Return the privacy events of ``rounds`` rounds and the releases ``beforehand`` for one client: {event: count}."""
     events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
     events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
     return events
 
 
 def fitted(experiment: Any) -> float:
-    """Return the least noise multiplier with which all rounds of ``experiment`` cost no more than its epsilon."""
+    """Return the least noise multiplier with which all rounds of ``experiment`` cost at most ``aggregator.epsilon``."""
     aggregator = experiment.aggregator
     if aggregator.epsilon is None:
         raise UserError(
@@ -268,7 +268,7 @@ def fitted(experiment: Any) -> float:
 
 
 def told_beforehand(experiment: Any) -> list[str]:
-    """Return sentences for the user on default Poisson sampling and on the budget that all rounds spend."""
+    """Return sentences for the user on default Poisson sampling, and on a budget that is too small or not used up."""
     aggregator, sampler, sentences = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
         sentences.append(

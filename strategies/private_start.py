@@ -135,7 +135,7 @@ class PrivateStart(Settings):
         return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
-        """Return the mechanism of one step's release: the rounds' mechanism with another noise and clipping norm."""
+        """Return one step's mechanism: Global DP as in the rounds, with another noise and clipping norm."""
         noise_multiplier = self.noise_multiplier / math.sqrt(_SHARES[step])
         return GlobalDP(
             noise_multiplier=noise_multiplier,
@@ -229,7 +229,7 @@ def drawn_images(
 
 
 def _positive(covariance: Array, within: Array) -> Array:
-    """Return ``covariance`` with a lower bound on the variance in every direction, relative to ``within`` (d,)."""
+    """Return ``covariance`` with small variances raised to a share of the variances ``within``, shape (d,)."""
     scale = np.sqrt(np.outer(within, within))
     values, vectors = np.linalg.eigh(covariance / scale)
     found: Array = (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale

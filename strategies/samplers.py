@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
 
 Coins: TypeAlias = Callable[[int], NDArray[np.float64]]
-"""A function (count) -> ``count`` independent uniform multiples of 2^-53 in [0, 1), with new numbers in every call."""
+"""A function that returns ``count`` new independent random numbers: uniform multiples of 2^-53 in [0, 1)."""
 
 
 def _somebody_takes_part(sampling_rate: float) -> float:
     if sampling_rate < 2.0**-53:
-        raise ValueError("random numbers have 53 bits, so below 1.2e-16 no client ever takes part: set a larger rate")
+        raise ValueError("a rate below 1.2e-16 is rounded to 0, so no client would ever take part: set a larger rate")
     return sampling_rate
 
 
@@ -113,7 +113,7 @@ class FixedSize(Settings):
         return float(self.cohort_size)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if self.cohort_size < experiment.clients:
             return []
         return [off(f"sampler.cohort_size={self.cohort_size}", f"all {experiment.clients} clients are in every round")]
@@ -146,7 +146,7 @@ class Poisson(Settings):
         return amplify_poisson(event, self.sampling_rate)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.sampling_rate < 1 else [off("sampler.sampling_rate=1", "all clients are in every round")]
 
@@ -198,7 +198,7 @@ class Cyclic(Settings):
         return amplify_poisson(event, self.sampling_rate)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         if self.groups > 1 or self.sampling_rate < 1:
             return []

@@ -62,7 +62,7 @@ class Scaffold(Averaging):
         return f"SCAFFOLD here is {whose} local momentum {momentum:g}, which its paper does not have"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         said = []
         if experiment.rounds == 1:
             said.append("SCAFFOLD's corrections have no effect: rounds=1, and they are 0 in the first round")
@@ -74,7 +74,7 @@ class Scaffold(Averaging):
         return said
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: c is the mean of all c_i."""
+        """Return the reason why the server needs the mean of the updates: c is the mean of all c_i."""
         return "corrections c - c_i cancel only while c is the mean of all c_i, and with other aggregates it is not"
 
     def init(self, params: Params) -> ServerState:

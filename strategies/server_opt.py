@@ -32,7 +32,7 @@ class FedAvgM(Averaging):
     server_momentum: float = Field(0.9, ge=0, lt=1)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if self.server_momentum and experiment.rounds > 1:
             return []
         why = FEDAVG if self.server_learning_rate == 1 else "only algorithm.server_learning_rate has an effect"

@@ -1,4 +1,4 @@
-"""Rounds by a virtual clock: only clients that are available and finish before the deadline take part."""
+"""Rounds by a virtual clock: only clients whose devices are available and finish before the deadline take part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strategies.samplers import Coins
 
 
 class TimedRounds(Layer):
-    """Limits the cohort to clients that are in time by the virtual clock, and limits the number of local steps."""
+    """Leaves out clients that would be late by the virtual clock, and limits the number of local steps."""
 
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
@@ -39,7 +39,7 @@ class TimedRounds(Layer):
         fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
 
     def ready(self, work: Workload) -> None:
-        """Create the virtual clock, which computes durations from the clients' ``work``."""
+        """Create the virtual clock. It computes durations from ``work``, such as numbers of records and bytes."""
         self._clock = clock_of(self._experiment, work)
         self.inner.ready(work)
 
@@ -66,6 +66,6 @@ class TimedRounds(Layer):
 
 
 def clock_of(experiment: Any, work: Workload) -> Clock:
-    """Return the virtual clock of the clients' devices. Raises UserError for devices that do not fit the run."""
+    """Return the virtual clock of the clients' devices. Raises UserError if ``devices`` do not fit the run."""
     fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
     return Clock(fleet, work.sizes, work.settings, work.traffic, experiment.seed)

@@ -27,7 +27,7 @@ class TrimmedMean(Robust):
     title: ClassVar[str] = "trimmed mean"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if self.trim and cohort_size(experiment) > 2:
             return []
         return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]

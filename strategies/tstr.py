@@ -54,7 +54,7 @@ class Tstr(Settings):
     holdout: float = Field(0.1, gt=0, lt=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings of rounds in which clients train: there are none."""
+        """Raise ValueError for settings of rounds, such as attacks: no client trains, so there are no rounds."""
         preprocess = experiment.preprocess
         if not replaces_records(preprocess) or getattr(preprocess, "server_epochs", False):
             raise ValueError(
@@ -73,7 +73,7 @@ class Tstr(Settings):
             )
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return 1: there are no rounds, and the result counts as one."""
+        """Return 1: clients do not train in rounds, so the whole run counts as one round."""
         del rounds, dataset
         return 1
 

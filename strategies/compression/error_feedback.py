@@ -6,8 +6,8 @@ e <- e - C(e). So the sum of all sent updates and the last error equals the sum 
 * Top-k sends the largest numbers of an update (Aji and Heafield 2017, algorithm 1; Stich et al. 2018, algorithm 1, with
   a proof of convergence).
 * Rand-k sends the numbers at random positions of an update (Wangni et al. 2018; Stich et al. 2018). Client and server
-  draw the positions from a shared seed, one for each round and client, so positions are never sent, and depend on no
-  record.
+  draw the positions from a shared seed, which differs for each round and client. So positions are never sent, and they
+  depend on no record.
 * SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p) of p = e + D.
   Here each tensor has a scale of its own: the scales of a model's layers differ by orders of magnitude, so one common
   scale would be wrong for tensors with small numbers.
@@ -52,14 +52,14 @@ class ErrorFeedback(Settings):
 
     @abstractmethod
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the packed form of the compressed update C(``update``)."""
+        """Return the bytes of the compressed update C(``update``)."""
 
     @abstractmethod
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the compressed update C(update) from its packed form, with zeros for numbers that were not sent."""
+        """Return the compressed update C(update) from its bytes, with zeros for numbers that were not sent."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return C(e + D), packed, and the new error, the difference to e + D, as client state."""
+        """Return the bytes of C(e + D), and as client state the new error e + D - C(e + D)."""
         corrected = _corrected_by(held, update)
         packed = self.encode(corrected, coins)
         return packed, {"error": subtract(corrected, self.unpack(packed, update.layout, coins))}
@@ -134,7 +134,7 @@ class RandK(ErrorFeedback):
         return Size(_count_of(self.share, num_in(layout)))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return k packed numbers, and the new error as client state unless ``correction`` is "scale"."""
+        """Return k packed numbers, and as client state the new error unless ``correction`` is "scale"."""
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
@@ -225,7 +225,7 @@ class PowerSGD(Settings):
         return FlatParams(torch.cat(parts), layout)
 
     def _counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the numbers of elements of P and Q; for an uncompressed tensor its own number and 0."""
+        """Return the numbers of elements of P and Q, or for an uncompressed tensor (its number of elements, 0)."""
         size = math.prod(shape)
         if len(shape) < 2 or self.rank * (shape[0] + size // max(1, shape[0])) >= size:
             return size, 0

@@ -1,4 +1,4 @@
-"""The compression layer: clients compress the payloads of their updates, and the server decompresses them."""
+"""The round layer for compression: clients compress the payloads of their updates, and the server decompresses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELD: Final = "held-back/"
 
 
 class Compression(Layer):
-    """Compression as a layer whose work is all in its client half: it compresses and decompresses updates."""
+    """The round layer for compression. Its client half compresses and decompresses; the rounds stay unchanged."""
 
     reserved: ClassVar[str] = HELD
 
@@ -55,7 +55,7 @@ class ClientCompression(ClientLayer):
     packing: Packing
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task for the algorithm, without the client state of compression."""
+        """Return the task without compression's tensors in the client state, which the algorithm does not know."""
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
@@ -80,7 +80,7 @@ class ClientCompression(ClientLayer):
         return replace(reply, payloads=payloads, packed={})
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the client state template with compression's tensors added."""
+        """Return names and shapes of client state, with the tensors of compression added."""
         return with_held(state, self.packing.held_back(template, server.params))
 
 
@@ -114,12 +114,12 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return the client state ``state`` with compression's tensors added. ``held``: {payload name: its tensors}."""
+    """Return ``state``, a client's state, with compression's tensors ``held`` added: {payload name: tensors}."""
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return compression's tensors in the client state ``state``, as {payload name: its tensors}."""
+    """Return compression's tensors in ``state``, a client's state: {payload name: tensors}."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

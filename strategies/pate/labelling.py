@@ -42,18 +42,18 @@ DOES_NOT_COVER: Final = (
 
 
 class VotingMechanism(Protocol):
-    """A noisy majority vote. ``votes``: the counts of one query, shape (classes,); ``query``: selects its noise."""
+    """A noisy majority vote. ``votes``: votes per class on one query, shape (classes,); ``query``: its number."""
 
     def cost(self) -> "Cost":
         """Return the privacy cost of one query as Renyi curves, from which data-dependent epsilons are computed."""
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return the privacy events charged for the test (None: no test, all queries are answered) and an answer."""
+        """Return the events to charge: (test, answer), or (None, answer) if all queries are answered without a test."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
-        """Return True if the query is answered."""
+        """Return True if the query passes the noisy test of the teachers' agreement, and so is answered."""
         ...
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
@@ -161,7 +161,7 @@ class NoNoise(_AnswersEveryQuery):
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a release without noise: the ledger then guarantees no epsilon any more."""
+        """Return the event of a release without noise. Once it is charged, the ledger guarantees no epsilon."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.NonPrivateDpEvent()
@@ -241,15 +241,15 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries that ``planned`` counts: a number that does not depend on the votes."""
+        """Return the number of queries in the planned privacy cost (``planned``); it does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
         """Return the privacy cost of labelling ``num_queries`` records, as {event: count}, without reading any vote.
 
-        If the mechanism answers every query, the budget alone decides the number of queries, ``num_asked``. If it
-        leaves queries unanswered, the number of answers depends on the votes, and so does the number of queries within
-        a budget: then all ``num_queries`` are counted. A data-dependent budget stops the labelling by the votes without
+        If the mechanism answers every query, the budget alone decides how many queries are made: ``num_asked``, which
+        are counted. If the mechanism leaves queries unanswered, the number of queries within a budget depends on the
+        votes. Then all ``num_queries`` are counted. A data-dependent budget stops the labelling by the votes without
         noise, and no epsilon holds for that.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
@@ -328,7 +328,7 @@ def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.
 
 
 def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "dp_event.DpEvent":
-    """Return one event with the cost of a test and an answer together: the 1 / z^2 of Gaussian events add up."""
+    """Return one event with the cost of a test and an answer together. For noise multipliers z, 1 / z^2 adds up."""
     from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
     if test is None:

@@ -95,7 +95,10 @@ def start_from(model: nn.Module, records: torch.Tensor) -> None:
 
 
 def forger(shape: torch.Size, latent_dim: int) -> nn.Module:
-    """Return a generator of records from 0 to 1: transposed convolutions for colour images, else linear layers."""
+    """Return a GAN's generator network, with outputs from 0 to 1.
+
+    It has transposed convolutions for colour images, else linear layers.
+    """
     if len(shape) == 3 and shape[0] == 3 and shape[1] % 8 == shape[2] % 8 == 0:
         height, width = shape[1] // 8, shape[2] // 8
         return nn.Sequential(

@@ -240,7 +240,7 @@ class FeatureMatchingGan(Settings):
 
 
 class _Game:
-    """The classifier, split where its features are computed; the generator (``forger``); and the losses of both."""
+    """A GAN: classifier, split into feature extractor and head; generator (``forger``); and the losses of both."""
 
     def __init__(self, model: torch.nn.Module, data: StudentData) -> None:
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)

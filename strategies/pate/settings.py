@@ -96,7 +96,10 @@ class Pate(Settings):
         return self
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that PATE cannot use, and for a partition with which no epsilon is known."""
+        """Raise ValueError for settings that PATE does not use, such as a sampler, and for a user's own partition.
+
+        In such a partition one more record may change the shards of several teachers, so no epsilon is known.
+        """
         for name, wanted in (
             ("aggregator", "mean"),
             ("sampler", "full"),
@@ -122,7 +125,7 @@ class Pate(Settings):
         )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if the labelling's budget does not afford one query, so that no teacher trains in vain."""
+        """Raise UserError if the labelling's budget is smaller than the cost of one query."""
         del experiment
         self.labelling.check_budget(len(records), num_classes)
 

@@ -29,14 +29,14 @@ _Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
 
 
 class TrainingPart(Protocol):
-    """A part of the state of training: a network, an optimiser, the order of batches or random generators."""
+    """An object with state in a student's training: network, optimiser, order of batches, or random generators."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this part by name."""
+        """Return the state, as values by name."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restore the state that ``state_dict`` returned."""
+        """Restore the state from ``state_dict``, the result of the method of this name."""
         ...
 
 
@@ -44,10 +44,10 @@ class Watch(Protocol):
     """A callback that follows a student's training, and may checkpoint it."""
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
-        """Return the number of steps done before an interruption, with ``parts`` restored to their state after these.
+        """Restore ``parts`` from the checkpoint, if there is one, and return the number of steps that are already done.
 
-        ``parts``: the whole state of training, by name, as it is before the first step. A student that does not call
-        this method starts again from step 0 after an interruption.
+        ``parts``: all objects with state, by name, as they are before the first step. A student that does not call this
+        method starts again from step 0 after an interruption.
         """
         ...
 
@@ -57,7 +57,7 @@ class Watch(Protocol):
 
 
 class Nobody:
-    """The callback that does nothing."""
+    """A callback that does nothing, for training without progress display and without checkpoints."""
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
         """Return 0: no earlier steps."""
@@ -65,7 +65,7 @@ class Nobody:
         return 0
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Ignore the step."""
+        """Do nothing: the step is not recorded."""
 
 
 nobody = Nobody()
@@ -301,7 +301,7 @@ def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return ``records`` changed by ``move`` if they are images; other records (tables) are returned unchanged."""
+    """Return ``records`` changed by the function ``move``, such as a rotation; only images are changed."""
     return move(records, generator) if records.ndim == 4 else records
 
 
@@ -378,7 +378,7 @@ def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) 
 
 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
-    """Return a torch generator for ``seed`` and ``purpose``, like ``seeding.rng`` for numpy."""
+    """Return a torch generator of random numbers, which ``seed`` and ``purpose`` (such as "student") determine."""
     return torch.Generator().manual_seed(int(rng(seed, purpose).integers(2**63)))
 
 

@@ -304,7 +304,7 @@ def test_a_client_that_answers_twice_is_named(strategy_of, reply_of):
 
 def test_a_node_that_plays_no_client_is_named(strategy_of, reply_of):
     strategy = strategy_of(FedAvg(), MODEL, 2)
-    with pytest.raises(RunError, match="node 1007 answered, which is no client's"):
+    with pytest.raises(RunError, match="node 1007 is no client of this run, but answered"):
         strategy.aggregate_train(6, [reply_of(client, _update(1.0)) for client in (0, 1, 7)])
 
 
