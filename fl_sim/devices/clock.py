@@ -1,7 +1,7 @@
-"""The virtual clock: simulates the durations of clients' work, rounds with a deadline, and asynchronous training.
+"""The virtual clock: simulates when clients start and finish, rounds with a deadline, and asynchronous training.
 
 A client's turn is one download of a model, local training, and one upload. Its duration depends on the device, the
-number of records and the settings, never on trained values. So a resumed run computes the same events again.
+number of records and the settings. It never depends on trained values, so a resumed run computes the same times again.
 """
 
 import bisect
@@ -24,11 +24,11 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Computes how long each client works, in simulated seconds; independent of trained values and of real time.
+    """Computes the simulated seconds of clients' turns, without regard to trained values and to real time.
 
-    ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
-    ``settings``: of local training. ``traffic``: the bytes that a client downloads and uploads in one turn. ``seed``:
-    of the random availability and jitter.
+    ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape
+    (clients,). ``settings``: the settings of local training, such as epochs. ``traffic``: the bytes that a client
+    downloads and uploads in one turn. ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet
@@ -44,7 +44,7 @@ class Clock:
     def seconds(self, client: int, server_round: int, steps: int) -> float:
         """Return the simulated seconds that ``client`` needs for download, ``steps`` local steps and upload.
 
-        ``server_round`` selects the random jitter.
+        ``server_round`` selects the random jitter (a factor of the duration).
         """
         fleet = self.fleet
         sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
@@ -68,7 +68,10 @@ class Clock:
         return steps[fitting - 1] if fitting else None
 
     def available(self, attempt: int) -> NDArray[np.bool_]:
-        """Draw the clients that are available at the server's ``attempt``-th search; return a mask (clients,)."""
+        """Draw at random which clients are available now; return a mask, shape (clients,).
+
+        ``attempt``: the number of the draw. Each time that the server looks for clients, it makes a new draw.
+        """
         availability = self.fleet.availability
         if (availability == 1).all():
             return np.ones(len(availability), bool)
@@ -77,11 +80,11 @@ class Clock:
 
 @dataclass(frozen=True)
 class Turnout:
-    """The clients that take part in a round with a deadline. Clients have the order of the cohort.
+    """The clients that take part in a round with a deadline. The clients in each list have the order of the cohort.
 
     ``available``: the clients of the cohort that are available. ``in_time``: the available clients that meet the
-    deadline. ``most_steps``: {client: number of local steps}, for clients that train fewer steps to meet the deadline.
-    ``seconds``: the simulated duration of the round.
+    deadline. ``most_steps``: {client: number of local steps}, for clients that train fewer steps to meet the
+    deadline. ``seconds``: the simulated duration of the round.
     """
 
     available: NDArray[np.int64]
@@ -124,8 +127,9 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 class ClientTurn:
     """One turn of a client in asynchronous training: download, local training and upload.
 
-    Turns are sorted by their end, then by client. ``ends``: the simulated time of the end. ``server_round``: the number
-    of the server step that follows the download; the client trains the model of the step before.
+    Turns are sorted by their end, then by client. ``ends``: the simulated time of the end. ``server_round``: the
+    number of the next server step after the download. For example, a client with ``server_round`` 3 trains the
+    model that server step 2 made.
     """
 
     ends: float
@@ -182,7 +186,7 @@ class Schedule:
         return sorted(self._running)
 
     def next_step(self) -> ServerStep:
-        """Simulate all events until the next server step; return this step."""
+        """Simulate the clients' starts and ends until ``buffer`` updates have arrived. Return this server step."""
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._candidates = deque(self.order_of(number))
         while len(arrived) < self.buffer:

@@ -53,7 +53,10 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Check these arrays for ``num_clients`` clients; return the first error in words, empty if there is none."""
+        """Return a description of the first invalid number in these arrays; empty if all numbers are valid.
+
+        ``num_clients``: the required length of the arrays.
+        """
         computing = self.step_seconds + self.record_seconds
         for name, numbers, is_good in (
             ("step_seconds and record_seconds", computing, (computing > 0) & np.isfinite(computing)),
@@ -72,10 +75,10 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The method that settings classes of devices must have, also a user's own class."""
+    """The protocol for settings of devices. The user's own class can also be used if it has this method ``fleet``."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return the devices of ``num_clients`` clients. ``seed``: of all random draws.
+        """Return the devices of ``num_clients`` clients. ``seed``: the seed of all random numbers, such as speeds.
 
         Raises UserError if the settings describe another number of clients.
         """
@@ -91,11 +94,11 @@ class NoDevices(Settings):
 class _Typical(Settings):
     """A typical device; each client's device is slower or faster by random factors.
 
-    ``seconds_per_step``: the time of a local step on the typical device. ``records_per_second``: if above 0, the speed
-    of the typical device in records, in place of ``seconds_per_step``. ``download_mbps`` and ``upload_mbps``: megabits
-    per second to and from the typical device. ``availability``: the probability that a client is available when the
-    server looks for clients. ``jitter``: the time of a client in a round (download, training, upload) is multiplied by
-    exp(jitter * z), z from the standard normal distribution.
+    ``seconds_per_step``: the time of a local step on the typical device. ``records_per_second``: if above 0, the
+    number of records per second that the typical device trains, in place of ``seconds_per_step``. ``download_mbps``
+    and ``upload_mbps``: megabits per second to and from the typical device. ``availability``: the probability that
+    a client is available when the server looks for clients. ``jitter``: the time of a client in a round (download,
+    training, upload) is multiplied by exp(jitter * z), z from the standard normal distribution.
     """
 
     seconds_per_step: Seconds = 0.1
@@ -218,7 +221,7 @@ def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
     """
     fleet = devices.fleet(num_clients, seed)
     if error := fleet.wrong(num_clients):
-        raise UserError(f"devices {kind_of(devices)} gave a fleet whose {error}; correct its method fleet")
+        raise UserError(f"the method fleet of devices {kind_of(devices)} returned wrong devices: {error}; correct it")
     return fleet
 
 

@@ -136,9 +136,9 @@ def _call(command: list[str]) -> None:
 def find_library() -> Path:
     """Return the path of the kernel library: beside this file, or in another copy of fl-sim on the import path.
 
-    Flower runs the app from a copy of fl-sim without kernel and C++ sources. Then the kernel of the installed
-    fl-sim is used, if it has the same sources. If there is no kernel, the function returns the path beside this
-    file.
+    Flower executes the app from a copy of fl-sim without kernel and C++ sources. Then the kernel of the installed
+    fl-sim is used, if it was compiled from the sources of this version. If there is no kernel, the function returns
+    the path beside this file.
     """
     if LIBRARY.exists():
         return LIBRARY
@@ -173,9 +173,9 @@ def lanes_of(features: frozenset[str]) -> int:
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return, as text, the features that a processor lacks for the narrowest vectors of its architecture.
+    """Return, as text, the features that the compiled trainer needs at least but the processor lacks; empty if none.
 
-    ``features``: the result of ``processor``.
+    ``features``: the features of the processor, as the function ``processor`` returns them.
     """
     narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
     return ", ".join(sorted(set(WIDTHS[narrowest]) - features))

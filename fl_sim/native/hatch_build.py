@@ -1,6 +1,6 @@
-"""The build hook for Hatchling: compile the native trainer during installation of fl-sim.
+"""The build hook for Hatchling: compiles the trainer (C++) during the installation of fl-sim.
 
-If the compilation fails, the installation continues without the native trainer.
+If the compilation fails, the installation continues without the compiled trainer. PyTorch then trains all models.
 """
 
 import importlib.util

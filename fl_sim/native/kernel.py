@@ -31,8 +31,8 @@ _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 class PreparedTraining:
     """The training of several clients, prepared in memory for one call of the library.
 
-    ``params``, ``buffers``: the tensors that receive the results of each client. ``held``: the owner of the memory
-    to which ``requests`` point. ``function``: the C function to call.
+    ``params``, ``buffers``: the tensors that receive the trained parameters and momentum buffers of each client.
+    ``held``: the owner of the memory to which ``requests`` point. ``function``: the C function to call.
     """
 
     stack: Stack
@@ -60,7 +60,10 @@ class PreparedTraining:
 
 
 def _buffers_of(job: KernelJob, buffers: FlatParams) -> Mapping[str, torch.Tensor]:
-    """Return the momentum buffers of a client: those that it started with, and those of its trained parameters."""
+    """Return the momentum buffers after a client's training, for all its trained parameters.
+
+    Buffers of frozen parameters are included only if the client started with momentum buffers.
+    """
     if not job.has_momentum:
         return {}
     if (trained := job.plan.trained) is None or job.plan.momentum_buffers:
@@ -98,12 +101,12 @@ class Kernel:
         return self.prepare(stack, jobs, precision).train()
 
     def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
-        """Check the jobs and copy them to memory in C layout; return an object that trains by one call of the library.
+        """Copy ``jobs``, one per client, to memory in C layout. Return an object that trains them in one call.
 
         Raises ValueError as ``train`` does.
         """
         if precision == "bfloat16" and not self.has_bfloat16:
-            raise ValueError("this processor has no products of bfloat16 numbers")
+            raise ValueError("this processor has no products of bfloat16 numbers; use the precision float32")
         size = num_in(stack.layout)
         params, buffers = (torch.empty(len(jobs), padded(size))[:, :size].unbind() for _ in range(2))
         held = RequestBuffers(stack)
@@ -113,10 +116,10 @@ class Kernel:
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
         """Return the logits, (n, classes), or the features, (n, d), of records, equal to PyTorch's up to rounding.
 
-        ``params``: float32, one vector in the stack's layout. ``inputs``: float32, (n, *input shape). ``what``:
-        "logits", or "features", the inputs of the last layer. The same records in the same order give the same
-        bits. The last bits of a record's logits depend on the other records in its batch. Other Python threads
-        can run meanwhile. Raises ValueError as ``train`` does.
+        ``params``: float32, one vector with the parameters in the order of ``stack.layout``. ``inputs``:
+        float32, (n, *input shape). ``what``: "logits", or "features", the inputs of the last layer. The same
+        records in the same order give the same bits. The last bits of a record's logits depend on the other
+        records in its batch. Other Python threads can run meanwhile. Raises ValueError as ``train`` does.
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
@@ -230,7 +233,10 @@ def _may_use_amx(library: ctypes.CDLL) -> bool:
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:
-    """Return the exception for an error ``code`` of the library. ``what``: the action that failed."""
+    """Return the exception for an error ``code`` of the library.
+
+    ``what``: the name of the failed computation, such as "local training", for the message.
+    """
     if code == 2:
         return MemoryError(f"no memory for {what}: choose a smaller local.batch_size, or fewer clients at a time")
     if code == 3:

@@ -130,7 +130,10 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return, as text, the layers that PyTorch computes faster; empty if these are less than half of the work."""
+    """Return, as text, the convolutions that PyTorch computes faster than the kernel.
+
+    The text is empty if less than half of the model's products (multiplications) are in such convolutions.
+    """
     products, slow = products_of(stack), dict[int, dict[str, int]]()
     for index, row in enumerate(rows_of(stack)):
         side = max(row["kernel_y"], row["kernel_x"])
@@ -178,9 +181,10 @@ class _Rows:
             self.node, self.is_fork = len(self.rows), False
 
     def drop(self, probability: float) -> bool:
-        """Add dropout to the previous layer, or add a separate dropout layer if other layers read that output, too.
+        """Add dropout to the output of the previous layer; as a separate layer if other layers read this output, too.
 
-        Returns True if the kernel supports this: it does not support two dropouts of one output, or probability 1.
+        Returns False if the kernel does not support the dropout: a second dropout of one output, or probability
+        1.
         """
         if not probability:
             return True
@@ -191,7 +195,7 @@ class _Rows:
         return bool(is_known)
 
     def fork(self, node: int) -> None:
-        """Make ``node``, which another layer reads, too, the input of the next layer."""
+        """Let the next layer read ``node``, which another layer reads, too."""
         self.node, self.is_fork = node, True
 
 

@@ -124,7 +124,7 @@ class Perceptron:
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError if ``rows`` have another width than the network, or lack the classes that it needs."""
+        """Raise ValueError if the network cannot read ``rows``: they have another width, or they lack classes."""
         if rows.values.shape[1] != self.width or (self.num_classes > 0 and rows.classes is None):
             kind = f"{self.width} numbers and a class" if self.num_classes else f"{self.width} numbers"
             raise ValueError(f"the network takes rows of {kind}, not of the shape {rows.values.shape}")
@@ -243,10 +243,11 @@ class GradientNoise:
 
 
 class Adversaries:
-    """A discriminator and a generator, each with Adam on one vector of all its parameters.
+    """A discriminator and a generator. Each has an Adam optimizer for the vector of all its parameters.
 
     ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``:
-    the discriminator's last sum of clipped gradients. Raises ValueError if the parts do not fit together.
+    the discriminator's last sum of clipped gradients. Raises ValueError if the optimizers, the average or the two
+    networks do not fit together.
     """
 
     def __init__(

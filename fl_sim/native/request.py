@@ -23,7 +23,7 @@ TAKES = frozenset({
 """The fields of LocalSettings and LocalPlan that the compiled trainer supports."""
 
 TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
-"""The fields of LocalPlan that need unmixed records. The compiled trainer does not combine them with mixing."""
+"""The fields of LocalPlan (loss terms) that the compiled trainer does not support together with the field ``mix``."""
 
 RECEIVED = frozenset({"distillation", "contrast"})
 """The fields of LocalPlan that need another model's outputs.
@@ -94,7 +94,7 @@ class KernelJob(NamedTuple):
 
 
 def unknown_settings(settings: LocalSettings) -> list[str]:
-    """Return the names of the settings in use that the compiled trainer does not support."""
+    """Return the names of the fields of ``settings`` that are in use and that the compiled trainer does not support."""
     return sorted(fields_in_use(settings) - TAKES)
 
 
@@ -269,9 +269,9 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return the padded length of a vector of ``size`` numbers, a multiple of 16 with at least 16 spare numbers.
+    """Return ``size`` plus at least 16, rounded up to a multiple of 16: the length of a vector in the kernel's memory.
 
-    So the next vector in memory is aligned to the kernel's widest SIMD vectors.
+    The next vector in memory is then aligned to the kernel's widest SIMD vectors.
     """
     return -(-size // _SPARE) * _SPARE + _SPARE
 
@@ -284,7 +284,7 @@ def check_job(stack: Stack, job: KernelJob) -> None:
     task, plan, inputs, labels, draws = job
     count, settings = len(labels), task.settings
     if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
-        raise ValueError(f"the compiled trainer does not support {', '.join(unknown)} of the plan")
+        raise ValueError(f"the compiled trainer does not support {', '.join(unknown)} of the settings or the plan")
     check_optimizer(plan, settings)
     if count < 1 or settings.batch_size < 1 or settings.num_steps(count) < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Observers of a run: trackers such as MLflow, and the user's own objects, named by their import paths.
+"""Observers of a run: trackers such as MLflow, and the user's own objects. A command names the latter by import paths.
 
 Trackers receive the same numbers as the run's files, under the names of ``rounds.csv``. A background thread sends the
 numbers, so that a slow tracker never delays a round, and a failing tracker never aborts a run.
@@ -61,11 +61,12 @@ class Tracking:
     observers: tuple[str, ...] = ()
 
     def of(self, directory: Path, first: Observer, say: Say | None = None, given: object = None) -> "ObserverList":
-        """Create the observers of the run in ``directory``, and return them as one observer.
+        """Create the observers of the run in ``directory``, and return one observer that calls all of them.
 
-        ``first``: an observer that is called before all others. ``say``: shows the failure of a tracker to the user
-        (default: on standard error). ``given``: a further user's observer, as an object. Raises UserError if an
-        observer cannot be created, or has no method of an observer.
+        ``first``: an observer that is called before all others. ``say``: shows the failure of a tracker to the
+        user (default: on standard error). ``given``: a user's observer that is already an object, not an import
+        path. Raises UserError if an observer cannot be created, or if it has none of the methods of an
+        observer.
         """
         own: list[tuple[str, object]] = []
         for path in self.observers:
@@ -105,10 +106,10 @@ def tracking_of(track: str | Iterable[str]) -> Tracking:
 
 @dataclass
 class Sender:
-    """Sends one run to ``trackers``. After a failure, which is shown once, the failed tracker receives nothing more.
+    """Sends the measures of one run to ``trackers``. A tracker that has failed once receives nothing more.
 
-    ``directory``: the run directory. ``say``: shows a failure to the user. ``failed``: the trackers that have failed.
-    ``sessions``: {tracker: its open session}.
+    ``directory``: the run directory. ``say``: shows a failure to the user, once per tracker. ``failed``: the
+    trackers that have failed. ``sessions``: {tracker: its open session}.
     """
 
     directory: Path
@@ -138,7 +139,7 @@ class Sender:
     def end(self, facts: Mapping[str, Any]) -> None:
         """Send the numbers in ``facts``, the content of ``result.json``, and close all sessions.
 
-        The names are those of ``table.csv`` with the prefix ``result.``.
+        The trackers receive them under the names of ``table.csv`` with a prefix, such as ``result.accuracy``.
         """
         results = {f"result.{name}": value for name, value in measures(facts).items()}
         for tracker, session in list(self.sessions.items()):
@@ -182,10 +183,10 @@ def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
 
 
 class LiveTracker(Silent):
-    """An observer that sends a run to trackers: round by round, but a run with a privacy guarantee only at its end.
+    """An observer that sends a run to trackers: after every round, or at the end if the run has a privacy guarantee.
 
-    A tracker stores when a round was sent. In a private run this time would reveal the duration of local training, and
-    so the number of records. So all rounds of a private run are sent together after the last round.
+    A tracker stores when a round was sent. In a private run this time would reveal the duration of local training,
+    and so the number of records. So all rounds of a private run are sent together after the last round.
     """
 
     def __init__(self, directory: Path, trackers: Sequence[str], say: Say) -> None:
@@ -245,15 +246,16 @@ class LiveTracker(Silent):
 
 
 def ending_of(facts: Mapping[str, Any]) -> str:
-    """Return an identifier of the results in ``facts``; it changes when the run is extended and has new results."""
+    """Return an identifier of the results in ``facts``. It changes if the run gets new results, after more rounds."""
     return f"{facts['status']} {facts.get('chain', '')}"
 
 
 class ObserverList:
-    """An observer that calls several observers: first fl-sim's ``observers``, then the user's ``own``, (name, object).
+    """Calls several observers as if they were one: first fl-sim's own ``observers``, then the user's, ``own``.
 
-    A user's observer may lack methods. An exception in a user's observer stops the run with an error message of one
-    line. Raises UserError for a user's observer without any method of an observer.
+    ``own``: pairs (name, object). A user's observer may lack methods. An exception in a user's observer stops the
+    run with an error message of one line. Raises UserError for a user's observer that has none of the methods of an
+    observer.
     """
 
     def __init__(self, observers: Sequence[Observer], own: Sequence[tuple[str, object]]) -> None:
@@ -285,7 +287,8 @@ class ObserverList:
     def finished_round(self, record: RoundRecord) -> str | None:
         """Report the measures of a finished round to all observers.
 
-        If a user's observer returns True to end the run, the reason for the end is returned; otherwise None.
+        If a user's observer returns True, the run ends after this round. The method then returns a text with
+        this reason, else None.
         """
         reasons = []
         for name, returned in self._call("finished_round", record):
@@ -327,8 +330,8 @@ def _to_standard_error(line: str) -> None:
 def _opened(tracker: str, directory: Path, first_round: int) -> Session:
     """Open a session of ``tracker`` for a run whose next round is ``first_round``.
 
-    If the tracker already has this round, that round is of an earlier run in the same directory. Then this run gets a
-    new identity, so that the tracker does not mix the two runs.
+    The tracker may already have a round with this number, from an earlier run in the same directory. Then this run
+    gets a new identifier, so that the tracker does not mix the two runs.
     """
     run = _tracked_run(directory, tracker)
     if run.state.sent >= first_round:
@@ -340,8 +343,8 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 def _tracked_run(directory: Path, tracker: str, *, anew: bool = False) -> TrackedRun:
     """Return the name, settings and state of the run in ``directory`` that ``tracker`` needs.
 
-    The run gets a new identity in the tracker if it has none, or if ``anew``. Raises UserError for a damaged
-    ``tracking.json`` or ``config.toml``.
+    If ``anew`` is True, or if the tracker has no identifier of the run yet, a random one is made. Raises UserError
+    for a damaged ``tracking.json`` or ``config.toml``.
     """
     states = _read(directory)
     if anew or tracker not in states:

@@ -45,10 +45,10 @@ _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KI
 
 @dataclass(frozen=True)
 class TrackerState:
-    """What one tracker has received of a run, stored in ``tracking.json``.
+    """The part of a run that one tracker has already received, stored in ``tracking.json``.
 
-    ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that was sent.
-    ``ended``: the identifier of the results that were sent (``ending_of``); empty if none were sent.
+    ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that was
+    sent. ``ended``: the identifier of the results that were sent (``ending_of``); empty if none were sent.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -80,7 +80,7 @@ class Session(Protocol):
 
     @property
     def place(self) -> str:
-        """Return the command, address or name with which the user finds the run in the tracker."""
+        """Return a text with which the user finds the run in the tracker: a command, an address or a name."""
         ...
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """MLflow: sends a run to the server or database ``$MLFLOW_TRACKING_URI``. A tag contains the run's identity."""
+    """MLflow: sends a run to the server or database ``$MLFLOW_TRACKING_URI``. A tag contains the run's identifier."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         for name, value in _PATIENCE.items():
@@ -183,7 +183,7 @@ class MLflow:
 class WandB:
     """Weights & Biases: writes offline files in the run directory, unless ``$WANDB_MODE`` is set to another mode.
 
-    The library may not collect data about the machine, the program or its code.
+    fl-sim switches off the library's collection of data about the machine, the program and its code.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -217,7 +217,7 @@ class WandB:
 class Trackio:
     """Trackio: writes to a local database, or to the server ``$TRACKIO_SERVER_URL``, for ``trackio show``.
 
-    The name of a run in Trackio is the name of its directory and its identity.
+    The name of a run in Trackio consists of the name of its directory and its random identifier.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:
@@ -270,7 +270,7 @@ def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _complete_events(path: Path) -> "Iterator[Event]":
-    """Return the events in the file ``path``, after an incomplete event at its end, left by a crash, is removed."""
+    """Return the events in the file ``path``. First remove an incomplete event, which a crash may leave at the end."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415 (an extra)
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
 

@@ -39,7 +39,7 @@ TAKES = frozenset({
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` supports: all of them.
 
-Other trainers use ``train`` for the fields that they do not support.
+Another trainer calls ``train`` for a client whose settings or plan it does not support.
 """
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -136,9 +136,9 @@ def train(
 
 @dataclass(frozen=True)
 class Objective:
-    """The training loss of a model with its current weights, for one local plan.
+    """The training loss of a model with its current weights, as a client's local plan defines it.
 
-    The tensors of the plan are on the device of the records.
+    The tensors of the plan are on the same device as the records.
     """
 
     network: Network
@@ -154,7 +154,7 @@ class Objective:
     def of(
         cls, model: nn.Module, plan: LocalPlan, anchor: Params, device: torch.device, *, smoothing: float = 0.0
     ) -> Self:
-        """Return the objective of ``plan``; ``anchor``: the model that the client received, on ``device``.
+        """Return the loss that ``plan`` defines. ``anchor``: the model that the client received, on ``device``.
 
         ``smoothing``: the label smoothing. Raises UserError if ``check_smoothing`` refuses the plan.
         """
@@ -199,7 +199,7 @@ class Objective:
 def _batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each step, the indices of its records and the random moves of their images (augmentation).
+    """Yield, for each local step, the indices of its records and the random shifts of their images (augmentation).
 
     All random numbers of an epoch are drawn at its beginning.
     """
@@ -217,10 +217,10 @@ def _gradients(
     running: dict[str, torch.Tensor],
     ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and the gradients of all weights that the loss depends on, by name.
+    """Return the loss, and the gradients by the weights that the loss depends on, as {name: gradient}.
 
-    With an ``ascent`` (sharpness-aware minimisation) the gradients also use a second point. The ``running``
-    statistics are updated at the weights themselves, and not at this second point.
+    With an ``ascent`` (sharpness-aware minimisation), a second gradient is computed at the weights after the ascent
+    step, and both are combined. The ``running`` statistics are updated only at the original weights.
     """
     loss = loss_of()
     gradients = _differentiated(loss, weights)

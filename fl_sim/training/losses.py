@@ -1,7 +1,7 @@
-"""The parts of the training loss of a batch, for the plain loop of one client and for stacked clients.
+"""The parts of the training loss of a batch. They are used for one client and for several stacked clients.
 
-Records with weight 0 are padding of a batch. They add nothing to the loss, and no part computes a non-finite number
-from them.
+Stacked training fills smaller batches up with records of weight 0. These records add nothing to the loss. No part of
+the loss computes an infinite number or NaN from them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Slope: TypeAlias = Callable[
     [LogitsOf, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ]
-"""A function with the arguments and results of ``by_autograd``."""
+"""A function that computes the gradient of the cross-entropy by the input, such as ``by_autograd``."""
 
 _FAR_BELOW = -1e30
 """A finite number in place of minus infinity, for the logits of excluded classes.
@@ -46,7 +46,7 @@ def by_autograd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
 
-    The results can be differentiated once more.
+    The results can be differentiated by the weights. FedMix needs this, because its loss contains the gradient.
     """
     records = inputs.requires_grad_()
     logits = logits_of(records)
@@ -69,9 +69,10 @@ def mixed_losses(
 ) -> torch.Tensor:
     """Return the FedMix loss (``linearise`` True) or the NaiveMix loss of each record, (n,) (Yoon et al. 2021).
 
-    ``partner``: one averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of
-    the paper. ``slope``: the function that computes the gradient by the input. ``smoothing``: the label smoothing
-    of the records' own labels and of the averaged labels; see ``cross_entropies``.
+    ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of
+    the paper, the share of the averaged record. ``slope``: the function that computes the gradient by the input.
+    ``smoothing``: the label smoothing of the records' own labels and of the averaged labels; see
+    ``cross_entropies``.
     """
     mean_input, mean_label = partner
     if not linearise:
@@ -85,7 +86,7 @@ def mixed_losses(
 
 
 def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
-    """Return the loss terms of ``plan`` with a weight other than 0; the algorithm's own term comes last."""
+    """Return the loss terms of ``plan`` whose weight is not 0. The algorithm's own loss term, if any, comes last."""
     terms = []
     if (part := plan.distillation) is not None and part.weight:
         function = _With(distilled, (part.weight, part.temperature, part.exclude_true))
@@ -110,7 +111,10 @@ def outputs_for(
 
 
 def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
-    """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf removes a class from softmax."""
+    """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf removes a class from softmax.
+
+    If ``scale`` or ``shift`` is None, this step is left out.
+    """
     if scale is not None:
         _check("logit_scale", scale, logits.shape[1:])
         logits = logits * scale
@@ -172,7 +176,10 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 
 
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
-    """Return the loss term ``Suppression``: one number, (), because it has a mean over the batch inside a logarithm."""
+    """Return the loss term ``Suppression``: one number for the batch, shape (), not one for each record.
+
+    The reason is that the term contains the logarithm of a mean over the batch.
+    """
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
     usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
@@ -209,10 +216,10 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _With:
-    """A function of a batch with fixed settings.
+    """A loss term: the call ``function(batch, *settings)`` with fixed settings.
 
-    Two such objects are equal if function and settings are equal, so that clients with equal loss terms form one
-    stack.
+    Two such objects are equal if function and settings are equal. So clients with equal loss terms can be trained
+    in one stack.
     """
 
     function: Callable[..., torch.Tensor]

@@ -42,7 +42,7 @@ class Moments:
         return cls(torch.zeros_like(tensor), torch.zeros_like(tensor), num_steps)
 
     def of_first(self, width: int) -> Self:
-        """Return views (without a copy) of the moments of the first ``width`` clients of a stack."""
+        """Return the moments of the first ``width`` clients of a stack, as views without a copy."""
         return type(self)(self.first[:width], self.second[:width], self.num_steps)
 
     def direction(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,10 @@ class Moments:
 
 
 def ascent_of(plan: LocalPlan) -> Ascent | None:
-    """Return the plan's ascent step; None if there is none, or if its radius or share is 0 and has no effect."""
+    """Return the plan's ascent step (sharpness-aware minimisation). Return None if it has none, or one without effect.
+
+    An ascent step has no effect if its radius or share is 0.
+    """
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None
 
@@ -64,9 +67,9 @@ def ascent_of(plan: LocalPlan) -> Ascent | None:
 def uphill(
     weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], ascent: Ascent
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after the ascent step of sharpness-aware minimisation, by name.
+    """Return the weights after the ascent step of sharpness-aware minimisation, as {name: weight}.
 
-    The second gradient is computed at these weights. Weights without a gradient are left out.
+    The second gradient of the method is computed at these weights. Weights without a gradient are left out.
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
@@ -79,9 +82,10 @@ def uphill(
 def blended(
     gradients: Mapping[str, torch.Tensor], above: Mapping[str, torch.Tensor], ascent: Ascent
 ) -> dict[str, torch.Tensor]:
-    """Return (1 - share) * gradients + share * above; exactly ``above`` if the share is 1.
+    """Return (1 - share) * ``gradients`` + share * ``above``; exactly ``above`` if the share is 1.
 
-    ``above``: the gradients at the weights of ``uphill``.
+    ``gradients``: at the current weights. ``above``: at the weights after the ascent step (``uphill``). ``ascent``:
+    contains the share.
     """
     if ascent.share == 1:
         return dict(above)

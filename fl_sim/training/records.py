@@ -72,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The training records of one client, as (source, range of rows) for each of their sources."""
+    """The training records of one client: for each source, the pair (source, range of the client's rows in it)."""
 
     parts: tuple[tuple[Source, range], ...]
 
@@ -113,9 +113,9 @@ class Records:
         return tuple(torch.bincount(labels, minlength=num_classes).tolist())
 
     def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
-        """Return the row indices of these records in the concatenation of all sources.
+        """Return the row indices of these records if all sources are concatenated.
 
-        ``first_of``: the row index at which each source begins.
+        ``first_of``: {source: the index of its first row in the concatenation}.
         """
         return np.concatenate([first_of[source] + np.arange(rows.start, rows.stop) for source, rows in self.parts])
 

@@ -25,24 +25,24 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Params, Precision, Trained
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that records a step in a CUDA graph, and returns a function that replays the step in one launch.
+"""A function that captures a step in a CUDA graph, and returns a function that replays the step in one launch.
 
-The step must use the same memory at each call.
+The step must use the same memory addresses at each call.
 """
 
 SAME_STEP = 0.01
-"""The largest accepted difference between the results of a CUDA graph and of the plain step.
+"""The largest accepted difference between the results of a CUDA graph and of the plain PyTorch step.
 
-It is relative to the change of the tensors by the step.
+The difference is divided by the change that the step makes to the tensors.
 """
 
 ROUNDING = 2.0**-22
 """The largest accepted rounding error of a CUDA graph, relative to the numbers: four float32 rounding errors."""
 
 PLAIN_STEPS = 8
-"""The number of plain steps with a number of clients before a CUDA graph is captured for this number.
+"""The number of plain PyTorch steps before a CUDA graph is captured, counted for each number of clients in a step.
 
-A capture costs about six plain steps.
+A capture takes as long as about six plain steps.
 """
 
 WARM_UP_STEPS = 3
@@ -85,7 +85,10 @@ class Launcher:
             self._record(self._capture, width, active)
 
     def _record(self, capture: Capture, width: int, active: int) -> None:
-        """Execute one step by a new graph and by the plain code, and keep the graph if both results agree."""
+        """Execute one step by a new CUDA graph and by plain PyTorch. Keep the graph if both results agree.
+
+        The result of the plain step is kept in any case.
+        """
         before = self._copied()
         self._step.active.zero_()  # no client is in training, so the steps of a capture change nothing
         try:
@@ -236,7 +239,7 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return a step for these jobs and its launcher: those of the last round if they fit, else new ones."""
+        """Return a ``StackedStep`` and its launcher for ``jobs``: those of the last round if possible, else new ones."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources

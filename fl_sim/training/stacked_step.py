@@ -44,7 +44,7 @@ TAKES = frozenset({
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings that all clients of one stack share; they determine the computation of a step.
+    """The settings that all clients of one stack share. They determine the operations of a step.
 
     ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if
     the plans have gradient offsets, step offsets, a proximal term. ``mixing``: a key of the mixing pool and its
@@ -137,7 +137,11 @@ class StackedStep:
         self._pool = [part.to(device) for part in pool]
 
     def load(self, jobs: Sequence[LocalJob]) -> None:
-        """Copy the initial values of the clients to the buffers. Raises UserError if settings contradict a plan."""
+        """Copy the clients' initial weights, plans and learning rates to the buffers.
+
+        Raises UserError if a client's settings contradict its plan, such as label smoothing with removed
+        classes.
+        """
         for job in jobs:
             check_smoothing(job.plan, self.kind.label_smoothing)
             check_optimizer(job.plan, job.task.settings)
@@ -269,7 +273,7 @@ class StackedStep:
     def _moved_by_the_loss(self) -> list[str]:
         """Return the names of the parameters that the loss depends on.
 
-        Training changes no other parameters, not even by weight decay, as in PyTorch's optimizers.
+        All other parameters stay unchanged. Not even weight decay changes them, as in PyTorch's optimizers.
         """
         weights = placed_in(self._network.model, dict(self.kind.layout).keys())
         named = trainable(self._network.model)

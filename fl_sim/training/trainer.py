@@ -1,7 +1,8 @@
 """Local training and evaluation, by the compiled trainer if it supports the model, else by PyTorch.
 
 Both trainers take a LocalPlan, so an algorithm does not depend on the choice. Their results agree up to float32
-rounding. With dropout they agree in distribution only, because each trainer has its own random masks.
+rounding. If the model has dropout, the results agree in distribution only, because each trainer draws its own random
+masks.
 """
 
 import copy
@@ -43,8 +44,8 @@ class LocalJob:
     """The local training of one client: the arguments of ``fl_sim.training.loop.train`` without the model.
 
     ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use
-    (dropout). It is called before PyTorch trains. The compiled trainer derives its dropout masks from a last draw
-    of ``generator``.
+    (dropout). It is called before PyTorch trains. The compiled trainer instead draws a key for its dropout masks
+    from ``generator``, after all other random numbers.
     """
 
     task: LocalTask
@@ -64,7 +65,10 @@ class LocalJob:
         return self.task.settings.num_steps(len(self.records))
 
     def in_phase(self, number: int) -> Self:
-        """Return the job for one training phase of the plan, counted from 0; this job if the plan has no phases."""
+        """Return the job for one phase of the plan, counted from 0. A phase trains some parameters for some epochs.
+
+        If the plan has no phases, return this job unchanged.
+        """
         if not self.plan.phases:
             return self
         phase = self.plan.phases[number]
@@ -74,10 +78,10 @@ class LocalJob:
 
 
 class LocalTrainer(Protocol):
-    """The interface of a trainer. The first trainer in a client runtime's list that supports a job executes the job."""
+    """The interface of a trainer. A worker has a list of trainers, and the first that supports a job executes it."""
 
     def supports(self, job: LocalJob) -> bool:
-        """Return True if this trainer supports the settings, the plan and the records of ``job``."""
+        """Return True if this trainer supports the settings, the local plan and the records of ``job``."""
         ...
 
     def train(self, job: LocalJob) -> Trained:
@@ -87,7 +91,7 @@ class LocalTrainer(Protocol):
 
 @runtime_checkable
 class Training(Protocol):
-    """The interface of an algorithm with its own trainers, which take precedence over the project's trainers."""
+    """The interface of an algorithm with its own trainers. They are tried before fl-sim's trainers."""
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
         """Return the algorithm's trainers. ``model``: provides the architecture; its weights may be overwritten."""
@@ -130,7 +134,7 @@ class Trainer:
         return self._taken(input_shape, plan, asked) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return the reason why PyTorch trains this model faster than compiled code; empty if PyTorch is not faster."""
+        """Return the reason why PyTorch trains this model faster than the compiled trainer; empty if it does not."""
         self._stack(input_shape)
         return self._slower[input_shape]
 
@@ -147,7 +151,10 @@ class Trainer:
         return self.prepare(jobs)()
 
     def prepare(self, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
-        """Prepare the input of the compiled trainer, and return a function that then trains as ``train_all`` does."""
+        """Prepare the training of ``jobs`` by the compiled trainer. Return a function that then trains them.
+
+        The returned function has the same results as ``train_all``.
+        """
         stacks = [self._native(job) for job in jobs]
         stack, kernel = next((one for one in stacks if one is not None), None), self._kernel
         if stack is None or kernel is None:
@@ -251,7 +258,11 @@ class Trainer:
         return bool(linear) and head_of(self._model) is linear[-1]
 
     def _compiled(self, params: Params, inputs: torch.Tensor, rows: Rows = "logits") -> LogitsOf | None:
-        """Return a compiled function from records to ``rows``; None if unsupported or if ``params`` are not finite."""
+        """Return a compiled function that computes ``rows`` (logits or features) of records.
+
+        Returns None if the kernel does not support the model or the inputs, or if ``params`` contain infinite
+        numbers or NaN.
+        """
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
             return None
@@ -268,7 +279,10 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the kernel's description of the model; None if ``plan`` or a field in ``asked`` is unsupported."""
+        """Return the kernel's description of the model, or None if the kernel does not support the training.
+
+        ``asked``: the names of all fields of settings and ``plan`` that are in use.
+        """
         stack = self._stack(input_shape) if self._kernel is not None else None
         if (
             stack is None

@@ -115,9 +115,9 @@ def test_devices_of_ones_own_are_taken_and_held_to_what_a_device_can_be(tmp_path
     result = run(experiment_from({**base, "devices": Shop()}), tmp_path / "run")
     assert result["virtual_seconds"] == pytest.approx(6.0, abs=0.1)
     for wrong, told in (
-        (Shop(slow=0), "gave a fleet whose step_seconds and record_seconds of client 1 is 0"),
-        (Shop(slow=float("nan")), "gave a fleet whose step_seconds and record_seconds of client 1 is nan"),
-        (Shop(download=0), "gave a fleet whose download of client 0 is 0"),
+        (Shop(slow=0), "returned wrong devices: step_seconds and record_seconds of client 1 is 0"),
+        (Shop(slow=float("nan")), "returned wrong devices: step_seconds and record_seconds of client 1 is nan"),
+        (Shop(download=0), "returned wrong devices: download of client 0 is 0"),
         (Short(), r"have the shape \(3,\), but there are 4 clients"),
     ):
         with pytest.raises(UserError, match=told):

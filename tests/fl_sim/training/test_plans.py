@@ -143,7 +143,7 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
     assert kernel is not None
     assert stack is not None
     draws = Draws.of(job.task, job.plan, len(job.records), job.generator)
-    with pytest.raises(ValueError, match="does not support sharpness of the plan"):
+    with pytest.raises(ValueError, match="does not support sharpness of the settings or the plan"):
         kernel.train(stack, [KernelJob(job.task, job.plan, *job.records.tensors(), draws)])
     trainer = Trainer(model(), kernel)
     assert [trainer.is_native(SHAPE, plan) for plan in (LocalPlan(), LocalPlan(proximal_mu=1.0))] == [True, True]
