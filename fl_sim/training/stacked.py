@@ -239,7 +239,7 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return a ``StackedStep`` and its launcher for ``jobs``: those of the last round if possible, else new ones."""
+        """Return a ``StackedStep`` and its launcher for ``jobs``: the last ones if they fit, else new ones."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
