@@ -40,7 +40,7 @@ def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = 
     """Return the ClientApp that all engines use: in this process, in Ray actors and on Flower's own runtime.
 
     ``signer``: verifies tickets. A ticket proves that the driver, the process that started this worker, has charged a
-    release to the client's ledger. None: messages with tickets are refused.
+    release to the client's privacy ledger. None: messages with tickets are refused.
     """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
@@ -211,7 +211,7 @@ class _Reader:
         """Return the client that a message is for, with everything that its task needs.
 
         Raises RunError if the message has a ticket that this worker cannot accept. A ticket proves that a release is
-        already charged to the client's ledger.
+        already charged to the client's privacy ledger.
         """
         config, ticket = wire.read_task_config(message.content), None
         own: tuple[str | int, ...] = ()

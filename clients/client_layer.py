@@ -1,8 +1,9 @@
-"""The client half of a layer: its changes to a client's tasks and updates.
+"""The client half of a round layer, such as compression: its changes to a client's tasks and updates.
 
-Server and client each build the same layers from the experiment. The client passes a task through all layers, from the
-outermost to the innermost, trains, and passes the update through all layers back. The server asks the layers for
-payload templates, and unpacks updates with them.
+Round layers wrap every round, and are not layers of the network. Server and client each build the same round layers
+from the experiment. A client passes the task from the server through all of them, from the outermost to the innermost.
+Then it trains, and passes its update back through all of them. The server asks the round layers for payload templates
+(names and shapes of the tensors in an update), and unpacks updates with their methods.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, Serve
 
 
 class ClientLayer:
-    """A layer between a client's messages and the algorithm. By default no method changes anything."""
+    """A round layer, such as compression, between a client's messages and the algorithm.
+
+    By default it changes nothing.
+    """
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task for the algorithm and the trainer. ``task``: the task from the next outer layer."""
+        """Return the task for the algorithm and the trainer. ``task``: the task from the next outer round layer."""
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the local plan for the trainer. ``came``: the task before this layer changed it in ``received``."""
+        """Return the local plan for the trainer. ``came``: the task before ``received`` changed it."""
         del came
         return plan
 
@@ -60,12 +64,12 @@ class ClientLayer:
         return {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the template of the payloads that this layer adds to updates."""
+        """Return names and shapes of the payloads (groups of tensors) that this round layer adds to updates."""
         del server
         return {}
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the compressed size of each payload of ``template`` that this layer compresses, by name.
+        """Return the compressed sizes, by name, of the payloads in ``template`` that this round layer compresses.
 
         ``model``: the model that clients receive.
         """
@@ -78,7 +82,10 @@ class ClientLayer:
         return reply
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the template of the client state: ``state``, from the algorithm and inner layers, and this layer's."""
+        """Return names and shapes of the client state: those in ``state``, and those that this round layer adds.
+
+        ``state`` has the tensors of the algorithm and of the inner round layers.
+        """
         del template, server
         return state
 
@@ -107,7 +114,7 @@ def _checked(name: str, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class OwnClientLayer(ClientLayer):
-    """A wrapper of the client half of a user's own layer. It checks the types of all results."""
+    """A wrapper of the client half of a user's own round layer. It checks the types of all results."""
 
     half: ClientLayer
 

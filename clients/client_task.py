@@ -84,9 +84,10 @@ class Client:
     """A client, the message that it received, and everything that the message's task needs.
 
     ``content``: the Flower records of the message. ``policy``: the privacy limits that the client's owner has set, or
-    None. ``ticket``: a proof that a release is already charged to the client's ledger, for a worker that cannot access
-    the client's files. ``check``: a function that long tasks call repeatedly; it aborts the task by an exception.
-    ``read``: a function that unpacks the tensors of a message; the clients of a round may share the unpacked tensors.
+    None. ``ticket``: a proof that a release is already charged to the client's privacy ledger, for a worker that cannot
+    access the client's files. ``check``: a function that long tasks call repeatedly; it aborts the task by an
+    exception. ``read``: a function that unpacks the tensors of a message; the clients of a round may share the unpacked
+    tensors.
     """
 
     number: int
@@ -128,7 +129,7 @@ class Client:
         return params
 
     def folder(self, name: str = "") -> Path:
-        """Return a folder for this client's files in this run, such as an unfinished release, below ``name``."""
+        """Return the folder ``name``/client-NUMBER of this run, for files such as an unfinished release."""
         return Path(self.config.state_dir) / name / f"client-{self.number}"
 
 
@@ -161,9 +162,10 @@ class Grouped(Protocol):
 
 @dataclass(frozen=True)
 class Begun:
-    """A release that is already charged to the client's ledger and not computed yet.
+    """A release that is already charged to the client's privacy ledger and not computed yet.
 
-    ``ticket``: the proof of the charge, which is sent to the worker. ``paid``: the argument of the task's ``finish``.
+    ``ticket``: the proof of the charge, which is sent to the worker. ``paid``: the values that the task's ``finish``
+    needs later, such as the ledger's receipt.
     """
 
     ticket: remote.Ticket
@@ -172,13 +174,13 @@ class Begun:
 
 @runtime_checkable
 class PaidAtHome(Protocol):
-    """A task that makes a private release, which the driver charges to the client's ledger before a worker makes it.
+    """A task that makes a private release. The driver charges the release to the client's privacy ledger beforehand.
 
     A worker on another machine cannot access the ledger. It receives a ticket, which proves the charge.
     """
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge the release to the client's ledger, and return the ticket for the worker in a ``Begun``.
+        """Charge the release to the client's privacy ledger, and return the ticket for the worker in a ``Begun``.
 
         Return the answer instead if it exists already, and None if the task needs no charge.
         """
@@ -200,8 +202,8 @@ class ClientRuntime:
     training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
-    tensors in a file that a task names. ``initial``: the initial model of the run. ``layers``: the client halves
-    of the layers, innermost first.
+    tensors in a file that a task names. ``initial``: the initial model of the run. ``layers``: the client halves of the
+    round layers, such as compression, innermost first.
     """
 
     algorithm: LocalAlgorithm

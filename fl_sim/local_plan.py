@@ -17,7 +17,7 @@ from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 @dataclass(frozen=True)
 class Mix:
-    """The loss of FedMix and NaiveMix: each batch is mixed with one averaged record of the pool.
+    """The loss of FedMix and NaiveMix: each batch is mixed with one averaged record that clients shared.
 
     ``inputs``: (pool size, *input shape), normalised. ``labels``: (pool size, classes), the class proportions of each
     averaged record. ``linearise``: True selects FedMix's first-order expansion, False NaiveMix's plain interpolation.
@@ -181,8 +181,9 @@ class LocalPlan:
     ``local.epochs``; the anchor of a phase is the model at its beginning. A term of strength 0 (``weight``, ``radius``,
     ``share``) is left out. A trainer that does not support a field in use passes the client to another trainer.
 
-    Raises UserError for a shift or a scale together with ``mix``: mixed labels include classes that the client may not
-    hold, so a correction of logits by the client's own label counts has no meaning there.
+    Raises UserError for a shift or a scale together with ``mix``: the averaged record with which a batch is mixed may
+    come from another client, with classes that this client does not hold. So a correction of logits by the client's own
+    label counts has no meaning there.
     """
 
     gradient_offset: Params | None = None
@@ -207,8 +208,8 @@ class LocalPlan:
         """Raise UserError for fields that exclude each other: ``mix`` beside a shift or a scale of logits."""
         if self.mix is not None and (self.logit_shift is not None or self.logit_scale is not None):
             raise UserError(
-                "a plan that mixes records (mix) cannot shift or scale logits (logit_shift, logit_scale): mixed labels "
-                "are of classes that the client may not hold; leave one of them out"
+                "a plan that mixes records (mix) cannot shift or scale logits (logit_shift, logit_scale): the record "
+                "that is mixed in may come from another client, with other classes; leave one of them out"
             )
 
 
@@ -308,9 +309,10 @@ def sends_a_part(algorithm: object, personal: str) -> bool:
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of the fields that differ from their defaults, and of the fields without a default.
+    """Return the names of the fields of ``values`` that are in use: that differ from their defaults.
 
-    A trainer compares them with the fields that it supports.
+    ``values``: a local plan or local settings. Fields without a default are always in use. A trainer compares these
+    names with the fields that it supports.
     """
     if isinstance(values, LocalSettings):
         return _settings_in_use(values)

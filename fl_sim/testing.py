@@ -227,7 +227,7 @@ def _local(
 
 
 def _none(*_: object) -> Records:
-    raise AssertionError("the records of this client are handed to it")
+    raise AssertionError("a test passes the records of a client directly, so this function is never called")
 
 
 def _handed_out(task: LocalTask) -> WriteGuard:

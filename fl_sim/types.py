@@ -198,9 +198,9 @@ class LocalSettings:
     again. ``label_smoothing``: the share of every label that is distributed evenly over all classes. ``clip_norm``: the
     maximum L2 norm of a step's gradient over all parameters (0: no maximum). The gradient is clipped after all
     additions of the local plan, and before weight decay and momentum. So a correction that cancels the gradient at the
-    optimum still cancels it, as in FedDyn's program, which puts the correction into the loss. That program adds alpha w
-    as weight decay, and so does not clip it. ``augment``: the random augmentation of images, drawn anew for each use of
-    a record.
+    optimum still cancels it, as in FedDyn's program, which puts the correction into the loss. (That program adds
+    FedDyn's term alpha w, w being the parameters, as weight decay, and so does not clip it.) ``augment``: the random
+    augmentation of images, drawn anew for each use of a record.
     """
 
     learning_rate: float
@@ -354,7 +354,7 @@ class Cohort:
     num_holders: int | None = None
 
     def participation(self, num_trained: int) -> float:
-        """Return |S|/K for ``num_trained`` clients S; K are the clients that can take part (``num_holders``)."""
+        """Return ``num_trained`` divided by the number of clients that can take part, ``num_holders``."""
         return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 
@@ -376,10 +376,11 @@ class Traffic:
 class Aggregate:
     """The means over clients: the only view of a round that the server side of an algorithm has.
 
-    ``payloads``: the means of the clients' payloads, by group. ``participation``: |S|/K, where S are the clients behind
-    the means, and K the clients with records. Under Global DP the set of clients with records is secret: then
-    ``participation`` is the public expectation, and K are all clients. ``without_effect``: a warning if the aggregator
-    had no effect, because it returned the plain mean of these updates; else empty.
+    ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients behind the
+    means, divided by the number of clients with records. Under Global DP the set of clients with records is secret:
+    then it is the expected number of clients, which is public, divided by the number of all clients.
+    ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of these updates;
+    else empty.
     """
 
     payloads: Payloads

@@ -1,6 +1,7 @@
 """Private label selection (PLS): the private number of synthetic records of each class (Tang, Wang, Liu 2023).
 
-A class with n_k records on the client gets about gamma n_k synthetic records. Two mechanisms are available.
+A class with n_k records on the client gets about gamma n_k synthetic records (gamma is a setting, such as 0.05). Two
+mechanisms are available.
 
 Exponential mechanism (McSherry, Talwar 2007): the number r in {0..R}, R public, has probability proportional to
 exp(epsilon u(r) / (2 gamma)), with the score u(r) = -|r - gamma n_k|. One record changes u by gamma, not by 1; the
@@ -217,8 +218,9 @@ def _target(gamma: float, num_records: int) -> tuple[int, float]:
 def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: float, highest: float) -> Floats:
     """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one r per class.
 
-    On each side of the target whole + rest this is a truncated geometric distribution. ``coins``: uniform random
-    numbers; ``coins[0]`` decides the side, ``coins[1]`` the distance.
+    ``whole`` + ``rest`` is the target: its whole number and its fraction. On each side of the target, the distribution
+    is a truncated geometric one. ``coins``: uniform random numbers; ``coins[0]`` decides the side, ``coins[1]`` the
+    distance.
     """
     from scipy.special import expit  # noqa: PLC0415 (slow, and most runs need no label selection)
 

@@ -184,10 +184,10 @@ def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
 def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, draw: int) -> int:
     """Return an index of ``scores``, drawn with probability proportional to exp(epsilon score / 2).
 
-    The draw costs ``epsilon`` if one record changes a score by at most 1. It compares exponential random numbers with
-    these rates and returns the index of the smallest, similar to the Gumbel trick. The uniform numbers have a fine
-    resolution near 0, which decides the probability of unlikely indices. ``draw``: the number of this draw; each draw
-    has its own noise.
+    The draw costs ``epsilon`` if one record changes a score by at most 1. The function draws an exponential random
+    number for each index, with these probabilities as rates, and returns the index of the smallest number (similar to
+    the Gumbel trick). The uniform numbers have a fine resolution near 0, which decides the probability of unlikely
+    indices. ``draw``: the number of this draw; each draw has its own noise.
     """
     if math.isinf(epsilon):
         return int(scores.argmax())
@@ -384,7 +384,7 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
 def _gradient_and_loss(
     found: ForestMarginals, noisy: ForestMarginals, of_ones: float, of_twos: float
 ) -> tuple[ForestMarginals, Array]:
-    """Return the loss of each class, and the gradient of half the loss by ``found``.
+    """Return the gradient of half the loss with respect to ``found``, and the loss of each class.
 
     The loss is the weighted sum of squared differences between ``found`` and ``noisy`` marginals. ``of_ones``,
     ``of_twos``: the weights of the tables of columns and of pairs.

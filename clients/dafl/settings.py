@@ -25,14 +25,14 @@ AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 
 
 class DaFl(Settings):
-    """Before the rounds, the main task, a client releases about ``gamma`` times as many synthetic records as it has.
+    """Before the rounds, a client releases about ``gamma`` times as many synthetic records as it has own records.
 
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for labels and
     generator together. ``generator``: "dp-cgan" is the paper's generator, and the better one if clients also train on
     raw records; "mean-embedding" takes a second and is the better one if clients train on synthetic records alone;
     "marginals" is for tables, "gaussian" for public features.
     ``labels``: the mechanism that selects the number of synthetic records of each class.
-    ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the training records of the main task,
+    ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the training records in the rounds,
     either the client's own and the pool of all synthetic records, or the pool alone; the pool alone makes the whole run
     private by post-processing.
     ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
@@ -120,7 +120,7 @@ class DaFl(Settings):
         return self.train_on == "synthetic"
 
     def gamma_of(self, client: int) -> float:
-        """Return gamma of ``client``: its number of synthetic records divided by its number of records, about."""
+        """Return gamma of ``client``: about its number of synthetic records divided by its number of records."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:

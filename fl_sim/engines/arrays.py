@@ -129,21 +129,24 @@ def pack(params: Params) -> ArrayRecord:
 
 
 def unpack(record: Any) -> Params:
-    """Return the tensors in a record that ``pack`` made. The layout is not checked: clients trust the server."""
+    """Return the tensors in an ArrayRecord that ``pack`` made. The layout is not checked: clients trust the server."""
     ((text, array),) = record.items()
     layout = _read_layout(text)
     return FlatParams(tensor_in(array, (num_in(layout),)), layout)
 
 
 def read_group(record: object, layout: Layout) -> Params:
-    """Return the tensors in a client's record. Raises Malformed if names, shapes or order differ from ``layout``."""
+    """Return the tensors in a client's ArrayRecord.
+
+    Raises Malformed if names, shapes or order differ from ``layout``.
+    """
     if not isinstance(record, ArrayRecord) or set(record) != {_write_layout(layout)}:
         raise Malformed("sent tensors of other names, shapes or order than the payload template has")
     return FlatParams(tensor_in(record[_write_layout(layout)], (num_in(layout),)), layout)
 
 
 def packed_record(packed: Packed) -> ArrayRecord:
-    """Return a compressed group of tensors as a record of at most two arrays: float32 numbers, and packed bits."""
+    """Return a compressed group of tensors as an ArrayRecord of at most two arrays: float32 numbers and packed bits."""
     record = ArrayRecord()
     if len(packed.numbers):
         record[_NUMBERS] = TensorArray(packed.numbers)
@@ -153,7 +156,7 @@ def packed_record(packed: Packed) -> ArrayRecord:
 
 
 def read_packed(record: object, size: Size) -> Packed:
-    """Return the compressed group of tensors in a record. Raises Malformed if its size differs from ``size``."""
+    """Return the compressed group of tensors in an ArrayRecord. Raises Malformed if its size differs from ``size``."""
     names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
     if not isinstance(record, ArrayRecord) or set(record) != names:
         raise Malformed("sent a compressed update with other arrays than expected")
@@ -180,9 +183,9 @@ def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: 
 
 
 def check_names(content: RecordDict, names: set[str]) -> None:
-    """Raise Malformed if the record names in a message differ from ``names``."""
+    """Raise Malformed if the names of the Flower records in a message differ from ``names``."""
     if set(content) != names:
-        raise Malformed(f"sent other records than {', '.join(sorted(names))}")
+        raise Malformed(f"sent Flower records with other names than {', '.join(sorted(names))}")
 
 
 def whole_number(value: object, largest: int, what: str) -> int:

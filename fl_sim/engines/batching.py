@@ -57,10 +57,10 @@ class ClientBatching:
     """The settings for training several clients in one batch.
 
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
-    ``steps``: the number of minibatch steps in a round, for every partition. ``stack``: the number of clients that are
-    trained together in one batch. With ``stack`` 1, batches are filled with clients up to ``STEPS_AT_A_TIME`` or
-    ``least_steps`` minibatch steps, whichever is more, since less work is not worth another thread. ``most_clients``:
-    the largest number of clients in a batch, since all of their models are in memory at once.
+    ``steps``: each client's number of minibatch steps in a round, by the client's number. ``stack``: the number of
+    clients that are trained together in one batch. With ``stack`` 1, batches are filled with clients up to
+    ``STEPS_AT_A_TIME`` or ``least_steps`` minibatch steps, whichever is more, since less work is not worth another
+    thread. ``most_clients``: the largest number of clients in a batch, since all of their models are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -133,9 +133,9 @@ class Exchange(Generic[Call]):
     """The messages of one exchange over several workers, and the replies so far.
 
     ``fresh``: the messages that were not handed out yet. ``running``: the batch of every unfinished call; ``begin``
-    adds a batch and counts its steps. ``steps``: a function that returns the work of a message, at least 1. ``stack``:
-    if above 1, every batch has ``stack`` messages in the given order, because the clients that are trained together
-    decide the last bits of the result.
+    adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that a message
+    asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
+    clients that are trained together decide the last bits of the result.
 
     If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, so that the
     client that kills its worker is found. Running a client twice is safe, since client states are keyed by round.
@@ -322,5 +322,5 @@ def node_context(node_id: int, num_clients: int) -> Context:
 
 
 def partition_of(message: Message) -> int:
-    """Return the index of the partition that a message is addressed to."""
+    """Return the number of the client (Flower: partition) that a message is addressed to."""
     return message.metadata.dst_node_id - FIRST_NODE_ID

@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[int], None]
 
 
 class LocalGrid(Grid):
-    """A Grid whose nodes are partitions: node ``1000 + i`` holds partition i.
+    """A Grid with one node for each client: node ``1000 + i`` is client i, which Flower calls partition i.
 
     Subclasses implement ``_exchange``, which answers all messages of one exchange. ``quiet``: a context manager that
     hides the output that clients print; subclasses that run clients in this process run them within this context.
@@ -69,7 +69,7 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> range:
-        """Return the node ids in the order of their partitions."""
+        """Return the node ids in the order of their clients' numbers."""
         return range(FIRST_NODE_ID, FIRST_NODE_ID + self.num_clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

@@ -240,7 +240,7 @@ class _Outbox:
         self.answered: list[Message] = []
 
     def request(self, message: Message) -> tuple[Any, int, Any] | None:
-        """Return (metadata of the message, number of its content in ``contents``, records for this client only).
+        """Return (metadata of the message, number of its content in ``contents``, Flower records for this client only).
 
         Returns None if no worker is needed: then the answer was added to ``answered``.
         """

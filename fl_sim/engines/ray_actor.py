@@ -46,8 +46,8 @@ class MessageHandler:
     def answer(self, requests: Any, contents: Mapping[int, Any], files: Mapping[str, Any]) -> Any:
         """Return the encrypted pair (one reply per request, duration in seconds).
 
-        ``requests``: encrypted tuples (metadata of a message, number of its content, records for its client only).
-        ``contents``: {number: content}; a content is encrypted, or a Ray reference, or None if the previous call
+        ``requests``: encrypted tuples (metadata of a message, number of its content, Flower records for its client
+        only). ``contents``: {number: content}; a content is encrypted, or a Ray reference, or None if the previous call
         brought the same content. ``files``: Ray references to the files that the contents name.
         """
         start = time.perf_counter()
@@ -74,7 +74,7 @@ class MessageHandler:
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared content with this ``number``, plus its client's ``own`` records."""
+        """Return a message's content: the shared one with this ``number``, plus the client's ``own`` Flower records."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

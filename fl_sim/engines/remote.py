@@ -1,8 +1,8 @@
 """Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
-This file defines the form of their messages, the encryption, signed tickets (proofs that a release was charged to its
-ledger), and the import of modules that are sent along. It does not import Ray. Messages are encrypted because Ray keeps
-objects in the memory of a node, and writes them to the node's disk if memory runs short.
+This file defines the form of their messages, the encryption, signed tickets (proofs that a release was charged to a
+privacy ledger), and the import of modules that are sent along. It does not import Ray. Messages are encrypted because
+Ray keeps objects in the memory of a node, and writes them to the node's disk if memory runs short.
 """
 
 import hashlib
@@ -39,7 +39,10 @@ NO_TICKET: Final = (
     "only a worker that the run's own driver started accepts a ticket, and only if that driver signed it for this "
     "message; send the message without a ticket"
 )
-"""The error message for a ticket that is refused. A ticket is a proof that the driver has charged a release."""
+"""The error message for a ticket that is refused.
+
+A ticket is the driver's proof that a release was charged to a ledger.
+"""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
     """Return consecutive parts of ``content``, of ``sizes`` bytes. Raises ValueError if the sum of sizes differs."""
     ends = list(accumulate(sizes))
     if ends[-1:] != [len(content)]:
-        raise ValueError("parts are missing")
+        raise ValueError("parts of the encrypted value are missing")
     return [content.data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
@@ -158,7 +161,7 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A proof that the driver has charged the ledger for a release that a worker makes.
+    """The driver's proof that a release, which a worker makes, was charged to the client's privacy ledger.
 
     ``key``: the secret key of the release's noise. ``simulation_only``: True if the noise has a seed. ``counts``: for
     synthetic records, the number of records to make of each class. Only a ``Signer`` reads a ticket from a message.
@@ -186,7 +189,7 @@ class Signer:
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
-        """Return a record with the signed ticket, to be added to the ``content`` of one client's message.
+        """Return a Flower record with the signed ticket, to be added to the ``content`` of one client's message.
 
         ``kind``: the kind of the message. The signature covers ``kind``, ``client`` and ``content``.
         """
@@ -212,12 +215,12 @@ class Signer:
 
 
 def has_ticket(content: RecordDict) -> bool:
-    """Return True if a message contains a ticket record; its signature is not checked."""
+    """Return True if a message contains a ticket, with a valid signature or not."""
     return _TICKET in content
 
 
 def _digests(content: RecordDict) -> list[list[str]]:
-    """Return [name, SHA-256 digest of the content] for every record of a message except the ticket."""
+    """Return [name, SHA-256 digest of the content] for every Flower record of a message except the ticket."""
     found = []
     for name in sorted(content):
         if name == _TICKET:
@@ -261,7 +264,7 @@ class _ModulesInMemory(MetaPathFinder, InspectLoader):
     def get_source(self, fullname: str) -> str:
         name = self._file(fullname)
         if name is None:
-            raise ImportError(f"{fullname} was not sent along")
+            raise ImportError(f"module {fullname} was not sent to this worker")
         return importlib.util.decode_source(self._sources[name])
 
     def is_package(self, fullname: str) -> bool:

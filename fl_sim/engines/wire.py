@@ -35,8 +35,11 @@ from fl_sim.params import layout_of
 from fl_sim.types import ClientUpdate, Packed, Params, Payloads, Reply, Size
 
 TRAIN, WHO = "train", "query"
-"""The two message types. ``TRAIN``: a client task, whose name is in the message's configuration. ``WHO``: the request
-for the index of a node's partition. The task of local training has the same name as its message type."""
+"""The two message types.
+
+``TRAIN``: a client task, whose name is in the message's configuration. ``WHO``: the request for the number of a node's
+client (Flower: its partition). The task of local training has the same name as its message type.
+"""
 
 _ORDER, _PARAMS, _REPORT = "order", "params", "report"
 _BROADCAST, _PAYLOAD, _PACKED, _KEPT = "broadcast/", "payload/", "packed/", "kept/"
@@ -136,7 +139,7 @@ def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
 
 
 def state_records(state: Payloads) -> Mapping[str, ArrayRecord]:
-    """Return a client state as records, to be added to a message.
+    """Return a client state as Flower records, to be added to a message.
 
     This is for messages to and from workers that do not share a disk with the driver.
     """
@@ -232,12 +235,12 @@ def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Return a message content with synthetic records from a worker to the driver, which adds the facts about them."""
+    """Return a message content with synthetic records from a worker. The driver adds class counts and privacy costs."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Return the synthetic records in a content of ``made_content``. The worker that sent them is trusted."""
+    """Return the synthetic records in a content that ``made_content`` made. The worker that sent them is trusted."""
     return unpack(content[_POOL])["inputs"]
 
 
@@ -328,12 +331,12 @@ def read_sums(content: RecordDict, template: Params) -> Params:
 
 
 def who_content(partition: int) -> RecordDict:
-    """Return a message content with the index of a node's partition."""
+    """Return a message content with the number of a node's client (Flower: its partition)."""
     return RecordDict({_REPORT: MetricRecord({_PARTITION: partition})})
 
 
 def read_who(content: RecordDict) -> int:
-    """Return the index of a node's partition. Raises Malformed for anything but an integer from 0."""
+    """Return the number of a node's client (Flower: its partition). Raises Malformed for any other content."""
     check_names(content, {_REPORT})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:

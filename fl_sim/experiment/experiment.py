@@ -62,7 +62,7 @@ class Experiment(Settings):
     arrive. ``local``: the clients' training.
     ``rounds``: the number of exchanges of updates between the server and its clients. ``evaluate_every``: the model is
     measured after every round whose number is a multiple of this, and after the last one. ``evaluate``: the records on
-    which the model is measured. ``engine``: the distribution of the work over processors; results are the same.
+    which the model is measured. ``engine``: the processors or machines that execute clients; results are the same.
     ``seed``: the integer from which all random numbers of a run are derived, except secret noise.
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU if the

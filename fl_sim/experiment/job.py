@@ -129,7 +129,10 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
 
 
 def _with_own_tests(job: Job, pooled: float) -> Job:
-    """Return ``job`` with test records for each client. ``pooled``: the share of its records to hold out, or 0."""
+    """Return ``job`` with test records for each client.
+
+    ``pooled``: if above 0, the share of its records to hold out.
+    """
     dataset, seed = job.dataset, job.experiment.seed_of_partition
     if pooled:
         dataset, shards, tests = own_tests.cut(dataset, job.shards, pooled, seed)
@@ -326,8 +329,8 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
     again = drawn() if is_own_kind(scheme) else parts
     if not (np.array_equal(parts.records, again.records) and np.array_equal(parts.bounds, again.bounds)):
         raise UserError(
-            f"{giver} splits in another way each time, from the same seed: take random numbers from the generator that "
-            "split receives, or from the global generators of torch, NumPy or Python, which have the seed"
+            f"{giver} gave different shards in two calls with the same seed: take random numbers from the generator "
+            "that split receives, or from the global generators of torch, NumPy or Python, which have the seed"
         )
     return parts
 
@@ -347,16 +350,18 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
         try:
             laid_out = Parts.of([np.asarray(part) for part in parts])
         except (TypeError, ValueError) as error:
-            raise UserError(f"{giver} gave parts that are no arrays ({in_one_line(error)}); {wanted}") from error
+            raise UserError(
+                f"{giver} gave shards that cannot be arrays of indices ({in_one_line(error)}); {wanted}"
+            ) from error
     if len(laid_out) != num_clients:
-        raise UserError(f"{giver} gave {len(laid_out)} parts for {num_clients} clients: it must give one for each")
+        raise UserError(f"{giver} gave {len(laid_out)} shards for {num_clients} clients: it must give one for each")
     indices = laid_out.records
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or not ((indices >= 0) & (indices < num_records)).all():
-        raise UserError(f"{giver} gave parts that are not arrays of record indices from 0 to {num_records - 1}")
+        raise UserError(f"{giver} gave shards that are not arrays of record indices from 0 to {num_records - 1}")
     if len(indices) and (counts := np.bincount(indices)).max() > 1:
-        raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: parts must be disjoint")
+        raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: shards must be disjoint")
     if not len(indices):
-        raise UserError(f"{giver} gave no record to any of {num_clients} clients: at least one must have some")
+        raise UserError(f"{giver} gave no record to any of {num_clients} clients: give records to at least one client")
     return replace(laid_out, records=indices.astype(np.int64, copy=False))
 
 

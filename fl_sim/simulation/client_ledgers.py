@@ -8,8 +8,8 @@ other settings, another generator or a deleted pool finds the same ledger. Anoth
 part makes another deal. The costs of all deals are added up.
 
 Earlier versions named the outer folder by the reading of the file, and the deal by its settings. Such ledgers are still
-used. When a run looks up one of their clients, the subfolder ``earlier`` gets an entry for the old folder. From then
-on, the costs in the old folder are added, too.
+used. When a run needs the ledger of a client from an old folder, it notes that folder in the subfolder ``earlier``.
+From then on, the costs in the old folder are added, too.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def ledger_path(job: Job, client: int) -> Path:
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return two names for the job's assignment of records to clients: the present name, and that of old versions."""
+    """Return two names for the job's deal (its records and their clients): in this version, and in old versions."""
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 

@@ -50,7 +50,8 @@ def runtime_for(
 ) -> ClientRuntime:
     """Return the client runtime of ``job``, whose clients train by ``algorithm``.
 
-    ``tasks``: all other client tasks, {name: task}. ``layers``: the parts of the layers that run on clients.
+    ``tasks``: all other client tasks, {name: task}. ``layers``: the client halves of the round layers, such as Global
+    DP or compression.
     """
     experiment = job.experiment
     own: Callable[[int], Records] = partial(_own_records, job)
@@ -155,7 +156,7 @@ def _augment(job: Job) -> Augment:
 
 
 def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples:
-    """Return the synthetic records and labels of a pool file, in the form of ``as_kept``.
+    """Return the synthetic records and labels of a pool file: images as uint8 in 0..255, features as float32.
 
     ``read``: a function that returns the tensors of a file, as in ``Job``.
     """
@@ -193,7 +194,7 @@ def _own_records(job: Job, client: int) -> Records:
 def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
     """Return ``examples`` on the job's device with the feature skew of ``client``.
 
-    ``purpose``: the purpose of the random numbers of the skew.
+    ``purpose``: the name of the random stream of the skew, such as "own test feature-noise" (see ``fl_sim.seeding``).
     """
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device).whole()
@@ -381,7 +382,7 @@ def stack_of(engine: Engine, job: Job) -> int:
     if not stackable and engine.stack:
         raise UserError(
             f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "
-            "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
+            "numbers, or has layers that may not process every record separately; leave engine.stack out"
         )
     return min(asked, job.experiment.num_clients) if stackable else 1
 
@@ -395,7 +396,7 @@ def clients_at_once(engine: Engine, job: Job) -> float:
 
 
 def answers_at_once(job: Job) -> float:
-    """Return the speed at which threads or actors compute the answers of all clients, relative to one core."""
+    """Return the joint speed of the threads or actors that answer clients' messages, relative to one core."""
     engine, clients = local_engine(job.experiment.engine), job.experiment.num_clients
     workers = generator_threads(engine) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, clients))

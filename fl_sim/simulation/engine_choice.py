@@ -1,4 +1,4 @@
-"""The choice of a run's engine: the one in the settings, or for ``auto`` the faster one by a timed local step."""
+"""The choice of a run's engine: the one in the settings, or for ``auto`` the one that is faster in a short timing."""
 
 import importlib.util
 import math
@@ -45,10 +45,13 @@ RAY_START_SECONDS = 10.0
 """Seconds to start Ray and to import torch in its actors (6 to 12 s measured on two cores)."""
 
 LEAST_PRODUCTS = 1e7
-"""The smallest batch of work, as the product of model parameters and records: about a millisecond on one core."""
+"""The smallest amount of computation that is sent to a worker at once: about a millisecond on one core.
+
+The unit is the number of model parameters times the number of records.
+"""
 
 MOST_NUMBERS = 2**24
-"""The largest number of model parameters in a batch of work, over all clients of the batch.
+"""The largest number of model parameters of all clients together that a worker trains in one call.
 
 This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to the updates.
 """
@@ -134,7 +137,7 @@ def client_app() -> ClientApp:
 
 
 def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
-    """Return the settings by which several clients form one batch of work; None if batches would not save time.
+    """Return the settings for training several clients in one call of a worker; None if this would not save time.
 
     ``stack``: the number of clients in one computation.
     """
@@ -242,12 +245,12 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 
 def estimated_seconds(job: Job) -> float:
-    """Return the approximate seconds of all local training, one client after another, from timed steps."""
+    """Return the approximate seconds of local training in a run, one client after another, from timed steps."""
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 
 def seconds_of_stages(job: Job) -> float:
-    """Return the approximate seconds of the clients' work in stages, one client after another, from timed pieces."""
+    """Return the approximate seconds that clients compute in stages, one after another, from timed parts."""
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 
 

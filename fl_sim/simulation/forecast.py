@@ -1,4 +1,4 @@
-"""The forecast of a run: the work of its rounds, its seconds on this machine, and the bytes that it sends."""
+"""The forecast of a run: its amount of computation, its seconds on this machine, and the bytes that it sends."""
 
 import json
 import time
@@ -73,7 +73,7 @@ def estimate_of(
     *,
     made: Collection[str] = (),
 ) -> Estimate:
-    """Return the forecast of a run that consists of ``works``.
+    """Return the forecast of a run whose whole computation is ``works``, such as local training and evaluation.
 
     ``watch``: the stopwatch with the timings; None for a forecast without seconds. ``traffic``: {purpose: bytes}, with
     the key ``rounds`` for all rounds. ``made``: the names of shared results that exist already and cost no time.
@@ -113,7 +113,7 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 
 
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
-    """Return all kinds of work of a run with rounds: local training, training at the server, evaluation and stages.
+    """Return the computation of a run with rounds: local training, training at the server, evaluation and stages.
 
     ``trainings``: the number of times that an expected cohort trains, which is the number of synchronous rounds.
     """
@@ -132,7 +132,10 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the work of local training. ``trainings``: the number of times that an expected cohort trains."""
+    """Return the amount of local training in a run: its number of clients trained, and of minibatch steps in each.
+
+    ``trainings``: the number of times that a cohort of expected size trains.
+    """
     job = procedure.job
     experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
     steps, sizes = steps_by_client(job, pooled), sizes_trained_on(job, pooled)
@@ -159,7 +162,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
 
 
 def evaluation_work(procedure: Procedure, records: int) -> Work:
-    """Return the work of evaluating models on ``records`` records in total."""
+    """Return the amount of computation for evaluating models on ``records`` records in total."""
     job = procedure.job
 
     def ready(size: int, pieces: int) -> Callable[[], object]:
@@ -176,7 +179,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return the key of a kind of work (``Work.kind``): equal if a step of this work takes equally long."""
+    """Return a key (``Work.kind``) that two kinds of work share if a step takes equally long in both."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

@@ -193,12 +193,13 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
 def _checked(returned: object, what: str, server_round: int) -> dict[str, float]:
     """Return the user's own metrics as floats, {name: number}. Raises the same errors as ``Measuring.own``."""
     if not isinstance(returned, Mapping):
-        raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict of numbers by name")
+        raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict from names to numbers")
     numbers: dict[str, float] = {}
     for name, value in returned.items():
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
             raise RunError(
-                f"{what} named a number {in_one_line(repr(name))}: a name has 1 to {_LONGEST_NAME} printable letters"
+                f"{what} gave a metric the name {in_one_line(repr(name))}: a name has 1 to "
+                f"{_LONGEST_NAME} printable letters"
             )
         if name in ROUND_FIELDS:
             raise RunError(f"{what} returned {name!r}, a field that every round has: give the metric another name")

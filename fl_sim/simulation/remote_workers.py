@@ -33,8 +33,8 @@ class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
     ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``: as in ``Job``. ``digest``: the
-    digest of all arrays. ``signer``: checks the signature of a ticket, the driver's proof that a private release was
-    charged. ``files``: {name: content} of files that the worker received later.
+    digest of all arrays. ``signer``: checks the signature of a ticket, the driver's signed proof that a private release
+    was charged to the client's privacy ledger. ``files``: {name: content} of files that the worker received later.
     """
 
     experiment: str
@@ -49,7 +49,7 @@ class WorkerSetup:
 
     @classmethod
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
-        """Return the setup of ``job``; its workers accept a ticket (proof of a charge) only if ``signer`` signed it."""
+        """Return the setup of ``job``; workers accept only tickets (proofs of a charge) that ``signer`` signed."""
         # The driver evaluates models, so workers need no validation records.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         parts = (job.shards, job.validation, job.own_tests)
@@ -103,8 +103,9 @@ def _digest(dataset: Dataset, *splits: Parts) -> str:
 class ClientStore:
     """The driver's files of all remote clients of a run: client states, noise keys and ledgers.
 
-    A run whose workers use the driver's disk has the same files with the same content. A release is charged here before
-    a worker makes it. ``signer``: signs a ticket for each charged release; workers check the signature.
+    A run whose workers use the driver's disk has the same files with the same content. A private release is charged
+    here to the client's ledger, before a worker makes it. ``signer``: signs a ticket, the proof of this charge; workers
+    check the signature.
     """
 
     job: Job
@@ -146,10 +147,11 @@ class ClientStore:
     def _own(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return the records that only this client gets, or the client's answer if no worker is needed for it.
+        """Return the part of a message that only this client gets: its client state, or a signed ticket.
 
-        The records are its client state, or a signed ticket (proof of a charge). ``content``: the part of the message
-        that all clients share.
+        A ticket is the proof that a release was charged to the client's privacy ledger. If the client's answer is known
+        already, such as a stored release, return this answer: then no worker computes anything. ``content``: the part
+        of the message that all clients share.
         """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)

@@ -59,7 +59,7 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
     there, stated = len(run_directory.read_rounds(out)), result.get("rounds")
     if stated not in {None, there}:
         raise UserError(
-            f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it is of {stated}: "
+            f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it states {stated}: "
             f"put the whole file back; {CURE}"
         )
     if result.get("chain") != run_directory.log_chain(out):
@@ -297,7 +297,7 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return name prefixes of the measures that this round lacks, unless it is the last round of its run."""
+    """Return name prefixes, such as ``test_``, of the measures that this round would lack if more rounds followed."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED
@@ -335,12 +335,12 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 
 
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
-    """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, None without a run.
+    """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, or None.
 
-    The run's settings and the ledger of Global DP also stay in ``out``: a repetition with other noise is another
-    release about the same clients, and is charged in addition to the earlier one. Raises UserError if ``out`` holds
-    another run or other files. A run with another number of rounds is refused, too, unless ``of_any_length`` is True.
-    Raises RunError if ``out`` is in use or cannot be written.
+    None means that ``out`` holds no run. The run's settings and the ledger of Global DP also stay in ``out``: a
+    repetition with other noise is another release about the same clients, and is charged in addition to the earlier
+    one. Raises UserError if ``out`` holds another run or other files. A run with another number of rounds is refused,
+    too, unless ``of_any_length`` is True. Raises RunError if ``out`` is in use or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:

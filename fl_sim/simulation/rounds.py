@@ -80,7 +80,8 @@ class Rounds(Procedure):
         """Run every round that ``log`` does not contain yet.
 
         A round has seven steps: begin, sample the cohort, send and receive messages, aggregate, merge, measure, record.
-        The function ``strategies.flower.run_round`` makes the first five steps; layers take part in each of them.
+        The function ``strategies.flower.run_round`` makes the first five steps; round layers, such as Global DP or
+        compression, take part in each of them.
         """
         with _named_settings(self.algorithm):
             experiment, rounds_before = self.job.experiment, len(log.rounds)
@@ -182,7 +183,7 @@ class Rounds(Procedure):
         return client_layers(self.job.experiment, self.algorithm, self.job.model)
 
     def work(self) -> Sequence[Work]:
-        """Return the amounts of work for the time forecast: training, evaluation, and all stages."""
+        """Return the amounts of computation for the time forecast: training, evaluation, and all stages."""
         return work_of_rounds(self, self.algorithm, self.job.experiment.rounds)
 
     def traffic(self) -> dict[str, Traffic]:
@@ -206,7 +207,7 @@ class Rounds(Procedure):
         return {"rounds": each * round(updates) + Traffic(each.down * more_sent, 0), **once}
 
     def payments(self) -> "tuple[Payment, ...]":
-        """Return the privacy costs of the rounds; an empty tuple if no layer adds noise."""
+        """Return the privacy costs of the rounds; an empty tuple if no round layer, such as Global DP, adds noise."""
         experiment = self.job.experiment
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
@@ -225,7 +226,7 @@ class Rounds(Procedure):
         return runtime_for(self.job, self.algorithm, tasks_of(self.job), self._on_clients)
 
     def beginning(self) -> ServerState:
-        """Return the server state before the first round, after checks of the algorithm and of all layers."""
+        """Return the server state before the first round, after checks of the algorithm and of all round layers."""
         model, experiment = self.job.model(), self.job.experiment
         plan = self.typical_plan()
         if plan.class_features and not trainable(head_of(model)):
@@ -248,8 +249,8 @@ class Rounds(Procedure):
         experiment = self.job.experiment
         if hides_clients(experiment.aggregator) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
             raise UserError(
-                f"{own[0].__name__}, a layer of your own, sees clients' updates without noise, and this run promises "
-                "privacy: no epsilon would cover the layer; leave the layer out, or the privacy promise"
+                f"{own[0].__name__}, a round layer of your own, sees clients' updates without noise, and this run "
+                "promises privacy: no epsilon would cover the layer; leave the layer out, or the privacy promise"
             )
         if not (hides_clients(experiment.aggregator) or replaces_records(experiment.preprocess)):
             return
@@ -262,7 +263,7 @@ class Rounds(Procedure):
                 )
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return the template of a client state (names, shapes, types), for the first server state ``server``."""
+        """Return names, shapes and types of the tensors in a client state. ``server``: the first server state."""
         kept, sent = client_state_template(self.algorithm, server), payload_template(self.algorithm, server)
         for half in self._on_clients:
             kept = half.kept(kept, sent, server)

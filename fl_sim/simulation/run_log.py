@@ -63,16 +63,17 @@ class RunLog:
     ``engine``: the kind of the engine. ``trainer``: a description of the clients' trainer. ``stopped``: the reason if
     the run ended early; ``stopped_by_observer``: the reason if an observer ended it. ``measured``: the measures of the
     last measured model; ``measured_again``: the measures of a model that changed, or was first tested, after the last
-    round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost layer of the rounds.
-    ``layer_states``: {layer: its part of the checkpoint}. ``traffic``: the bytes of one client in one round, None
-    without rounds. ``before`` and ``after``: the bytes of all clients before and after the rounds, {purpose: bytes},
-    None where they depend on private records. ``facts`` and ``statements``: fields and privacy statements of
-    ``result.json`` that a procedure writes itself. ``seal``: the checksum of the client states. ``records``: a digest
-    of the user's own records, for the checkpoint. ``versions``: {round: digest} of the models that clients still train.
-    ``counts_holders``: True if an algorithm that divides by the number of clients counts only those with records.
-    ``fixed``: the tensors of the model that are not trained; they are saved with the server's tensors. ``chain``: the
-    hash chain over the settings and rounds. ``identity``: digests of the user's own records and code. ``doubts``:
-    warnings that these records or code could not be compared, or have changed.
+    round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost round layer (round
+    layers wrap every round, such as Global DP). ``layer_states``: {round layer: its part of the checkpoint}.
+    ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all
+    clients before and after the rounds, {purpose: bytes}, None where they depend on private records. ``facts`` and
+    ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself. ``seal``: the
+    checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint. ``versions``:
+    {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that divides by the
+    number of clients counts only those with records. ``fixed``: the tensors of the model that are not trained; they are
+    saved with the server's tensors. ``chain``: the hash chain over the settings and rounds. ``identity``: digests of
+    the user's own records and code. ``doubts``: warnings that these records or code could not be compared, or have
+    changed.
     """
 
     server: ServerState
@@ -122,7 +123,10 @@ class Observer(Protocol):
         ...
 
     def preparing(self, what: str) -> None:
-        """Receive a description of the clients' work before the first round. ``replied`` then reports its progress."""
+        """Receive a line about the next computation outside of rounds, such as "clients make synthetic records".
+
+        If clients compute, ``replied`` then reports the progress.
+        """
         ...
 
     def replied(self, replies: int) -> None:
@@ -147,19 +151,19 @@ class Silent:
     own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Ignore the start."""
+        """Do nothing: nothing is shown."""
 
     def preparing(self, what: str) -> None:
-        """Ignore the work."""
+        """Do nothing: nothing is shown."""
 
     def replied(self, replies: int) -> None:
-        """Ignore a reply."""
+        """Do nothing: nothing is shown."""
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Ignore a round."""
+        """Do nothing: nothing is shown, and the run goes on."""
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Ignore the end."""
+        """Do nothing: nothing is shown."""
 
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
@@ -235,7 +239,7 @@ def error_fields(error: BaseException | None, out: Path) -> dict[str, Any]:
 
 
 def is_json(facts: Mapping[str, Any]) -> bool:
-    """Return True if all keys of ``facts`` are strings and all its values are JSON values."""
+    """Return True if all keys of ``facts`` (fields for ``result.json``) are strings, and all its values JSON values."""
     try:
         json.dumps(facts, allow_nan=False)
     except (TypeError, ValueError):
@@ -398,7 +402,7 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 
 
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
-    """Return the result fields of all stages. Without a stage, a field contains only the kind of its setting."""
+    """Return the result fields of all stages. A setting without a stage gives only its kind, such as "none"."""
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()

@@ -1,9 +1,9 @@
 """Base classes of stages and procedures.
 
-A stage is work before the first round or after the last one. Its class also gives its warnings, its result fields and
-its privacy costs. A settings class names its stage as ``stage = "module:Class"``; a user's own class may do the same.
-General code calls the methods of ``Stage`` and knows no stage by name. A procedure executes the whole run of an
-algorithm, in rounds or without rounds.
+A stage is code that runs before the first round or after the last one, such as the making of synthetic records. Its
+class also gives its warnings, its result fields and its privacy costs. A settings class names its stage in the
+attribute ``stage``, as "module:Class"; a user's own class may do the same. General code calls the methods of ``Stage``
+and knows no stage by name. A procedure executes the whole run of an algorithm, in rounds or without rounds.
 """
 
 import json
@@ -110,7 +110,7 @@ class Run:
 
 
 class Stage:
-    """The base class of all stages: work before the first round or after the last round.
+    """The base class of all stages: code that runs before the first round or after the last round.
 
     A subclass overrides only the methods that it needs. Each run makes one object of the class; the object may store
     values for its later methods ``facts`` and ``statements``.
@@ -130,14 +130,14 @@ class Stage:
         return {}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the progress message for the clients' work before the first round; empty if there is no such work."""
+        """Return the line that is shown while clients compute before the first round; empty if they do not."""
         del log
         return ""
 
     def before(self, run: Run) -> None:
-        """Do the work before the first round.
+        """Execute the stage before the first round.
 
-        A resumed run calls this method again; the stage must then use its stored result and not repeat the work.
+        A resumed run calls this method again. The stage must then use its stored result, and not compute it again.
         """
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
@@ -149,7 +149,7 @@ class Stage:
         return {}
 
     def after(self, run: Run) -> None:
-        """Do the work after the last round."""
+        """Execute the stage after the last round."""
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
         """Return columns for ``clients.csv``, {name: one number for each client}; NaN is written as an empty cell."""
@@ -168,7 +168,7 @@ class Stage:
         return 0
 
     def work(self) -> "Sequence[Work]":
-        """Return the amounts of work of the stage for the time forecast, without ``num_server_steps``."""
+        """Return the stage's amounts of computation for the time forecast, except the steps in ``num_server_steps``."""
         return ()
 
     def key(self) -> str:
@@ -225,7 +225,7 @@ class Procedure(ABC):
 
     @abstractmethod
     def work(self) -> "Sequence[Work]":
-        """Return all kinds of work of the whole run, for the time forecast."""
+        """Return the amounts of computation of the whole run, such as local training, for the time forecast."""
 
     @abstractmethod
     def traffic(self) -> dict[str, Traffic]:
@@ -252,7 +252,7 @@ class Procedure(ABC):
         return ServerState({})
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return the template of a client state (names, shapes, types), for the first server state ``server``."""
+        """Return names, shapes and types of the tensors in a client state. ``server``: the first server state."""
         del server
         return {}
 
@@ -276,10 +276,12 @@ def run_stage(stage: Stage, run: Run, method: Literal["before", "after"]) -> Non
         with error_context(f"facts of {name}"):
             facts = one.facts()
         if twice := sorted(said.keys() & facts.keys()):
-            raise RunError(f"facts of {name} say {twice[0]!r}, as {said[twice[0]]} does: give the field another name")
+            raise RunError(
+                f"facts of {name} returned the field {twice[0]!r}, which {said[twice[0]]} has, too: rename the field"
+            )
         said |= dict.fromkeys(facts, name)
         if is_own_kind(one) and not is_json(facts):
-            raise RunError(f"facts of {name} gave {facts!r}; it must return a dict of JSON values by name")
+            raise RunError(f"facts of {name} returned {facts!r}: return a dict from field names to JSON values")
 
 
 def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[str, float]:
@@ -310,8 +312,8 @@ def tasks_of(job: Job) -> dict[str, ClientTask]:
     for stage in stages_of(job):
         if twice := tasks.keys() & stage.tasks().keys():
             raise UserError(
-                f"{type(stage).__name__} asks clients for {min(twice)!r}, as another stage of the run does: give its "
-                "task another name"
+                f"{type(stage).__name__} has a client task {min(twice)!r}, and so has another stage of the run: "
+                "rename the task"
             )
         tasks.update(stage.tasks())
     return tasks
@@ -348,9 +350,10 @@ def prepared_strategy(
     log: RunLog,
     observer: Observer,
 ) -> FederatedStrategy:
-    """Run all stages' work before the first round; return the strategy of the job, which executes rounds.
+    """Execute all stages before the first round; return the strategy of the job, which executes rounds.
 
-    ``on_clients``: the parts of the layers that run on clients. ``observer`` receives the new warnings of the stages.
+    ``on_clients``: the client halves of the round layers, such as Global DP or compression. ``observer`` receives the
+    new warnings of the stages.
     """
     experiment, num_warnings, start = job.experiment, len(log.warnings), time.perf_counter()
     strategy = FederatedStrategy(

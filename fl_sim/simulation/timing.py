@@ -1,4 +1,4 @@
-"""The kinds of work of a run, and the timing of small pieces of work on public test records in a limited time."""
+"""The amounts of computation of a run (``Work``), and the timing of small parts of them on public test records."""
 
 import math
 import time
@@ -24,7 +24,7 @@ It loads the input of the turn, so that loading is not timed.
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work of a run, for the time forecast.
+    """One kind of computation in a run, such as local training, for the time forecast.
 
     A turn is one call of the work, a piece an equal part of a turn. Example: a turn is a client's local training, and
     a piece is a minibatch step. ``turns``, ``pieces``: their total numbers in the run. ``what``: a description of a
@@ -75,8 +75,10 @@ _LONG_ENOUGH: Final = 0.05
 """Work that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
-"""In each of four passes over all unfinished kinds of work: the seconds of one kind, as a multiple of its equal share
-of the remaining time."""
+"""The time limits of one kind of work in four passes over all unfinished kinds.
+
+A limit is a multiple of an equal share of the remaining time.
+"""
 
 
 @dataclass(frozen=True)

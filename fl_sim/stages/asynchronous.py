@@ -37,7 +37,8 @@ from strategies.timed import clock_of
 TOGETHER = 64
 """The approximate number of clients that train in one exchange of messages, so that all workers of an engine are busy.
 
-Clients are added whose updates arrive later by the virtual clock, if they have received their model already.
+If fewer updates arrive next, further clients that have received their model train in the same exchange, although their
+updates arrive later by the virtual clock.
 """
 
 SENT = "sent-in-round-"
@@ -71,14 +72,14 @@ class AsynchronousRounds(Rounds):
         return begun
 
     def work(self) -> Sequence[Work]:
-        """Return the work of the whole run, for a forecast of its time: local training, evaluation and stages."""
+        """Return the amounts of computation of the whole run for the time forecast: training, evaluation and stages."""
         experiment = self.job.experiment
         return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 
     def traffic(self) -> dict[str, Traffic]:
         """Return a forecast of the bytes to and from all clients, by purpose.
 
-        It includes an estimate for models that clients receive, but do not finish to train before the run ends.
+        It includes an estimate for models that clients receive, but whose training is not finished when the run ends.
         """
         experiment, size = self.job.experiment, self.server.step_size
         in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)

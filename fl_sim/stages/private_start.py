@@ -83,7 +83,7 @@ class Start(Stage):
         return {MEASURE: Measure(self.job)}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the progress message for the work before the first round; empty for a resumed run."""
+        """Return the line that is shown while clients compute sums before the first round; empty for a resumed run."""
         said = "clients send sums over their images, and the server learns from images drawn from these"
         return "" if log.rounds else said
 
@@ -103,7 +103,7 @@ class Start(Stage):
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of sums and images for a forecast of the run's time; its time is not measured."""
+        """Return the computation of sums and images, for the time forecast, which lists it as not timed."""
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

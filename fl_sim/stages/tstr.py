@@ -166,7 +166,7 @@ class TstrProcedure(Procedure):
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work for a forecast of the run's time: the clients' releases, evaluation, and training.
+        """Return the amounts of computation for the time forecast: the clients' releases, evaluation, and training.
 
         The time of the classifiers' training is not measured.
         """

@@ -136,7 +136,8 @@ def read_identity(out: Path) -> dict[str, Any]:
         return Recorded.model_validate_json(first.removeprefix(_IDENTITY)).model_dump(exclude_defaults=True)
     except ValidationError as error:
         raise UserError(
-            f"{out / CONFIG} is damaged: its first line is no identity of a run; put the file back"
+            f"{out / CONFIG} is damaged: its first line is not the identity of a run "
+            "(digests of records and code); put the file back"
         ) from error
 
 

@@ -235,7 +235,7 @@ def test_a_client_half_adds_to_updates_what_its_layer_takes_out_again(tmp_path: 
     [
         ("raises", r"received of Marking failed with ZeroDivisionError: no way on \(.*test_own_layer.py:\d+"),
         ("nothing", "received of Marking returned NoneType: return LocalTask"),
-        ("forgets", "client 0 .* sent other records than .*payload/mark"),
+        ("forgets", "client 0 .* sent Flower records with other names than .*payload/mark"),
     ],
 )
 def test_what_a_client_half_does_wrong_is_told_with_its_name(fault: str, told: str, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ class Watched(FedAvg):
 
 def test_a_layer_of_ones_own_has_no_place_in_a_run_that_hides_its_clients(tmp_path: Path) -> None:
     private = {"aggregator": {"kind": "global-dp", "noise": "seeded"}, "algorithm": Watched()}
-    with pytest.raises(UserError, match="Marks, a layer of your own, sees clients' updates without noise"):
+    with pytest.raises(UserError, match="Marks, a round layer of your own, sees clients' updates without noise"):
         run(experiment_from({**QUICK, **private}), tmp_path / "run")
     assert not [*(tmp_path / "run").iterdir()]
 

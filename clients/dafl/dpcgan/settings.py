@@ -83,8 +83,9 @@ class DpCgan(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
         """Return the privacy cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
-        The release is refused if the noise on a single parameter exceeds the largest norm that the gradients of an
-        expected batch can have, z > qn: the noise of a step would then hide the records.
+        The release is refused if the noise on a single parameter exceeds the largest norm that the summed gradients of
+        an expected batch can have: the noise of a step would then hide the records. That is z > q n, with the noise
+        multiplier z, the sampling probability q and the number of records n.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415

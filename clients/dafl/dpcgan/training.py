@@ -121,7 +121,10 @@ class GanClient:
         return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
 
     def noise_of(self, step: int) -> NDArray[np.float64]:
-        """Return the noise for the sum of a step's clipped gradients, in units of the noise grid. Requires std > 0."""
+        """Return the noise for the sum of a step's clipped gradients, in units of the noise grid.
+
+        ``std`` must not be 0.
+        """
         return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
 
     def for_fakes(self) -> Drawn:
@@ -253,7 +256,7 @@ class CompiledTraining:
         self.adversaries.discriminator_step(pairs, GradientNoise(noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
-        """Return (record indices, inputs of the fakes, noise) of a D step. SENSITIVE. The noise is None if std is 0."""
+        """Return (record indices, inputs of the fakes, noise or None without noise) of a D step. SENSITIVE."""
         chosen = self.client.chosen(step)
         latents = _shown(self.client.for_fakes_of_records(len(chosen), step))
         return chosen, latents, self.client.noise_of(step) if self.client.std else None

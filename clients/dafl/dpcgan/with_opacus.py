@@ -5,7 +5,7 @@ pass, so that a pair of a record and a fake is clipped as one vector; after two 
 clipped separately. An empty batch gives a sum of zeros, not an error. A pair whose gradient is not finite counts as the
 zero vector, not as NaN in every parameter. The generator's steps use a discriminator without hooks. All computation is
 float64, because the norm of a vector that is clipped in float32 may exceed the bound. The noise is fl-sim's secret
-noise, on its grid; torch's generator is not used.
+noise, rounded to its grid; torch's generator is not used.
 
 One weakness of Opacus remains: a pair's gradient depends on the other pairs of the batch, if only by the rounding of
 float64. ``clients.dafl.dpcgan.clipping`` does not have it.

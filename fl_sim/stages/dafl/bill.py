@@ -35,8 +35,8 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
     Field ``epsilon``: the cost of this pool; ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run.
     Field ``epsilon_together``: the cost of all releases in the clients' ledgers about the records of this data set.
-    Field ``shares_together``: the largest number of them about one record. Both are None if not all ledgers are on this
-    machine.
+    Field ``shares_together``: the largest number of these releases about one record. The last two fields are None if
+    not all ledgers are on this machine.
     """
     settings = settings_of(experiment)
     bills = [

@@ -312,14 +312,16 @@ def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
         case {"counts": list(counts), "refused": str(refused), "facts": dict(facts), "receipt": receipt, **more}:
             here = more.pop("here", False) if stored else False
         case _:
-            raise ValueError("it does not say counts, refused, facts and receipt")
+            raise ValueError("its description lacks counts, refused, facts or receipt")
     num_classes = job.dataset.num_classes
     if more or type(here) is not bool or len(refused) > _MOST_WORDS or not refused.isprintable():
-        raise ValueError("it says more than it should")
+        raise ValueError("its description has unknown keys, or values of a wrong form")
     if len(counts) != num_classes or not all(map(events.is_count, counts)):
         raise ValueError(f"its counts are not {num_classes} whole numbers from 0 up, one for each class")
     if bool(facts) != (receipt is not None) or (any(counts) and not facts):
-        raise ValueError("it does not say what its records cost, and with what that was paid")
+        raise ValueError(
+            "its description lacks the privacy costs of its records, or the receipt of the ledger for them"
+        )
     if facts:
         _check_facts(facts, settings_of(job.experiment), num_classes)
     return ClientPart(tuple(counts), refused, facts, Receipt.from_json(receipt) if facts else None, here)
@@ -331,19 +333,21 @@ def _check_facts(facts: dict[str, Any], settings: DaFl, num_classes: int) -> Non
         case {"labels": labels, "labels_epsilon": epsilon, "generator": dict(generator), "generator_steps": steps}:
             pass
         case _:
-            raise ValueError("it does not say what labels and generator cost")
+            raise ValueError("its description lacks the privacy costs of labels and generator")
     expected = events.to_json(label_event(settings, num_classes)), settings.labels.total_epsilon(num_classes)
     if len(facts) != 4 or (labels, epsilon) != expected:
-        raise ValueError("its labels cost other than was asked for")
+        raise ValueError("its privacy cost of the labels differs from that of the settings")
     if type(steps) is not int or not 0 < steps <= _MOST_STEPS:
-        raise ValueError("its generator took no number of steps")
+        raise ValueError("its number of generator steps is not a positive whole number")
     if adjacency(events.from_json(generator)) not in {None, Adjacency.ADD_OR_REMOVE_ONE}:
-        raise ValueError("its generator is not charged for adding or removing one record")
+        raise ValueError("its privacy cost of the generator is not for adding or removing one record")
 
 
 def _check_records(records: torch.Tensor, part: ClientPart, dataset: Dataset) -> None:
     if records.shape != (sum(part.counts), *dataset.input_shape):
-        raise ValueError("its records are not as many as its counts say, or have another shape than the data")
+        raise ValueError(
+            "its number of records differs from the sum of its counts, or their shape from that of the data"
+        )
     if not bool(((records >= -1) & (records <= 1)).all()):
         raise ValueError("its records are not all numbers in [-1, 1]")
 
@@ -355,25 +359,25 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
         case {"pool": str(name), "seconds": seconds, "clients": list(clients), **more}:
             trainer = more.pop("trainer", "")
         case _:
-            raise ValueError(f"{FACTS} holds no pool")
+            raise ValueError(f"{FACTS} does not describe a pool")
     if type(trainer) is not str or len(trainer) > _MOST_WORDS or not trainer.isprintable():
-        raise ValueError(f"{FACTS} does not say who trained")
+        raise ValueError(f"{FACTS} does not name the trainer of the generators")
     if more or not _NAME.fullmatch(name) or not events.is_number(seconds) or len(clients) != num_clients:
-        raise ValueError(f"{FACTS} holds another pool")
+        raise ValueError(f"{FACTS} describes another pool")
     parts = tuple(_part(one, job, stored=True) for one in clients)
     labels = _labels([part.counts for part in parts])
     kept = "uint8" if job.experiment.features == "none" else "float32"
     size = len(labels) * (math.prod(dataset.input_shape) * np.dtype(kept).itemsize + labels.element_size())
     content = _bounded(folder / name, size + _MOST_SAID)
     if hashlib.sha256(content).hexdigest()[:16] not in name:
-        raise ValueError(f"{name} is not what its name says")
+        raise ValueError(f"the content of {name} does not fit the hash in its name")
     records = read_pool(folder / name)
     if records.inputs.shape != (len(labels), *dataset.input_shape) or records.inputs.dtype != kept:
-        raise ValueError(f"{name} holds other records than {FACTS} says")
+        raise ValueError(f"the number, shape or type of the records in {name} differs from {FACTS}")
     if kept == "float32" and not (np.abs(records.inputs) <= 1).all():
         raise ValueError(f"{name} holds records that are not all numbers in [-1, 1]")
     if not torch.equal(torch.from_numpy(records.labels), labels):
-        raise ValueError(f"{name} holds other labels than {FACTS} says")
+        raise ValueError(f"the labels in {name} differ from {FACTS}")
     return Pool(folder / name, parts, seconds, reused, None, trainer)
 
 
@@ -391,7 +395,7 @@ def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) 
         charges = open_ledger(path, part.receipt, f"client {client}'s part of the pool in {folder}").charges
     except RunError as error:
         raise RunError(
-            f"{error}. Here a new run means to delete {folder} first: the pool is then made again and paid for again"
+            f"{error}. To start anew, also delete {folder}: the pool is then made again, and charged again"
         ) from error
     name, generator = (
         settings.release_of(client, job.experiment.seed, version_of(job.experiment.features)),
@@ -404,8 +408,8 @@ def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) 
     paid = {charge.release: charge.event for charge in charges}
     if any(paid.get(release) != event for release, event in said.items()):
         raise UserError(
-            f"the pool in {folder} is damaged: {FACTS} says another cost for client {client} than {path} holds; delete "
-            "that folder, and it is made again, which is a second release"
+            f"the pool in {folder} is damaged: the privacy cost of client {client} in {FACTS} differs from that in "
+            f"{path}; delete that folder, and the pool is made again, which is a second release"
         )
 
 

@@ -116,7 +116,7 @@ class SynthesisStage(Stage):
         return {SYNTHESIZE: Synthesize(self.job)}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the progress message of the work before the first round."""
+        """Return the line that is shown while clients make synthetic records, before the first round."""
         del log
         made_by = kind_of(self.settings.generator)
         return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
@@ -167,7 +167,7 @@ class SynthesisStage(Stage):
         return is_made(self.job)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of the clients' generators, for the time forecast.
+        """Return the amount of computation of the clients' generators, for the time forecast.
 
         A turn is the release of one client; its pieces are training steps, or one piece for a generator without steps.
         The forecast assumes that each client holds records of one class; more classes take longer. Other partitions,

@@ -129,7 +129,9 @@ def alone_in_cache(folder: Path) -> Iterator[None]:
     except OSError as error:
         if not str(error.filename or "").startswith(str(folder)):
             raise
-        raise RunError(f"{explain(error)}; FL_SIM_POOLS names another place for what is kept between runs") from error
+        raise RunError(
+            f"{explain(error)}; or set FL_SIM_POOLS to another folder for the files that runs share"
+        ) from error
 
 
 def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
@@ -178,7 +180,7 @@ def _read_votes(folder: Path, shape: _VoteShape) -> tuple[NDArray[np.int64], _Vo
             return votes.astype(np.int64), facts
     raise UserError(
         f"the votes in {folder} are damaged: delete {_VOTES} and {_FACTS} there, and the teachers are trained again; "
-        "leave the labels beside them, which are paid for"
+        "keep the labels beside them, whose privacy cost is charged already"
     )
 
 
@@ -251,7 +253,7 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a publishable noisy upper bound on the data-dependent epsilon, and the terms of its publication.
+    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of this noisy release.
 
     The bound is the same in every call, because the key of its noise is never removed.
     """
@@ -273,11 +275,12 @@ def publish_cost(
         try:
             said = _Published.model_validate_json(read_whole(path, _MOST_BYTES))
         except (OSError, ValueError, UserError) as error:
-            raise RunError(f"{path} is damaged: delete it, and the same figure is published again") from error
+            raise RunError(f"{path} is damaged: delete it, and the same epsilon is published again") from error
     if said.terms != terms:
         raise RunError(
-            f"{path} holds a figure that an earlier version published on terms that the votes chose, so what it costs "
-            "is not known: run with another seed, which labels and pays anew, or leave algorithm.publish_cost out"
+            f"{path} holds an epsilon that an earlier version published; the cost of its publication depends on the "
+            "votes and is unknown: leave algorithm.publish_cost out, or run with another seed, which makes and charges "
+            "new labels"
         )
     return said.model_dump(), said.terms
 
@@ -317,8 +320,8 @@ class _Labels(BaseModel):
         if unpaid:
             raise RunError(
                 f"{folder / _LABELS} holds {len(unpaid)} labels that {folder / LEDGER} was not charged for, the first "
-                f"is that of query {unpaid[0]}: put unchanged copies of both back, or delete {_LABELS}, and the "
-                "labelling is made and paid for again"
+                f"is that of query {unpaid[0]}: put unchanged copies of both files back, or delete {_LABELS}; the "
+                "labels are then made and charged again"
             )
         return Labelled(np.array(self.labels, dtype=np.int64), self.num_asked)
 
@@ -332,8 +335,8 @@ def _read_labels(folder: Path, shape: tuple[int, ...]) -> _Labels:
         kept = None
     if kept is None or not kept.fit(queries, classes):
         raise RunError(
-            f"{folder / _LABELS} is damaged: put an unchanged copy of it back, or delete it, and the labelling is made "
-            "and paid for again"
+            f"{folder / _LABELS} is damaged: put an unchanged copy of this file back, or delete it; the labels are "
+            "then made and charged again"
         )
     return kept
 
@@ -343,7 +346,7 @@ def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Le
     try:
         return labelling.open_ledger(folder / LEDGER, paid_with, holder=str(folder / _LABELS))
     except RunError as error:
-        raise RunError(f"{error}: labels are kept below FL_SIM_POOLS, so name a fresh directory there") from error
+        raise RunError(f"{error}: the labels are in FL_SIM_POOLS, so set it to a new folder") from error
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:
@@ -354,7 +357,7 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
     if not charges.startswith(seen):
         raise RunError(
             f"{copy} shows charges for labels about these records that {ledger} does not hold: put an unchanged copy "
-            "of that folder back, or choose another --out, and the labels are made and paid for again"
+            "of that folder back, or choose another --out; the labels are then made and charged again"
         )
 
 
@@ -381,8 +384,8 @@ def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
     key = content[:32]
     if content != key + _use_of(key, counts):
         raise RunError(
-            f"{path} is damaged, or the votes are no longer those that this noise was drawn for: put unchanged copies "
-            f"of both back, or delete {path.name}, and what was released with it is paid for again"
+            f"{path} is damaged, or the votes have changed since the noise was drawn from this key: put unchanged "
+            f"copies of both back, or delete {path.name}; the release is then made and charged again"
         )
     return key
 

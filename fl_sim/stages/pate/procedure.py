@@ -83,7 +83,9 @@ class PateProcedure(Procedure):
 
         def finished(record: RoundRecord) -> None:
             if (ended := observer.finished_round(record)) and record.round < self.job.experiment.rounds:
-                log.warnings.append(f"{ended}: not so, as the epochs of PATE's student are no rounds, and all are made")
+                log.warnings.append(
+                    f"{ended}: without effect, because PATE has no rounds; its student trains all epochs"
+                )
 
         run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=finished)
 
@@ -92,7 +94,7 @@ class PateProcedure(Procedure):
         return self.settings.student.network(self.job.dataset.input_shape, self.job.dataset.num_classes)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the work of the teachers' training and votes, and of the student's training, which is not timed."""
+        """Return the computation of the teachers' training and votes, and of the student's training (never timed)."""
         student = Work("the student's training", pieces=1.0)
         if isinstance(self.settings.teachers, RandomForest):
             return (self._forests(self.settings.teachers), student)
@@ -100,7 +102,7 @@ class PateProcedure(Procedure):
         return (training_work(self, FedAvg(), 1), votes, student)
 
     def _forests(self, teachers: RandomForest) -> Work:
-        """Return the work of training the teachers' random forests on clients' records, and of their votes."""
+        """Return the computation for training the teachers' random forests on clients' records, and for their votes."""
         job = self.job
         records, votes = max(1, round(float(job.shards.sizes.mean()))), len(self._split().pool)
 

@@ -293,10 +293,12 @@ def read_student(path: Path) -> tuple[StudentCheckpoint, Params]:
         tensors, said = load(content), metadata_in(content)
         standing = _CHECKPOINT.validate_json(said["standing"])
         if said["sha256"] != digest_of(said["standing"], dict(sorted(tensors.items()))):
-            raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
+            raise ValueError("its checksum does not match")  # noqa: TRY301 (one message for all that is wrong with a file)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = "what it says of itself is not readable" if isinstance(error, ValidationError) else error
-        raise UserError(f"{path} is damaged ({reason}): delete it, and the student begins anew") from error
+        reason = "its metadata are not readable" if isinstance(error, ValidationError) else error
+        raise UserError(
+            f"{path} is damaged ({reason}): delete it; the student is then trained from the start"
+        ) from error
     return standing, tensors
 
 
@@ -306,13 +308,17 @@ def restore(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> N
     wanted = {name: value.shape for name, value in _named({name: parts[name] for name in fresh})}
     found = {name: value.shape for name, value in tensors.items() if name.split("/")[0] in fresh}
     if sorted(wanted) != sorted(found) or {name.split("/")[0] for name in tensors} - set(parts):
-        raise UserError(f"{path} does not fit: the code of the student has changed; delete it, and it begins anew")
+        raise UserError(
+            f"{path} does not fit this version of the code: delete it; the student is then trained from the start"
+        )
     for name, part in parts.items():
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         try:
             part.load_state_dict(_of_optimizer(part, own) if isinstance(part, torch.optim.Optimizer) else own)
         except (RuntimeError, ValueError) as error:  # other shapes
-            raise UserError(f"{path} does not fit: {name}: {error}; delete it, and the student begins anew") from error
+            raise UserError(
+                f"{path} does not fit: {name}: {error}; delete it; the student is then trained from the start"
+            ) from error
 
 
 def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -141,9 +141,9 @@ def test_an_own_scheme_may_leave_clients_empty():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (((1,), (2,), (3,)), "Given gave 3 parts for 2 clients: it must give one for each"),
-        (((1,), (2, 1)), "Given gave record 1 to several clients: parts must be disjoint"),
-        (((1,), (0.5,)), "Given gave parts that are not arrays of record indices from 0 to 1436"),
+        (((1,), (2,), (3,)), "Given gave 3 shards for 2 clients: it must give one for each"),
+        (((1,), (2, 1)), "Given gave record 1 to several clients: shards must be disjoint"),
+        (((1,), (0.5,)), "Given gave shards that are not arrays of record indices from 0 to 1436"),
         (((1,), (-1,)), "not arrays of record indices from 0 to 1436"),
         (((1437,), (2,)), "not arrays of record indices from 0 to 1436"),
     ],
@@ -178,9 +178,9 @@ class Answering:
         ("generator", "Answering gave list_iterator; it must give a list of arrays"),
         ("none", "Answering gave NoneType; it must give a list of arrays"),
         ("text", "Answering gave str; it must give a list of arrays of record indices, one for each client$"),
-        ("numbers", "Answering gave parts that are no arrays .*; it must give a list of arrays"),
-        ("ragged", "Answering gave parts that are no arrays .*; it must give a list of arrays"),
-        ("nobody", "Answering gave no record to any of 2 clients: at least one must have some"),
+        ("numbers", "Answering gave shards that cannot be arrays of indices .*; it must give a list of arrays"),
+        ("ragged", "Answering gave shards that cannot be arrays of indices .*; it must give a list of arrays"),
+        ("nobody", "Answering gave no record to any of 2 clients: give records to at least one client"),
         ("fails", "Answering failed with AttributeError: .*no_such_thing"),
     ],
 )

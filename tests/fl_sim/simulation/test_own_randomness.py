@@ -216,7 +216,10 @@ def test_the_same_command_ends_in_the_same_bits(
             {"model": "own_draws:own_noise"},
             "returned different logits for the same records.*: draw random",
         ),
-        ({"partition": "own_draws:SelfSeeded"}, "SelfSeeded splits in another way each time, from the same seed: take"),
+        (
+            {"partition": "own_draws:SelfSeeded"},
+            "SelfSeeded gave different shards in two calls with the same seed: take",
+        ),
     ],
 )
 def test_what_no_seed_decides_is_refused(own: dict[str, str], message: str) -> None:

@@ -38,7 +38,7 @@ def _job(**settings: object) -> Job:
 
 def test_two_stages_that_name_a_task_alike_are_refused() -> None:
     assert list(tasks_of(_job())) == list(Calibration(_job()).tasks())
-    with pytest.raises(UserError, match=r"Calibration asks clients for '.+', as another stage of the run does"):
+    with pytest.raises(UserError, match=r"Calibration has a client task '.+', and so has another stage of the run"):
         tasks_of(_job(algorithm=f"{__name__}:Asking"))
 
 
@@ -63,10 +63,10 @@ class Teller(FedAvg):
     [
         (
             "a name of the result",
-            "facts of Telling say 'privacy', as the result itself does: give the field another name",
+            "facts of Telling returned the field 'privacy', which the result itself has, too: rename the field",
         ),
         ("another's", "facts of Calibration say 'calibrate', as Telling does"),
-        ("a tensor", r"facts of Telling gave .*tensor.*; it must return a dict of JSON values by name"),
+        ("a tensor", r"facts of Telling returned .*tensor.*: return a dict from field names to JSON values"),
         ("a number as name", "facts of Telling gave {1: 2}; it must return"),
     ],
 )

@@ -232,7 +232,7 @@ def test_metrics_of_ones_own_never_stand_for_a_rounds_own_number(tmp_path: Path)
         ({"test_loss": 1.0}, "'test_loss', a field that every round has: give the metric another name"),
         ({"ece": float("nan")}, "ece = nan after round 1; it must be a finite number"),
         ({"ece": "low"}, "ece = 'low' after round 1; it must be a finite number"),
-        ({"": 1.0}, "named a number '': a name has 1 to"),
+        ({"": 1.0}, "gave a metric the name '': a name has 1 to"),
     ],
 )
 def test_what_is_no_metric_is_refused_in_words(tmp_path: Path, numbers: dict[str, object], said: str) -> None:

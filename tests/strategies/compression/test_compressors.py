@@ -300,5 +300,5 @@ def test_a_message_of_other_sizes_or_parts_is_malformed(name: str) -> None:
         content = wire.update_content(ClientUpdate({}, 1, packed={"delta": Packed.blank(other)}))
         with pytest.raises(Malformed):
             wire.read_update(0, content, template, packed=reading)
-    with pytest.raises(Malformed, match="other records"):  # whole, where it was to be packed
+    with pytest.raises(Malformed, match="Flower records with other names"):  # whole, where it was to be packed
         wire.read_update(0, wire.update_content(ClientUpdate(template, 1)), template, packed=reading)

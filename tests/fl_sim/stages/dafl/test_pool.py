@@ -222,7 +222,7 @@ def test_a_pool_whose_ledger_is_gone_or_shorter_is_refused_with_both_ways_on(tmp
     whole = ledger.read_bytes()
     for broken in (None, whole[: whole.rindex(b'{"release')]):
         ledger.unlink() if broken is None else ledger.write_bytes(broken)
-        with pytest.raises(RunError, match=r"client-1\.jsonl .*client 1's part of the pool.*delete .*paid for again"):
+        with pytest.raises(RunError, match=r"client-1\.jsonl .*client 1's part of the pool.*delete .*charged again"):
             load(tmp_path / "pool", job_of(_order()), reused=True)
     ledger.write_bytes(whole)
     load(tmp_path / "pool", job_of(_order()), reused=True)

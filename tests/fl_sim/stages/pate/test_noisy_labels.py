@@ -168,7 +168,7 @@ def test_a_killed_labelling_goes_on_with_the_same_noise_on_the_same_votes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = killed_before_labels(tmp_path, monkeypatch)
-    with pytest.raises(RunError, match="the votes are no longer those that this noise was drawn for"):
+    with pytest.raises(RunError, match="the votes have changed since the noise was drawn from this key"):
         released(tmp_path, seed=1)
     content = key.read_bytes()
     for damaged in (content[:40], b"", bytes(64), content + b"0"):
@@ -193,16 +193,16 @@ def test_a_published_figure_comes_out_the_same_however_often_it_is_asked_for(tmp
     assert publish_cost(SETTINGS, votes, labels) == said
     for damage in (b"", b"{}", bytes(300), path.read_bytes().replace(b'"epsilon": ', b'"epsilon": NaN, "a": ')):
         path.write_bytes(damage)
-        with pytest.raises(RunError, match=r"published.json is damaged: delete it, and the same figure"):
+        with pytest.raises(RunError, match=r"published.json is damaged: delete it, and the same epsilon"):
             publish_cost(SETTINGS, votes, labels)
     path.unlink()
-    with pytest.raises(RunError, match="cost-key is damaged, or the votes are no longer those"):
+    with pytest.raises(RunError, match="cost-key is damaged, or the votes have changed since"):
         publish_cost(SETTINGS, votes_in(tmp_path, seed=1), labels)
 
 
 ORDER = TaskConfig("", 0, 0.0, "", "")
 EXPERIMENT = experiment_from({"algorithm": {"kind": "pate", "public_records": 40, "queries": 10}, "clients": 5})
-DAMAGED = r"the votes in .* are damaged: delete votes.npy and votes.json there, .* leave the labels beside them"
+DAMAGED = r"the votes in .* are damaged: delete votes.npy and votes.json there, .* keep the labels beside them"
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_a_figure_on_terms_that_the_votes_chose_is_refused(tmp_path: Path) -> No
     content = json.loads(kept.read_text())
     content["terms"]["noise"] += 1
     kept.write_text(json.dumps(content))
-    with pytest.raises(RunError, match="on terms that the votes chose"):
+    with pytest.raises(RunError, match="depends on the votes and is unknown"):
         all_said(tmp_path / "run", experiment, votes_of(0.2))
 
 
