@@ -257,7 +257,8 @@ def _warn(counts: NDArray[np.int64], left_out: NDArray[np.int64]) -> None:
         classes = ", ".join(str(c) for c in np.flatnonzero(left_out))
         say(
             f"warning: {left_out.sum():,} of {left_out.sum() + sizes.sum():,} training records belong to no client: "
-            f"no client has records of class {classes}; use at least {len(left_out)} clients or a larger k",
+            f"no client has records of class {classes}; use at least {len(left_out)} clients, or more "
+            "classes per client, such as partition=label-2",
             err=True,
         )
 

@@ -270,7 +270,7 @@ def read_arguments(arguments: list[str] | None, default: str | None = None) -> R
     last = {override.partition("=")[0]: override for override in overrides}
     for override in overrides:
         if override not in last.values():
-            say(f"{override} has no effect: {last[override.partition('=')[0]]} comes after it", err=True)
+            say(f"{override} has no effect: the later {last[override.partition('=')[0]]} replaces it", err=True)
     name = files[0] if files else default
     if name is None:
         return RunArguments(None, None, {}, overrides)

@@ -109,7 +109,7 @@ class PoolSettings(FileModel):
 
 
 class OtherPreprocess(FileModel):
-    """The settings of any preprocessing other than DA-FL. A report reads only the kind, which may be an import path."""
+    """The settings of any preprocessing other than DA-FL. Only ``kind`` is read: a name or an import path."""
 
     kind: Annotated[str, Field(pattern="^(none|private-start|.*:.*)$")]
 

@@ -205,7 +205,7 @@ def _titles(run: SavedRun) -> dict[str, str]:
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
     """Return the name of a run's method: the titles of its preprocessing, algorithm and server.
 
-    A kind without a title in ``titles`` gives its own name. The default server is not mentioned.
+    If ``titles`` has no title for a kind, such as "fedavg", the kind is shown. The default server is not mentioned.
     """
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])

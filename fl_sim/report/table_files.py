@@ -287,7 +287,10 @@ def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> di
 
 
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
-    """Return for each run the list of its results in the table: one result per row and column."""
+    """Return for each run the list of its results, one for each cell of the table to which the run belongs.
+
+    The run of an upper bound belongs to several columns.
+    """
     runs: dict[str, list[SeedResult]] = {}
     for one in table.results:
         runs.setdefault(one.directory, []).append(one)

@@ -23,7 +23,9 @@ else:
     pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
 
 app = typer.Typer(
-    help="Plan a privacy budget, or audit the mechanism that spends it.", no_args_is_help=True, rich_markup_mode=None
+    help="Plan a privacy budget, or audit the noise mechanism of Global DP.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 _Rate = Annotated[
@@ -31,12 +33,12 @@ _Rate = Annotated[
 ]
 _Noise = Annotated[
     float | None,
-    typer.Option(help="Noise on the sum / clipping norm; without this option the noise for --epsilon is computed."),
+    typer.Option(help="Standard deviation of the noise on the sum / clipping norm; computed if left out."),
 ]
 _Delta = Annotated[float, typer.Option(help="Well below 1 / number of protected units.")]
-_Epsilon = Annotated[float | None, typer.Option(help="The budget to plan for.")]
+_Epsilon = Annotated[float | None, typer.Option(help="Largest allowed epsilon; the epsilon is computed if left out.")]
 _Accountant = Annotated[
-    Literal["rdp", "pld"], typer.Option(help="The accountant whose epsilon counts; both are shown.")
+    Literal["rdp", "pld"], typer.Option(help="The accountant that the plan uses; the epsilons of both are shown.")
 ]
 _Plot = Annotated[Path | None, typer.Option(help="Draw epsilon over steps into this file.", metavar="FILE.png")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -50,13 +52,13 @@ _MOST_ROWS: Final = 25
 def global_dp(  # noqa: PLR0913 (one parameter per option)
     *,
     sampling_rate: _Rate = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients K.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     cohort: Annotated[
-        int | None, typer.Option(help="Fixed-size sampling: m of the K clients, without replacement.")
+        int | None, typer.Option(help="Clients per round, sampled without replacement from all clients.")
     ] = None,
     noise_multiplier: _Noise = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds; without this option the number that fits --epsilon is computed.")
+        int | None, typer.Option(help="Number of rounds; the number that fits --epsilon is computed if left out.")
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
@@ -82,13 +84,13 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
 def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     *,
     sampling_rate: _Rate = None,
-    records: Annotated[int | None, typer.Option(help="Number of records n.")] = None,
+    records: Annotated[int | None, typer.Option(help="Number of records.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Expected batch size B; Poisson sampling with rate B / n.")
+        int | None, typer.Option(help="Expected batch size; Poisson sampling with rate batch size / records.")
     ] = None,
     noise_multiplier: _Noise = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps; without this option the number that fits --epsilon is computed.")
+        int | None, typer.Option(help="Number of steps; the number that fits --epsilon is computed if left out.")
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
@@ -125,16 +127,16 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 @app.command("labels")
 def plan_labels(
     *,
-    records: Annotated[int, typer.Option(help="Records of the class, n_k.")],
+    records: Annotated[int, typer.Option(help="Number of private records of the class.")],
     gamma: Annotated[float, typer.Option(help="Number of synthetic records per private record.")],
     largest: Annotated[
-        int, typer.Option("--range", help="R, the largest number of synthetic records of a class; it is public.")
+        int, typer.Option("--range", help="Largest number of synthetic records of a class. This number is public.")
     ],
-    epsilon: Annotated[float, typer.Option(help="epsilon_1, the privacy cost of the selection for one class.")] = 0.1,
+    epsilon: Annotated[float, typer.Option(help="Privacy cost of the noisy number of one class.")] = 0.1,
     mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="The noise on the count.")] = (
         "exponential"
     ),
-    classes: Annotated[int, typer.Option(help="Number of classes L, for the epsilon of all classes.")] = 10,
+    classes: Annotated[int, typer.Option(help="Number of classes, for the epsilon of all classes together.")] = 10,
     false_positive: Annotated[
         float, typer.Option(help="Probability that a class without records gets labels; 1 means no threshold.")
     ] = 0.01,
@@ -155,7 +157,7 @@ def plan_labels(
 @app.command("pate")
 def plan_pate(  # noqa: PLR0913 (one parameter per option)
     *,
-    votes: Annotated[Path, typer.Option(help="Counts: an integer array, queries x classes.", metavar="COUNTS.npy")],
+    votes: Annotated[Path, typer.Option(help="Vote counts: integers, shape (queries, classes).", metavar="COUNTS.npy")],
     mechanism: Annotated[
         Literal["lnmax", "gnmax", "confident"],
         typer.Option(help="Laplace noise, Gaussian noise, or Gaussian noise with a threshold."),

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADING = "Synthetic records by class and epsilon"
-EPSILON = "the most that the whole pool of a run may cost a record of a client, labels and generator together"
+EPSILON = (
+    "the privacy budget for one record of a client, for all synthetic records of a run: labels and generator together"
+)
 """The meaning of ``epsilon`` in the settings of DA-FL, as text for captions."""
 _ACROSS = 2
 _MOST_CLASSES = 20

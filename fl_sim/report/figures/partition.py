@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 _MOST_BUBBLES = 30
 _CELL, _MARGIN = 0.45, 0.75
-"""Size of a cell and of the margins, in inches."""
+"""Width of a cell (one class on one client) and of the margins of the figure, in inches."""
 _POINTS, _TITLE = 72, 11
 _INK = "#1f4e79"
 

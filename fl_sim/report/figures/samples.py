@@ -69,7 +69,7 @@ def images(inputs: NDArray[np.uint8]) -> list[Tile]:
 
 
 def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for each image True if it looks like noise: its neighbouring pixels are nearly uncorrelated.
+    """Return a flag for each image: True if it looks like noise, with nearly uncorrelated neighbouring pixels.
 
     ``inputs``: images of shape (records, channels, height, width). The result has shape (records,). An image of one
     colour does not count as noise.
@@ -170,7 +170,7 @@ class Samples:
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
-        """Return for each image that ``some`` returns True if the image looks like noise."""
+        """Return a flag for each image of the result of ``some``: True if the image looks like noise."""
         found: list[bool] = noise(self.inputs[np.searchsorted(self.places, self.first(label, most))]).tolist()
         return found
 

@@ -1,7 +1,7 @@
 """Figures of final accuracy over a setting of DA-FL, epsilon or gamma, with a baseline without synthetic records.
 
-The runs of one line differ only in this setting. The baseline is the best method without preprocessing. The horizontal
-axis is logarithmic.
+Gamma is the number of synthetic records per private record. The runs of one line differ only in the setting on the
+horizontal axis, which is logarithmic. The baseline is the best method without preprocessing.
 """
 
 import json
@@ -40,7 +40,7 @@ SETTINGS: tuple[Setting, Setting] = ("epsilon", "gamma")
 
 _HEADINGS = {"epsilon": "Final accuracy over epsilon", "gamma": "Final accuracy over gamma"}
 _BASELINE = "best without preprocessing"
-_GAMMA = "the synthetic records that a client releases, as a share of those it holds"
+_GAMMA = "the number of synthetic records of a client, divided by its number of private records"
 
 
 @dataclass(frozen=True)

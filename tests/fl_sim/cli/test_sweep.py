@@ -82,7 +82,7 @@ def test_a_setting_that_is_given_twice_counts_once_and_that_is_said(
     monkeypatch.chdir(tmp_path)
     assert typed(monkeypatch, "run", "rounds=3", "seed=1", "seed=1", "rounds=4", "data=nowhere") == 2
     told = capsys.readouterr().err
-    assert "rounds=3 has no effect: rounds=4 comes after it" in told
+    assert "rounds=3 has no effect: the later rounds=4 replaces it" in told
     assert "seed" not in told.partition("unknown data set")[0]
 
 

@@ -30,8 +30,8 @@ def test_rows_ascend_to_infinity_and_their_statements_stand_below(write_experime
     assert picture.name == "samples-digits-label-1-generator-dp-cgan.png"
     assert "SYNTHETIC" in picture.caption[0]
     assert picture.caption[1] == (
-        "Epsilon: the most that the whole pool of a run may cost a record of a client, labels and generator together, "
-        "at delta 1e-05."
+        "Epsilon: the privacy budget for one record of a client, for all synthetic records of a run: labels and "
+        "generator together, at delta 1e-05."
     )
     assert [line.split(" (")[0] for line in picture.details] == [
         "epsilon 1", "epsilon 10", "epsilon inf",

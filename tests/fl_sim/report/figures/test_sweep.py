@@ -97,8 +97,8 @@ def test_the_axis_says_what_epsilon_it_is_and_infinity_is_the_last_tick(write_ex
     (axes,) = draw(sweep).axes
     words = " ".join(axes.get_xlabel().split())
     assert words == (
-        "epsilon (log scale) epsilon: the most that the whole pool of a run may cost a record of a client, labels and "
-        "generator together, at delta 1e-05"
+        "epsilon (log scale) epsilon: the privacy budget for one record of a client, for all synthetic records of a "
+        "run: labels and generator together, at delta 1e-05"
     )
     assert axes.get_xscale() == "log"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "10", "inf\n(no noise,\nno guarantee)"]
@@ -114,7 +114,7 @@ def test_a_sweep_of_gamma_says_at_which_epsilon(write_experiment, found):
         )
     (picture,) = draw_sweeps(found())
     assert picture.name == "sweep-gamma-digits-label-1.png"
-    assert "at epsilon 10: the most that the whole pool of a run may cost a record" in picture.caption[1]
+    assert "at epsilon 10: the privacy budget for one record of a client" in picture.caption[1]
     assert "Where gamma is 0.1 no client released a synthetic record." in picture.caption
     assert picture.details == (
         "Epsilon per record. It covers: the pool. It does not cover: The main task is NOT private.",
