@@ -32,7 +32,7 @@ EXTRAS: Final = ("datasets", "pyarrow", "optuna", "mlflow", "wandb", "tensorboar
 FOLDERS: Final[Mapping[str, Callable[[], Path]]] = {
     "pools": pools_root, "features": features_root, "ledgers": ledgers_root,
 }  # fmt: skip
-"""{name of a folder with permanent files: function that returns its path}."""
+"""{name of a folder that all runs share: function that returns its path}."""
 
 _SELF_TEST: Final = {
     "data": "digits", "model": "logistic", "partition": "iid", "clients": 4, "rounds": 5, "seed": 0,

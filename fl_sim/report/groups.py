@@ -100,7 +100,7 @@ def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
 
 
 def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
-    """Return (groups of runs that differ only in the seed, a problem for each duplicate).
+    """Return (groups of runs that differ only in the seed, an error message for each duplicate).
 
     Runs with equal settings and the same seed are duplicates. One of the duplicates is kept, a finished run if there
     is one.

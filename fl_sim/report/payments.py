@@ -26,11 +26,11 @@ Feature moments are numbers and sums of the features of each class. Clients rele
 
 
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """Return (bills in JSON form, problems). A bill is the total privacy cost of all runs on one data set.
+    """Return (bills in JSON form, error messages). A bill is the total privacy cost of all runs on one data set.
 
     Each privacy unit, such as a client or a record, has its own bill. Runs that the report does not show are included.
-    Each run with damaged statements gives one problem, and counts as a run with unknown releases. Without any privacy
-    statement there are no bills. The computation takes seconds.
+    Each run with damaged statements gives an error message, and counts as a run with unknown releases. Without any
+    privacy statement there are no bills. The computation takes seconds.
     """
     if not found.has_statements:
         return [], []

@@ -286,7 +286,7 @@ def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> 
 def _apply_tables(found: Found) -> None:
     """Sort the runs of each table by row. Remove runs in a table's folder that do not belong to the table.
 
-    Each removed run is reported as a problem.
+    ``found.problems`` gets an error message for each removed run.
     """
     order = dict.fromkeys(place / one.directory for place, table in found.tables.items() for one in table.results)
     position = {path: number for number, path in enumerate(order)}

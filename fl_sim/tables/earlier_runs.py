@@ -76,9 +76,10 @@ class TrialOutcome:
 def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None) -> Path:
     """Return the run directory in ``folder`` of a trial of the hyperparameter search.
 
-    ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, also
-    across rows. The next rung extends this run in the same directory. The rung has a directory of its own if the
-    training depends on the total number of rounds, or if the checkpoint was too large to be written.
+    ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, even
+    if they belong to different rows of the table. The next rung extends this run in the same directory. If the run
+    cannot be extended (``can_extend``), or if its checkpoint was too large to be written, the next rung has a directory
+    of its own.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
@@ -90,7 +91,7 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if a trial can be extended: its training does not depend on the total number of rounds."""
+    """Return True if a trial can be extended: its training does not depend on the planned number of rounds."""
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private

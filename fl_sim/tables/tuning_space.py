@@ -177,7 +177,7 @@ class Method:
 def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> dict[str, Space]:
     """Return {row: search space} for ``methods``. In each space, the settings of [tune.space] come first.
 
-    ``federated``: names of the settings of federated learning, which the space of an upper bound lacks. Raises
+    ``federated``: names of the settings of federated learning. Upper bounds (centralized training) lack them. Raises
     UserError for an empty space, for a value that is no list or range, for a setting that must not be tuned or is
     already in the grid, and for an unknown method.
     """

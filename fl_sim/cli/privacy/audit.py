@@ -53,8 +53,8 @@ _SEED: Final = 0
 class Finding:
     """The result of the audit of one mechanism, the real one or one with a planted fault.
 
-    ``mechanism``: its name. ``profile``: the result of the privacy-profile audit. ``calibration``: p-values of the
-    noise's distribution, by the name of the test; empty where the noise is not tested.
+    ``mechanism``: its name. ``profile``: lower bounds of delta at several epsilons, and the claimed deltas.
+    ``calibration``: {statistical test of the distribution of the noise: its p-value}; empty if there was no test.
     """
 
     mechanism: str

@@ -88,11 +88,11 @@ class Row:
 
 
 def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
-    """Return (one figure for each data set, partition and generator, a problem for each run that cannot be shown).
+    """Return (one figure for each data set, partition and generator, a message for each run that cannot be shown).
 
     Only runs with synthetic records are shown. Each epsilon is shown by one run: the run with the most synthetic
     records or, among equals, the lowest seed. For feature vectors the figure shows the stored images or, if there are
-    none, images from ``finder``. Without ``finder``, one problem names all runs without stored images.
+    none, images from ``finder``. Without ``finder``, one message is about all runs without stored images.
     """
     kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
     problems: list[Problem] = []
@@ -209,7 +209,7 @@ def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
     """Replace feature vectors by images whose features are close to them: by stored images, or by images of ``finder``.
 
-    Return ({run directory: row with images}, a problem for each row for which there are no images).
+    Return ({run directory: row with images}, an error message for each row without images).
     """
     shown: dict[Path, Row] = {}
     problems: list[Problem] = []

@@ -109,7 +109,7 @@ _PLOTS = (
 
 
 def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
-    """Return (the figures of PATE that have at least two points, a problem for each damaged file with votes)."""
+    """Return (the figures of PATE that have at least two points, an error message for each damaged file with votes)."""
     places: dict[tuple[str, str, str], list[PateRun]] = {}
     for one in groups:
         for run in one.finished:
@@ -186,7 +186,7 @@ def _by_numbers(label: str) -> list[tuple[int, str]]:
 
 
 def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
-    """Return ([figure of the teachers' agreement], problems of damaged files); no figure without stored votes.
+    """Return ([figure of the teachers' agreement], error messages about damaged files); no figure without stored votes.
 
     For each query, the agreement is the votes for the most voted class minus those for the second class. The figure
     shows the distribution over all queries. The figure is PRIVATE: it is computed from the raw votes without noise.
