@@ -65,9 +65,9 @@ class Teller(FedAvg):
             "a name of the result",
             "facts of Telling returned the field 'privacy', which the result itself has, too: rename the field",
         ),
-        ("another's", "facts of Calibration say 'calibrate', as Telling does"),
+        ("another's", "facts of Calibration returned the field 'calibrate', which Telling has, too"),
         ("a tensor", r"facts of Telling returned .*tensor.*: return a dict from field names to JSON values"),
-        ("a number as name", "facts of Telling gave {1: 2}; it must return"),
+        ("a number as name", "facts of Telling returned {1: 2}: return a dict"),
     ],
 )
 def test_facts_of_a_stage_that_the_result_cannot_hold_are_refused(says: str, told: str, tmp_path: Path) -> None:

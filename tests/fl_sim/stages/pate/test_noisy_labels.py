@@ -330,12 +330,12 @@ def test_a_cache_that_cannot_be_written_is_said_with_the_cure(
         raise OSError(trouble, os.strerror(trouble), str(path))
 
     monkeypatch.setattr(noisy_labels, "write_private", write)
-    with pytest.raises(RunError, match=r"votes.npy: .*; FL_SIM_POOLS names another place") as caught:
+    with pytest.raises(RunError, match=r"votes.npy: .*; or set FL_SIM_POOLS to another folder") as caught:
         votes_of()
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_in_the_place_of_the_cache_is_said_with_the_cure(tmp_path: Path, asked: list[bool]) -> None:
     (tmp_path / ".pools").write_text("")
-    with pytest.raises(RunError, match="FL_SIM_POOLS names another place"):
+    with pytest.raises(RunError, match="or set FL_SIM_POOLS to another folder"):
         votes_of()
