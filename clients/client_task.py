@@ -22,6 +22,7 @@ from fl_sim.own_code import error_context
 from fl_sim.params import WriteGuard, check_layout, layout_of
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import load_state, read_by_content
+from fl_sim.training.courses import StepByStep, follow
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, LocalTrainer, Trainer, Training
@@ -254,8 +255,11 @@ class ClientRuntime:
 
         A job is executed by the first of ``own_trainers`` that supports it; all other jobs together by ``trainer``.
         ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local plans have
-        phases (``Phase``), all jobs are trained phase by phase.
+        phases (``Phase``), all jobs are trained phase by phase; if the algorithm has courses (``StepByStep``), step by
+        step.
         """
+        if isinstance(algorithm := self.algorithm, StepByStep):
+            return lambda: follow(algorithm, jobs, lambda steps: self._prepare(steps, stacked=stacked)())
         if not any(job.plan.phases for job in jobs):
             return self._prepare(jobs, stacked=stacked)
         train_first = self._prepare([job.in_phase(0) for job in jobs], stacked=stacked)

@@ -12,15 +12,15 @@ from flwr.app import MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from clients.client_task import Client, OnClient
-from clients.train import TrainingJob
+from clients.train import TrainingJob, further_job
 from fl_sim.errors import Malformed
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import FurtherModel, LocalPlan
 from fl_sim.params import check_layout, layout_of
 from fl_sim.seeding import rng
 from fl_sim.training.evaluation import Scores, score
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.records import Records
-from fl_sim.types import LocalTask, Params
+from fl_sim.types import LocalTask, Params, Trained
 
 RECEIVED: Final = "received"
 """The name of the model with which the client would begin its next round."""
@@ -32,7 +32,10 @@ An algorithm with ``OwnPredictions`` predicts in its own way.
 """
 
 TRAINED: Final = "trained"
-"""The name of the received model after one more round of local training, or of the own model of ``OwnModel``."""
+"""The name of the received model after one more round of local training, or of the own model of ``OwnModel``.
+
+With an algorithm that adapts the received model (``Adapting``), it is the name of the adapted model.
+"""
 
 FINE_TUNED: Final = "fine_tuned"
 """The name of the own model after some epochs of plain SGD on the client's training records."""
@@ -49,6 +52,15 @@ class OwnModel(Protocol):
 
     def own_model(self, task: LocalTask) -> Params:
         """Return the client's personal model after its last round. ``task``: the task of its next round."""
+        ...
+
+
+@runtime_checkable
+class Adapting(Protocol):
+    """An algorithm whose received model is meant to be adapted by each client, in another way than by a round."""
+
+    def adapted(self, task: LocalTask) -> FurtherModel:
+        """Return the training that adapts the received model to a client."""
         ...
 
 
@@ -123,7 +135,7 @@ class EvaluateOwn:
         if self.trains and isinstance(algorithm, OwnModel):
             models[TRAINED] = models[OWN]
         elif self.trains:
-            [trained] = runtime.prepare([training.job])()
+            trained = self._adapted(training, algorithm)
             models[TRAINED] = {**trained.params, **trained.statistics}
         if self.trains and self.fine_tune_epochs:
             settings = replace(task.settings, epochs=self.fine_tune_epochs, steps=0)
@@ -132,6 +144,18 @@ class EvaluateOwn:
             tuned = runtime.trainer.train(replace(training.job, task=start, plan=LocalPlan(), generator=batches))
             models[FINE_TUNED] = {**tuned.params, **tuned.statistics}
         return models
+
+    @staticmethod
+    def _adapted(training: TrainingJob, algorithm: object) -> Trained:
+        """Return the received model after the adaptation of the algorithm, or after one more round of training."""
+        runtime, job = training.client.runtime, training.job
+        if not isinstance(algorithm, Adapting):
+            return runtime.prepare([job])()[0]
+        with runtime.drawing("adapted", job.task.client, job.task.server_round):
+            model = algorithm.adapted(job.task)
+        training.check(algorithm.adapted)
+        batches = rng(runtime.seed, "adaptation", job.task.client)
+        return runtime.trainer.train(further_job(job, "adapted", model, batches))
 
 
 class OwnRecords(Protocol):

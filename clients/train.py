@@ -116,7 +116,8 @@ class TrainingJob:
         """
         runtime, config, number = self.client.runtime, self.client.config, self.client.number
         algorithm, server_round = runtime.algorithm, config.server_round
-        trained = replace(results[0], further=dict(zip(self.further, results[1:], strict=True)))
+        first, *others = results
+        trained = replace(first, further={**first.further, **dict(zip(self.further, others, strict=True))})
         self.check(runtime.model.forward, *([term.function] if (term := self.job.plan.loss_term) else ()))
         task, seen = self.job.task, trained
         for layer, came in zip(runtime.layers, self.came, strict=True):

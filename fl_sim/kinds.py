@@ -28,6 +28,14 @@ class LocalChoices(Protocol):
         """The name of the optimiser."""
 
     @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first round."""
+
+    @property
+    def momentum(self) -> float:
+        """The momentum of SGD."""
+
+    @property
     def steps(self) -> int:
         """The number of local steps; 0 if training is counted in epochs."""
 

@@ -120,6 +120,13 @@ def scale(params: Params, factor: float) -> Params:
     return {name: value * factor for name, value in params.items()}
 
 
+def inner_product(left: Params, right: Params) -> float:
+    """Return the sum, in float64, of the products of all pairs of numbers."""
+    if (pair := _vectors(left, right)) is not None:
+        return float(pair[0].double() @ pair[1].double())
+    return float(sum((value.double() * right[name].double()).sum() for name, value in left.items()))
+
+
 def zeros_like(params: Params) -> Params:
     """Return tensors of zeros with the names and shapes of ``params``."""
     if isinstance(params, FlatParams):

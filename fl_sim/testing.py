@@ -223,7 +223,7 @@ def _local(
     vars(runtime)["trainer"] = used
     trained, *others = runtime.prepare([job, *further])()
     write_guard.check_bits(algorithm.plan, *([job.plan.loss_term.function] if job.plan.loss_term else ()))
-    return replace(trained, further=dict(zip(models, others, strict=True)))
+    return replace(trained, further={**trained.further, **dict(zip(models, others, strict=True))})
 
 
 def _none(*_: object) -> Records:
@@ -255,7 +255,8 @@ def _pool(algorithm: Algorithm) -> Params:
 
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
-    local = Local(epochs=1, batch_size=32, learning_rate=0.1, momentum=0.9)
+    own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})  # such as no momentum
+    local = Local(**{"epochs": 1, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, **own})
     model = _architecture(algorithm)
     settings: dict[str, Any] = {"partition": Iid(), "clients": 4, "model": model, "rounds": 4, "local": local}
     run(Experiment(algorithm=algorithm, engine=engine, **settings), out, observer=observer)

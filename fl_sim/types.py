@@ -267,7 +267,8 @@ class Trained:
     steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: (C, d), for
     each class the sum over the client's records of the inputs of the new model's last linear layer, if the plan asks
     for it. ``statistics``: the running statistics of the new model's BatchNorm layers. ``further``: the results of the
-    algorithm's further models, by name (fl_sim.local_plan.FurtherModels).
+    algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course
+    (fl_sim.training.courses).
     """
 
     params: Params

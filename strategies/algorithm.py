@@ -312,6 +312,16 @@ def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
         )
 
 
+def check_plain_sgd(algorithm: object, experiment: Choices) -> None:
+    """Raise ValueError if the local optimizer is not SGD without momentum."""
+    check_sgd(algorithm, experiment, "its local steps are steps of SGD")
+    if momentum := experiment.local.momentum:
+        raise ValueError(
+            f"algorithm {kind_of(algorithm)} cannot run with local.momentum={momentum:g}: its local steps have no "
+            "momentum; leave local.momentum out"
+        )
+
+
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
     """Return a_i: the distance of ``num_steps`` SGD steps with a constant unit gradient, divided by the learning rate.
 

@@ -13,6 +13,7 @@ from fl_sim.engines.grid import LocalGrid
 from fl_sim.local_plan import FurtherModels, LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng
+from fl_sim.training.courses import StepByStep, follow
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer, Training
@@ -61,23 +62,35 @@ class Federation:
         self.states = [{} for _ in self.shards]
         self.initial = detached(self.model.named_parameters())
 
-    def client(self, client: int) -> ClientUpdate:
-        """Play one client of the coming round; nothing is kept."""
-        inputs, labels = self.shards[client]
-        task = LocalTask(
+    def task(self, client: int) -> LocalTask:
+        """Return the task of a client in the coming round."""
+        _, labels = self.shards[client]
+        return LocalTask(
             self.server_round + 1, client, len(self.shards), len(labels), self.settings,
             self.server.params, self.server.broadcast, self.states[client],
             class_counts=tuple(torch.bincount(labels, minlength=self.num_classes).tolist()),
             initial=self.initial,
         )  # fmt: skip
-        algorithm, own = self.algorithm, Records.of(inputs, labels)
+
+    def own(self, client: int) -> Records:
+        """Return the records of a client."""
+        return Records.of(*self.shards[client])
+
+    def client(self, client: int) -> ClientUpdate:
+        """Play one client of the coming round; nothing is kept."""
+        task = self.task(client)
+        algorithm, own = self.algorithm, self.own(client)
         if isinstance(algorithm, CustomStart):
             task = algorithm.start(task, OnClient(own, Trainer(self.model, None)))
         jobs = [self.job(task, algorithm.plan(task), own)]
         models = algorithm.further(task) if isinstance(algorithm, FurtherModels) else {}
         jobs += [self.job(replace(task, params=one.params), one.plan, own) for one in models.values()]
-        trained, *others = map(self.trained, jobs)
-        return algorithm.finish(task, replace(trained, further=dict(zip(models, others, strict=True))))
+        if isinstance(algorithm, StepByStep):
+            [trained], others = follow(algorithm, jobs, lambda steps: list(map(self.trained, steps))), []
+        else:
+            trained, *others = map(self.trained, jobs)
+        further = {**trained.further, **dict(zip(models, others, strict=True))}
+        return algorithm.finish(task, replace(trained, further=further))
 
     def job(self, task: LocalTask, plan: LocalPlan, own: Records) -> LocalJob:
         return LocalJob(task, plan, own, rng(0, "batches", task.client, task.server_round))

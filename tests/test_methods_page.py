@@ -8,7 +8,7 @@ from fl_sim.settings import kinds_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 ROWS = {
-    kind: dict(re.findall(r"`(\w+)` ([\w.]+)", cells))
+    kind: dict(re.findall(r"`(\w+)` ([\w.-]+)", cells))
     for kind, cells in re.findall(r"^\| `([\w-]+)` \|([^|]*)\|", PAGE, re.MULTILINE)
 }
 NAMED_ALONE = {

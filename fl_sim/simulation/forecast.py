@@ -31,6 +31,7 @@ from fl_sim.simulation.client_runtime import (
 )
 from fl_sim.simulation.stage import Procedure, stages_of
 from fl_sim.simulation.timing import Stopwatch, Work, public_records
+from fl_sim.training.courses import StepByStep
 from fl_sim.training.loop import resident
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Training
@@ -143,7 +144,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
     busy = sizes[sizes > 0]
     records = min(experiment.local.batch_size, max(1, round(float(busy.mean())))) if len(busy) else 1
     stack, plan = stack_of(local_engine(experiment.engine), job), procedure.typical_plan()
-    is_plain = not fields_in_use(plan) and not isinstance(algorithm, Training)
+    is_plain = not fields_in_use(plan) and not isinstance(algorithm, Training | StepByStep)
     how = "plain" if is_plain else kind_of(experiment.algorithm)
     beside = "" if stack == 1 else f" of {stack} clients at once"
     size = f"{records} record{'' if records == 1 else 's'}"
@@ -196,7 +197,9 @@ def _turn(
     experiment, chosen = job.experiment, job.experiment.local
     records = resident(public_records(job, size * steps), job.dataset, job.device)
     settings = replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0, batch_size=size)
-    task = LocalTask(0, 0, 1, len(records), settings, detached(trainable(job.model()).items()))
+    params = detached(trainable(job.model()).items())
+    counts = records.whole().class_counts(job.dataset.num_classes)
+    task = LocalTask(0, 0, 1, len(records), settings, params, class_counts=counts, initial=params)
     jobs = [LocalJob(task, plan, records.whole(), rng(experiment.seed, "probe", one)) for one in range(stack)]
     runtime = ClientRuntime(
         algorithm, job.model().to(job.device), _no_records, _no_records, partial(local_settings, job),

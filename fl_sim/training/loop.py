@@ -110,7 +110,7 @@ def train(
     losses: list[torch.Tensor] = []
     norms, running = list(norms_in(model).values()), running_in(model)
     augment, black = task.settings.augment, black_of(task.settings.augment, inputs.device)
-    for batch, moves in _batches(task.settings, len(labels), generator, inputs.device):
+    for batch, moves in batches(task.settings, len(labels), generator, inputs.device):
         records = moved(inputs[batch], moves, augment, black)
         loss_of = partial(objective.loss, records, labels[batch], objective.partner(generator))
         for norm in norms:
@@ -196,7 +196,7 @@ class Objective:
         return outputs_for(self.terms, self.network.model, lambda: self.network.model(inputs))
 
 
-def _batches(
+def batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield, for each local step, the indices of its records and the random shifts of their images (augmentation).

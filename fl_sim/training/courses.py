@@ -1,0 +1,139 @@
+"""Courses: local training as a sequence of jobs, each of which may depend on the results of earlier ones.
+
+Courses are for algorithms whose local steps no local plan describes, such as steps at a mixture of two models. The
+trainer of the run executes all jobs: the compiled one, the stacked one, or PyTorch's loop.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import check_returned, error_context
+from fl_sim.params import layout_of, zeros_like
+from fl_sim.seeding import seed_process
+from fl_sim.training.loop import batches
+from fl_sim.training.records import Records, black_of, moved
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import Augment, Params, Trained
+
+Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
+"""A generator that yields jobs, receives one result per job, and at its end returns the result of the whole training.
+"""
+
+_ANY_MOMENTUM = 0.5
+"""The first momentum buffer is the gradient itself, whatever the momentum is; it only must not be 0."""
+
+
+@runtime_checkable
+class StepByStep(Protocol):
+    """An algorithm with local steps of its own. It has no trainers of its own and no further models."""
+
+    def course(self, job: LocalJob) -> Course:
+        """Return the local training of a client. ``job``: the job that the trainer would execute without a course.
+
+        All random numbers must come from ``stream(job, number)``.
+        """
+        ...
+
+
+def follow(
+    algorithm: StepByStep, jobs: Sequence[LocalJob], train: Callable[[Sequence[LocalJob]], Sequence[Trained]]
+) -> list[Trained]:
+    """Train the clients of ``jobs`` by the algorithm's courses; return one result per job, in the same order.
+
+    ``train``: the trainer. It executes the current jobs of all clients in one call.
+    """
+    courses = [algorithm.course(job) for job in jobs]
+    results: dict[int, Trained] = {}
+    answers: dict[int, Sequence[Trained] | None] = dict.fromkeys(range(len(courses)))
+    while answers:
+        asked: dict[int, Sequence[LocalJob]] = {}
+        for place, answer in answers.items():
+            with error_context(f"course of {type(algorithm).__name__}"):
+                wanted, result = _advanced(courses[place], answer)
+            if wanted is None:
+                check_returned(result, Trained, algorithm.course)
+                results[place] = result
+            else:
+                asked[place] = wanted
+        together = [job for wanted in asked.values() for job in wanted]
+        trained = iter(train(together) if together else ())
+        answers = {place: [next(trained) for _ in wanted] for place, wanted in asked.items()}
+    return [results[place] for place in range(len(jobs))]
+
+
+def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, Any]:
+    """Return the next jobs of a course, or None and its result."""
+    try:
+        return course.send(answer), None
+    except StopIteration as end:
+        return None, end.value
+
+
+def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
+    """Yield a job of one step for every local step of ``job``, with the records of that step's batch.
+
+    ``number``: 0 for the batches that the trainer would draw for ``job``; other numbers give other batches, which are
+    independent. Images are augmented here, so that all jobs on a batch use the same images.
+    """
+    task, (inputs, labels) = job.task, job.records.tensors()
+    settings, device, draws = task.settings, inputs.device, stream(job, number)
+    augment, black = settings.augment, black_of(settings.augment, inputs.device)
+    inside = _InOrder(stream(job, number, inside=True).bit_generator)
+    for batch, moves in batches(settings, len(labels), draws, device):
+        records = Records.of(moved(inputs[batch], moves, augment, black), labels[batch])
+        one = replace(settings, batch_size=len(batch), epochs=1, steps=1, augment=Augment())
+        seed = partial(seed_process, int(inside.integers(2**63)), "step")
+        yield LocalJob(replace(task, settings=one), job.plan, records, inside, seed)
+
+
+def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Generator:
+    """Return a random generator of ``job``: 0 is that of the batches, and the others are independent of it.
+
+    ``inside``: True for random numbers inside of steps, such as dropout.
+    """
+    bits: Any = job.generator.bit_generator
+    return np.random.Generator(bits.jumped(2 * number + inside) if number or inside else bits)
+
+
+def at(
+    step: LocalJob, params: Params, plan: LocalPlan | None = None, *, statistics: Params | None = None, **settings: Any
+) -> LocalJob:
+    """Return ``step`` with other initial parameters, and with another plan, statistics and ``settings`` if given."""
+    task = replace(step.task, params=params, settings=replace(step.task.settings, **settings))
+    if statistics is not None:
+        task = replace(task, statistics=statistics)
+    return replace(step, task=task, plan=step.plan if plan is None else plan)
+
+
+def gradient_job(
+    step: LocalJob, params: Params, plan: LocalPlan | None = None, *, statistics: Params | None = None, **settings: Any
+) -> LocalJob:
+    """Return the job whose result ``gradient_in`` reads: the gradient at ``params`` on the batch of ``step``.
+
+    The gradient includes the terms of the plan and clipping, but no weight decay.
+    """
+    changed = {**settings, "momentum": _ANY_MOMENTUM, "weight_decay": 0.0}
+    return at(step, params, plan, statistics=statistics, **changed)
+
+
+def gradient_in(trained: Trained) -> Params:
+    """Return the gradient from the result of a ``gradient_job``. Parameters without a gradient have zeros."""
+    found = trained.momentum_buffers
+    if layout_of(found) == layout_of(trained.params):
+        return found
+    return {**zeros_like(trained.params), **found}
+
+
+class _InOrder(np.random.Generator):
+    """A random generator under which a job uses its records in the given order."""
+
+    def permutation(self, x: Any, axis: int = 0) -> NDArray[np.int64]:
+        """Return the numbers from 0 to x - 1 in ascending order."""
+        del axis
+        return np.arange(x)

@@ -1,0 +1,98 @@
+"""Per-FedAvg: a global model from which one gradient step leads to a good model of each client (Fallah et al. 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import Batch, FurtherModel, LocalPlan, LossTerm
+from fl_sim.params import add
+from fl_sim.training.courses import Course, gradient_in, gradient_job, steps_of
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import LocalTask, Params, Trained
+from strategies.algorithm import FEDAVG, Averaging, Weighting, check_plain_sgd
+
+
+class PerFedAvg(Averaging):
+    """FedAvg on the loss after one step, F_i(w - alpha grad F_i(w)) (MAML; algorithm 1).
+
+    A local step draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then w <- w - eta g with g = grad
+    f(w'; B') for the ``variant`` "first-order" (FO), and g = (I - alpha Hessian f(w; B'')) grad f(w'; B') for "exact".
+    ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper. ``local.learning_rate``: eta, the paper's beta, 0.001
+    to 0.01. The batches B' are those of FedAvg, and ``local.epochs`` counts them; B and B'' come from further shuffles
+    of the client's records. A local step costs two gradients, and the exact one a product with the Hessian, too.
+
+    No client has a model of its own: it uses the received model after one step of alpha on a batch of its training
+    records. ``trained`` measures that model. Common released code takes B and B' one after another from one shuffle,
+    and two steps, of alpha and of eta, before the measurement.
+    """
+
+    kind: Literal["per-fedavg"] = "per-fedavg"
+    title: ClassVar[str] = "Per-FedAvg"
+    weighting: ClassVar[Weighting] = "uniform"
+    starts_with: ClassVar[dict[str, dict[str, float]]] = {"local": {"momentum": 0.0}}
+    personal_learning_rate: float = Field(0.01, ge=0)
+    variant: Literal["first-order", "exact"] = "first-order"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for local momentum, an optimizer other than SGD, or a Hessian of smoothed labels."""
+        check_plain_sgd(self, experiment)
+        if self.variant == "exact" and experiment.local.label_smoothing:
+            raise ValueError(
+                f"algorithm.variant=exact takes the Hessian of the loss without label smoothing, and "
+                f"local.label_smoothing={experiment.local.label_smoothing:g} is set: leave it out, or take "
+                "algorithm.variant=first-order"
+            )
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a remark if there is no personal step."""
+        del experiment
+        return [] if self.personal_learning_rate else [off("algorithm.personal_learning_rate=0", FEDAVG)]
+
+    def course(self, job: LocalJob) -> Course:
+        """Make the local steps, each with two or three gradients."""
+        w, settings, losses = job.task.params, job.task.settings, list[float]()
+        statistics, alpha = job.task.statistics, self.personal_learning_rate
+        for step, first, third in zip(steps_of(job), steps_of(job, 1), steps_of(job, 2), strict=True):
+            [there] = yield [gradient_job(first, w)]
+            adapted = add(w, gradient_in(there), -alpha)
+            [after] = yield [gradient_job(step, adapted, statistics=statistics)]
+            gradient, statistics = gradient_in(after), after.statistics
+            if self.variant == "exact":
+                [bent] = yield [gradient_job(third, w, _along(gradient, len(job.task.class_counts)), clip_norm=0.0)]
+                gradient = add(gradient, gradient_in(bent), -alpha)
+            if settings.weight_decay:
+                gradient = add(gradient, w, settings.weight_decay)
+            w = add(w, gradient, -settings.learning_rate)
+            losses.append(after.loss or 0.0)
+        loss = sum(losses) / len(losses) if losses else None
+        return Trained(w, {}, len(losses), loss, statistics=statistics)
+
+    def adapted(self, task: LocalTask) -> FurtherModel:
+        """Return one step of alpha from the received model, on a batch of the client's training records."""
+        settings = replace(task.settings, learning_rate=self.personal_learning_rate, steps=1, weight_decay=0.0)
+        return FurtherModel(task.params, LocalPlan(), settings)
+
+
+def _along(direction: Params, num_classes: int) -> LocalPlan:
+    """Return the plan whose gradient is the product of the Hessian with ``direction``.
+
+    The logits' scale of 0 leaves no gradient of the cross-entropy itself.
+    """
+    return LocalPlan(logit_scale=torch.zeros(num_classes), loss_term=LossTerm(_slope, {**direction}))
+
+
+def _slope(batch: Batch) -> torch.Tensor:
+    """Return the derivative of the loss along the direction in ``batch.data``."""
+
+    def loss(params: Params) -> torch.Tensor:
+        logits = batch.logits_of(params, batch.inputs)
+        losses = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none")
+        return (losses * batch.weights).sum()
+
+    gradient = torch.func.grad(loss)(dict(batch.params))
+    return torch.stack([(value * batch.data[name]).sum() for name, value in gradient.items()]).sum()
