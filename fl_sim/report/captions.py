@@ -12,7 +12,10 @@ from fl_sim.report.table import Table, most_seeds
 _SEEDS: Final = "Seeds:"
 _MOST_WARNINGS: Final = 8
 _MOST_NAMES: Final = 4
-"""A line about privacy names at most this many rows without a privacy guarantee. More are "all other methods"."""
+"""Largest number of rows without a privacy guarantee that a line about privacy names.
+
+If there are more rows, the line says "all other methods" in place of their names.
+"""
 
 _CHANGES: Final[Mapping[str, str]] = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",

@@ -147,7 +147,7 @@ class ClientShare(FileModel):
 
 
 class StageResult(KindTable):
-    """The result of a run's preprocessing.
+    """The result of a run's preprocessing, such as DA-FL.
 
     ``pool``: name of the file with the synthetic records of all clients; empty if there is none. ``train_on``: the
     records on which clients train, such as "synthetic". ``clients``: the release of each client.

@@ -183,7 +183,10 @@ def most_seeds(table: Table) -> int:
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return (row, [(cell text, True if bold)]) for each row, with two cells per column: last and best round."""
+    """Return for each row of the table (name of the row, [(text of a cell, True if bold)]).
+
+    Each column has two cells: the accuracy after the last round, and in the best round.
+    """
     heads = [(column, measure) for column in table.columns for measure in MEASURES]
     winners = {head: bold_rows(table, *head) for head in heads}
     return [

@@ -34,7 +34,7 @@ _RARE = {
     "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
     "batch_norm": "BatchNorm",
 }  # fmt: skip
-"""{setting of local training: its text in a caption}. The caption states those that any run changes."""
+"""{setting of local training: its text in a caption}. The caption names one only if a run changes it."""
 
 _LOCAL = tuple(
     f"local.{name}"
@@ -167,8 +167,9 @@ def caption(
 
     ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the largest class in its test
     records}. ``has_bound``: True if the table has the upper bound, centralized training. ``rows`` and ``columns``: the
-    row label and the column name of each experiment; the caption states a value that not all experiments share with the
-    names of its rows or columns. ``settings``: {row label: settings that no other line of the caption states}.
+    row label and the column name of each experiment. If an experiment does not have the most frequent value of a
+    setting, the caption names its row or column. ``settings``: {row label: settings that no other line of the caption
+    states}.
     """
     show = partial(_with_places, rows=rows, columns=columns)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())

@@ -217,7 +217,7 @@ def values_of(choices: Iterable[SearchResult]) -> dict[tuple[str, str], Values]:
 
 
 def csv_text(tried: Iterable[TrialResult]) -> str:
-    """Return the text of ``tuning.csv``: a line for each trial on each rung (stage). Accuracies are in [0, 1]."""
+    """Return the text of ``tuning.csv``: a line for each trial in each stage of the search. Accuracies: in [0, 1]."""
     table = [
         {
             "row": one.trial.search.cell.row, "column": one.trial.search.cell.column, "trial": one.trial.number,

@@ -100,7 +100,7 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
 
-    This command plans DP-SGD for other programs: clients of 'fl-sim run' do not train with DP-SGD in rounds. In fl-sim,
+    The result is for DP-SGD in other programs: clients of 'fl-sim run' do not train with DP-SGD in rounds. In fl-sim,
     only the generator dp-cgan of preprocess=da-fl uses DP-SGD.
 
     For example:

@@ -34,7 +34,7 @@ _MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments
 class LabellingRequest:
     """A PATE mechanism with the user's parameters. All noise is in units of votes (Laplace noise: scale 1 / gamma).
 
-    ``target``: an epsilon; None unless the number of queries within it is to be computed.
+    ``target``: the epsilon for which the number of queries that fit this epsilon is computed; None: not computed.
     """
 
     mechanism: Name

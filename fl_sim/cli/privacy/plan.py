@@ -148,7 +148,9 @@ def _check(request: BudgetRequest) -> None:
     known = {"--noise-multiplier": request.noise, count: request.steps, "--epsilon": request.target}
     missing = [name for name, value in known.items() if value is None]
     if len(missing) > 1:
-        raise UserError(f"too little to plan with: {' and '.join(missing)} are missing; give two of {', '.join(known)}")
+        raise UserError(
+            f"{' and '.join(missing)} are missing: give two of {', '.join(known)}, and the third is computed"
+        )
     if request.noise is not None and not 0 < request.noise < math.inf:
         raise UserError(f"noise multiplier {request.noise} gives no guarantee: choose a positive number such as 1.0")
     if request.steps is not None and not 1 <= request.steps <= _MOST_STEPS:

@@ -107,7 +107,7 @@ def about_noise(number: int, shown: int) -> list[str]:
 
 
 def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
-    """Return one image with all tiles in rows and columns, ``gap`` white pixels apart. None leaves a white space."""
+    """Return one image with all tiles in ``rows``, ``gap`` white pixels apart. A tile that is None is left white."""
     height, width = next(tile.shape[:2] for row in rows for tile in row if tile is not None)
     across = max(len(row) for row in rows)
     sheet = np.full((len(rows) * (height + gap) - gap, across * (width + gap) - gap, 3), _PAPER, dtype=np.uint8)
@@ -187,7 +187,10 @@ class Samples:
 
 
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Return the synthetic images in the file ``pool``, as ``read_records``. Raise ValueError for other records."""
+    """Return the synthetic images in the file ``pool``. Raise ValueError if its records are not images.
+
+    For ``counts`` and further errors see ``read_records``.
+    """
     samples = read_records(pool, counts)
     if samples.inputs.ndim != 4:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are not images")

@@ -62,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of the figure, with points that differ only in the varied setting. ``points``: by ascending value."""
+    """One line of the figure. Its ``points`` differ only in the varied setting, and are sorted by its value."""
 
     label: str
     points: tuple[Point, ...]
@@ -111,7 +111,7 @@ def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
 
 
 def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Picture]:
-    """Return a figure for each of ``found``. ``full_axis``: True if the accuracy axis goes from 0 to 100 %."""
+    """Return a figure for each sweep in ``found``. ``full_axis``: True if the accuracy axis goes from 0 to 100 %."""
     names = file_names([f"{one.setting}-{one.data}-{one.partition}" for one in found])
     pictures = []
     for name, one in zip(names, found, strict=True):
