@@ -140,7 +140,7 @@ class Reporting(Protocol):
         ...
 
     def reports(self) -> str:
-        """Return a description of the evaluated model in words."""
+        """Return a description of the evaluated model in words, such as "the mean of the last two models"."""
         ...
 
 

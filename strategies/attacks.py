@@ -220,7 +220,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
-        """Return {hostile client: the function that changes its labels}."""
+        """Return {hostile client: function that changes its labels}; the client trains on the changed labels."""
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         return dict.fromkeys(hostile, partial(_poisoned, experiment.attack, num_classes))
 

@@ -54,7 +54,7 @@ class FedExP(Averaging):
         return f"FedExP: {self.reports()} is evaluated."
 
     def reports(self) -> str:
-        """Return a description of the evaluated model in words."""
+        """Return a phrase for the evaluated model: the mean of the last two models, or the last model."""
         return "the mean of the last two models" if self.average_two else "the last model"
 
     def reported(self, server: ServerState) -> Params:

@@ -203,9 +203,9 @@ class GlobalDP(Settings):
             )
         if stack > 1:
             raise ValueError(
-                f"engine.stack={stack} cannot be set under aggregator global-dp: in a stack, the rounding of a "
-                "client's update depends on the other clients, and the noise does not hide that; leave engine.stack "
-                "out, and clients train one by one"
+                f"engine.stack={stack} cannot be set under aggregator global-dp: a stack is a group of "
+                "clients trained in one batch, so a client's rounding depends on the others, and noise does not hide "
+                "that; leave engine.stack out, and clients train one by one"
             )
         self._check_bands(sampler)
 

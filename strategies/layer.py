@@ -110,7 +110,7 @@ class Layer:
 
     inner: Layer
     reserved: ClassVar[str] = ""
-    """Name of the layer's own tensors in payloads and client state. A name that ends in / is a prefix of names."""
+    """Name of the layer's own tensors in payloads and client state, or a prefix of names that ends in "/"."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -151,7 +151,7 @@ class Layer:
 
     @classmethod
     def payments(cls, experiment: Any) -> Sequence[Payment]:
-        """Return the privacy cost of all rounds."""
+        """Return the privacy costs of all rounds, such as those of Global DP; empty without a private layer."""
         del experiment
         return ()
 
@@ -223,7 +223,7 @@ class Layer:
         return self.inner.ended(rounds)
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings for the user at the end of the run. ``rounds``: the records of all its rounds."""
+        """Return warnings for the user at the end of the run. ``rounds``: the results of all rounds of the run."""
         return self.inner.conclusions(rounds)
 
     def affords(self, server_round: int) -> bool:
@@ -232,7 +232,7 @@ class Layer:
 
     @property
     def hides_clients(self) -> bool:
-        """Return True if participation is secret: then the cohort's size and losses are not written to any file."""
+        """Return True if it is secret which clients take part; then no file contains the cohort's size or losses."""
         return self.inner.hides_clients
 
     def state(self) -> Mapping[str, Any]:

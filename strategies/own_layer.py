@@ -107,7 +107,7 @@ class OwnLayer(Layer):
 
     @property
     def hides_clients(self) -> bool:
-        """Return True if participation is secret: then the cohort's size and losses are not written to any file."""
+        """Return True if it is secret which clients take part; then no file contains the cohort's size or losses."""
         with self._errors_of("hides_clients"):
             return bool(self.inner.hides_clients)
 

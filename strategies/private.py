@@ -127,7 +127,7 @@ class PrivateRounds(Layer):
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Record the failed clients, whose updates count as zeros. Raises RunError as ``note`` does."""
+        """Record the failed clients; their updates count as zeros. Raises RunError if all seem to fail (``note``)."""
         del server_round
         self.note(failed, answered=answered)
 
@@ -136,12 +136,12 @@ class PrivateRounds(Layer):
         return self.release(cohort, algorithm, server)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the round's fields, with the epsilon of all rounds so far."""
+        """Return the fields of the round's line in ``rounds.jsonl``, with the epsilon of all rounds so far."""
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     @property
     def hides_clients(self) -> bool:
-        """Return True: participation is secret, and only the noised mean depends on it."""
+        """Return True: it is secret which clients take part. Only the noised mean depends on them."""
         return True
 
     def state(self) -> Mapping[str, Any]:

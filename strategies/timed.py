@@ -52,7 +52,7 @@ class TimedRounds(Layer):
         return Drawn(self._last.in_time, self._last.most_steps)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the round's fields, with its duration in virtual seconds and its number of late clients."""
+        """Return the fields of the round's line in ``rounds.jsonl``, with virtual duration and late clients."""
         timed = {} if self._last is None else {"virtual_seconds": self._last.seconds, "late": self._last.num_late}
         return {**self.inner.metrics(), **timed}
 

@@ -90,7 +90,7 @@ class Tstr(Settings):
             )
 
     def reports(self) -> str:
-        """Return a description of the evaluated model in words."""
+        """Return a phrase for the evaluated model: the best classifier on held-out synthetic records."""
         return "the classifier that does best on held-out synthetic records"
 
     def note(self) -> str:

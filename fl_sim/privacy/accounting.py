@@ -275,7 +275,10 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     while spent(high) > target:
         high *= 2
         if high > _MOST_NOISE:
-            raise UserError(f"epsilon {target:g} is out of reach at this delta: no noise multiplier up to 1e7 gives it")
+            raise UserError(
+                f"epsilon {target:g} is out of reach at this delta: no noise multiplier up to 1e7 gives it; choose "
+                "a larger epsilon"
+            )
     low = high
     while spent(low) <= target:
         if low <= _LEAST_NOISE:

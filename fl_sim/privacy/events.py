@@ -143,7 +143,7 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts`` (number of releases by event) with each repeated event replaced by its single releases."""
+    """Return ``counts``, {event: number of releases}, with repeated events counted as releases of the single event."""
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)

@@ -78,9 +78,9 @@ class Normals(Protocol):
 class Law:
     """A symmetric distribution of scale 1, described by the tail probability P(|N| > x).
 
-    ``quantile`` overwrites each float64 probability p with an approximation of x, up to its sign, where P(|N| > x)
-    = p. ``beyond(b, ratio, digits)`` returns P(|N| > b / ratio) times 2^digits, as an integer with an error of at
-    most 1.
+    N is a random number of this distribution. ``quantile(p)`` replaces each number of the array p, in place, by an
+    approximation of x or -x, where P(|N| > x) = p. ``beyond(b, ratio, digits)`` returns P(|N| > b / ratio) times
+    2^digits, as an integer with an error of at most 1.
     """
 
     quantile: Callable[[NDArray[np.float64]], None]
@@ -153,7 +153,7 @@ class Noise:
     def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> NDArray[np.bool_]:
         """Return the mask of the units that Poisson sampling draws, shape (count,).
 
-        It equals ``takes_part`` of ``count`` ``uniform`` numbers.
+        The mask is the result of ``takes_part`` for ``count`` numbers that ``uniform`` returns, but is computed faster.
         """
         limit = _limit(sampling_rate)
         if limit == 1 << 53:
@@ -181,7 +181,7 @@ class Noise:
         return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
     def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> NDArray[np.uint64]:
-        """Return ``count`` words of 64 bits from the stream of (purpose, round), after its first ``behind`` words."""
+        """Return ``count`` random words of 64 bits of the stream (purpose, round), after ``behind`` skipped words."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
 
         assert 8 * (behind + count) < _STREAM_LIMIT
@@ -299,7 +299,7 @@ def next_clipping_norm(
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Write the numbers, rounded to whole grid steps, to ``out``; return the indices where float64 is undecided."""
+    """Write the numbers, rounded to whole grid steps, to ``out``; return the indices of those possibly misrounded."""
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5
     found *= 2.0**-63
@@ -324,8 +324,8 @@ def _with_signs(numbers: NDArray[np.float64], words: NDArray[np.uint64]) -> NDAr
 def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Callable[[], int]) -> int:
     """Return |N| in grid steps, rounded exactly to a whole number, where N is ``ratio`` times a draw of ``law``.
 
-    The draw is the x with P(|N| > x) = U. ``digits`` are the first ``num_digits`` binary digits of U, and ``more``
-    draws 64 further ones.
+    A draw of ``law`` has the absolute value x with P(|draw| > x) = U, where U is uniform on (0, 1). ``digits`` are the
+    first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
         if digits.bit_length() >= 64:  # with fewer digits it is unknown near which boundary U lies

@@ -80,7 +80,7 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query, two Laplace mechanisms, because a record changes two counts by 1."""
+        """Return (None, event to charge to the ledger): two Laplace mechanisms a query, as two counts change by 1."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -104,7 +104,7 @@ class GNMax(_AnswersEveryQuery):
         return GNMaxCost(self.sigma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query: one Gaussian mechanism, of sensitivity sqrt(2) for the vector of counts."""
+        """Return (None, event to charge to the ledger for a query): a Gaussian mechanism of sensitivity sqrt(2)."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
@@ -135,7 +135,7 @@ class ConfidentGNMax(Settings):
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
 
     def charges(self) -> tuple["dp_event.DpEvent", "dp_event.DpEvent"]:
-        """Return the privacy events charged for the test, of sensitivity 1, and for an answer."""
+        """Return the events to charge to the ledger: that of the test, of sensitivity 1, and that of an answer."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return dp_event.GaussianDpEvent(self.sigma_threshold), GNMax(sigma=self.sigma).charges()[1]
@@ -161,7 +161,7 @@ class NoNoise(_AnswersEveryQuery):
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the event of a release without noise. Once it is charged, the ledger guarantees no epsilon."""
+        """Return (None, event of a release without noise). Once this is charged, the ledger guarantees no epsilon."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.NonPrivateDpEvent()

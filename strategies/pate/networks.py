@@ -118,7 +118,10 @@ def forger(shape: torch.Size, latent_dim: int) -> nn.Module:
 def residual_network(
     input_shape: tuple[int, ...], num_classes: int, blocks: int, width: int, norm: str, *, deep: bool
 ) -> nn.Module:
-    """Return a residual network: three stages of ``blocks`` blocks, with 1, 2 and 4 times ``width`` channels."""
+    """Return a residual network with three stages of ``blocks`` blocks, and ``width`` channels in the first stage.
+
+    The second stage has 2 ``width`` channels, and the third one 4 ``width``.
+    """
     layers: list[nn.Module] = [_conv(input_shape[0], width, 3), _norm(norm, width), nn.ReLU()]
     inputs = width
     for stage in range(3):

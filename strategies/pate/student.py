@@ -349,7 +349,7 @@ class Coins:
 
 
 def rise_and_cosine(step: int, steps: int) -> float:
-    """Return the factor of the learning rate at ``step``: a linear warm-up of 20 steps, times half a cosine."""
+    """Return the learning rate's factor at ``step``: half a cosine from 1 to 0, times a warm-up over 20 steps."""
     return min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -368,7 +368,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 
 
 def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) -> None:
-    """Set ``average`` to ``keep`` times itself plus (1 - ``keep``) times ``model``, for weights and statistics."""
+    """Set the tensors of ``average`` to ``keep`` times themselves plus (1 - ``keep``) times those of ``model``."""
     with torch.no_grad():
         for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
             if value.dtype.is_floating_point:

@@ -84,16 +84,16 @@ class AnswerCost(Cost):
 
     @abstractmethod
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q, as in ``log_q``, for votes in which all other classes are ``gaps`` votes behind the first class.
+        """Return ln q, as in ``log_q``, for votes in which each class has ``gaps`` votes fewer than the first one.
 
-        A negative gap means that the other classes are ahead.
+        With a negative gap the other classes have more votes.
         """
 
     @abstractmethod
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
         """Return the Renyi curve of each query from its ln q: at every order the smaller of two bounds.
 
-        The bounds are the theorem of the mechanism's paper and the worst case.
+        The first bound is the theorem in the mechanism's paper, the second one is ``worst_case``, for any votes.
         """
 
     def dependent(self, counts: Counts, orders: Floats) -> Floats:
@@ -101,7 +101,7 @@ class AnswerCost(Cost):
         return self.divergence(self.log_q(counts), orders)
 
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return ones, shape (queries,): every query is answered."""
+        """Return an array of ones, shape (queries,), because every query is answered."""
         return np.ones(len(counts))
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
@@ -155,7 +155,7 @@ class LNMaxCost(AnswerCost):
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query: at every order the smaller of theorem 3 and the worst case."""
+        """Return the Renyi curve of each query: at every order the smaller bound of theorem 3 and ``worst_case``."""
         return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
@@ -187,7 +187,7 @@ class GNMaxCost(AnswerCost):
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query: at every order the smaller of theorem 6 and the worst case."""
+        """Return the Renyi curve of each query: at every order the smaller bound of theorem 6 and ``worst_case``."""
         return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 
@@ -310,9 +310,9 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
 
 
 def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
-    """Return how many of ``queries`` fit within epsilon ``target`` at ``delta``, for any votes.
+    """Return the largest number of queries, up to ``queries``, that cost at most epsilon ``target`` at ``delta``.
 
-    All queries count as answered.
+    The cost is that for any votes, with all queries answered.
     """
     each = np.arange(1, queries + 1)
     total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)
@@ -403,7 +403,7 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
 
 
 def _gaps_to_the_top(counts: Counts) -> Floats:
-    """Return how many votes each class is behind the class with the most votes, ``inf`` for this class itself.
+    """Return the largest number of votes of a query minus the votes of each class; ``inf`` for the class with the most.
 
     Of several such classes the first one counts. Shape: (queries, classes).
     """

@@ -46,7 +46,7 @@ _LEAST: Final = 1e-9  # a lower bound on the sensitivity, which keeps its logari
 
 @dataclass(frozen=True)
 class PublicationTerms:
-    """Terms of the publication of a PATE cost B, fixed without looking at the votes.
+    """Settings of the publication of a PATE cost B (see the module), fixed without looking at the votes.
 
     ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa, the discount rate of distant votes in
     the smooth sensitivity; its product with ``order`` must stay well below 1/2. ``noise``: the noise on B, in
@@ -257,7 +257,7 @@ def _published(
 
 
 def _from(values: Floats, ahead: int) -> Floats:
-    """Return, for each cell, the value ``ahead`` cells later; beyond the ends the end values are repeated."""
+    """Return, for each position in ``values``, the value ``ahead`` positions later; the end values are repeated."""
     return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
 
 
