@@ -304,8 +304,9 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
-            f"preprocess {preprocess} takes numbers from 0 to 1, and {dataset.name} has others: scale every column by "
-            "public bounds (data.range.COLUMN=LOW..HIGH of a table), not by bounds computed from the records"
+            f"preprocess {preprocess} needs inputs from 0 to 1, but {dataset.name} has inputs outside this range: "
+            "scale each column by public bounds (data.range.COLUMN=LOW..HIGH of a table), not by bounds that are "
+            "computed from the records"
         )
 
 

@@ -58,7 +58,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     size = scattering.dimension_of(dataset.input_shape)
     if dataset.validation is not None:
         raise UserError(
-            f"features={features} are made of training and test images only, and {dataset.name} has validation "
+            f"features={features} are computed for training and test images only, and {dataset.name} has validation "
             "records: remove these from the data and set evaluate.validation=0.1, or leave features out"
         )
     train, test = _kept(dataset, features, records, size)
@@ -75,9 +75,10 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
 
 
 def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
-    """Return the features of the training and test records from the cache. Missing features are computed and cached.
+    """Return the features of the training and test records from the cache file.
 
-    ``size``: the number of features of a record.
+    If the file is missing or damaged, all features are computed and written. ``size``: the number of features of a
+    record.
     """
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
     folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"

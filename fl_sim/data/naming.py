@@ -121,7 +121,7 @@ class KnownSet:
 
     @property
     def finer(self) -> str:
-        """The name of the data set with the same records but finer classes (cifar100 for cifar100-coarse), or empty."""
+        """The name of the data set with the same records but finer classes (cifar100 for cifar100-coarse), or ""."""
         return FINER.get(self.name, "")
 
     @property
@@ -234,10 +234,10 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 
 
 def tuned_on(data: str) -> str:
-    """Return a sentence, with a space before it, on fl-sim's defaults that were chosen on training records of ``data``.
+    """Return a sentence about fl-sim's default values that were chosen on training records of the data set ``data``.
 
-    The sentence belongs into privacy statements: choosing on records releases information that no epsilon covers.
-    The result is empty if no default was chosen on these records.
+    The sentence, with a space before it, belongs into privacy statements: choosing on records releases information
+    that no epsilon covers. The result is empty if no default was chosen on these records.
     """
     if (records := records_of(data)) not in _TUNED_ON:
         return ""

@@ -18,7 +18,10 @@ _STALL_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Root:
-    """A directory that is searched for data sets. ``origin``: the setting that names it, such as ``--data-root``."""
+    """A directory that is searched for data sets.
+
+    ``origin``: the option or environment variable that names the directory, such as ``--data-root``.
+    """
 
     path: Path
     origin: str
@@ -83,7 +86,7 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
-    """Return the location of the data set ``name``; None for a public data set that must be downloaded first.
+    """Return the location of the data set ``name``; None for a public data set that is not on this machine.
 
     Raises UserError for an invalid name, and if the user's own files are missing.
     """
@@ -94,7 +97,10 @@ def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
 
 
 def describe_missing(name: str, data_root: Path | None = None) -> str:
-    """Return the error message for a data set that was not found: its files, the directories searched, a cure."""
+    """Return the error message for a data set that was not found.
+
+    The message contains the expected files, the directories that were searched, and a cure.
+    """
     known = KNOWN.get(name)
     if known is None:
         own = own_name(name)

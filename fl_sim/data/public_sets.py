@@ -1,8 +1,8 @@
 """Reads the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and the tables Adult and Diabetes of UCI.
 
 The digits are 1,797 real handwritten digits of 8x8 pixels (UCI, Alpaydin and Kaynak 1998). Their file is a part of
-scikit-learn. The split is the same as of ``sklearn.model_selection.train_test_split`` (stratified, random_state 0); a
-test compares the two. scikit-learn itself is not imported, because its import takes longer than a short run. Idx files
+scikit-learn. The split equals that of ``sklearn.model_selection.train_test_split`` (stratified, random_state 0); a test
+compares the two. scikit-learn itself is not imported, because its import takes longer than a short run. Idx files
 (LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN are in torchvision's
 file layout.
 

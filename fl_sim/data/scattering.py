@@ -155,7 +155,10 @@ class Whitening:
     matrix: torch.Tensor
 
     def of(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the whitened ``features`` (n, d), of L2 norm at most 1. Each record is transformed independently."""
+        """Return the whitened ``features`` (n, d), of L2 norm at most 1.
+
+        Each record is whitened independently of the others.
+        """
         whitened = np.empty_like(features)
 
         def fill(rows: slice) -> None:
@@ -177,7 +180,7 @@ class Whitening:
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     """Compute the whitening of scattering features for images of ``shape``, (channels, height, width).
 
-    The computation takes seconds to a minute; a process does it once per shape.
+    The computation takes seconds to a minute. A process does it once per shape and uses the result again.
     """
     features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
     with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_whitening`` sets torch's number of threads
@@ -238,9 +241,9 @@ def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.G
 
 
 def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
-    """Call ``fill`` for batches of ``step`` of the ``count`` rows, in several threads.
+    """Call ``fill(rows)`` in several threads, so that all ``count`` rows are filled; ``step`` rows in each call.
 
-    Each of them sets torch to one thread, so that results are bit-identical for any number of threads.
+    In these threads torch uses one thread only, so that results are bit-identical for any number of threads.
     """
 
     def fill_alone(start: int) -> None:
@@ -317,7 +320,8 @@ class _Modulus(torch.autograd.Function):
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
     """Smooth ``maps`` with a Gaussian and sample the result at the positions of the output.
 
-    ``maps`` contain every ``spacing``-th pixel of a padded image; ``height`` and ``width``: of the image.
+    ``maps`` contain every ``spacing``-th pixel of a padded image. ``height`` and ``width``: the size of the image
+    without padding.
     """
     down, across = (torch.from_numpy(_smoothing(side, spacing)) for side in (height, width))
     return down @ (maps @ across.T)

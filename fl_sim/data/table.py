@@ -234,7 +234,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 
 
 def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part: TestPart) -> TablePlan:
-    """Read the columns in ``roles`` once, and decide how the tables are interpreted (``TablePlan``).
+    """Read the columns in ``roles`` once, and decide how cells are converted to features and labels (``TablePlan``).
 
     Raises UserError for labels that are no classes, and for empty cells if no setting allows them.
     """
@@ -316,7 +316,10 @@ def rows_of(plan: TablePlan) -> Rows:
 
 
 def _note(plan: TablePlan, *, scales: bool) -> str:
-    """Return ``Dataset.note``, which all results show: one line on the encoding of columns, no facts about records."""
+    """Return ``Dataset.note``: one line on the encoding of columns, without facts about records.
+
+    All results show the note, so it must not reveal private facts.
+    """
     ranged = [feature.name for feature in plan.features if feature.bounds is not None]
     categories = [f"{feature.name} ({feature.width})" for feature in plan.features if feature.categories]
     how = "scaled by the training records' mean and deviation" if scales else "numbers without scaling"
@@ -374,7 +377,7 @@ def _read_off(plan: TablePlan) -> tuple[str, ...]:
 
 
 def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
-    """Raise UserError if the cells of a column have different meanings in the tables ``first`` and ``other``."""
+    """Raise UserError if a column has different types or codes in the tables ``first`` and ``other``."""
     kinds, others = (dict(zip(table.names, table.declared, strict=True)) for table in (first, other))
     for name in roles.columns:
         if others[name] in {"time", "other"} and others[name] != kinds[name]:

@@ -93,7 +93,10 @@ class ColumnContent:
     are_dates: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
-        """Update these facts with the next batch of ``cells``, after the first ``rows_before`` rows of ``file``."""
+        """Update these facts with the next batch of ``cells`` of the column.
+
+        The batch begins after the first ``rows_before`` rows of ``file``.
+        """
         compute = pyarrow().compute
         present = cells.is_valid()
         self.missing = self.missing or _first(compute.invert(present), file, rows_before, cells)
@@ -140,7 +143,7 @@ class ColumnContent:
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of ``survey``: the number of rows of each file, and {column: its content}."""
+    """The facts about all columns that ``survey`` found: rows of each file, and {column: its content}."""
 
     rows: tuple[int, ...]
     columns: Mapping[str, ColumnContent]
@@ -149,7 +152,8 @@ class Survey:
 def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -> Survey:
     """Read all cells of ``columns`` in all files, to learn types, categories and empty cells before the conversion.
 
-    ``columns``: {column: empty content}, which is filled. Raises UserError for a file without rows.
+    ``columns``: {column: an empty ``ColumnContent``}; this function fills them. Raises UserError for a file without
+    rows.
     """
     rows = []
     for file in files:
@@ -232,7 +236,7 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) ->
 
 
 def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
-    """Return {column: empty content} of all columns that ``survey`` must read."""
+    """Return {column: an empty ``ColumnContent``} of all columns that ``survey`` must read."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
     most = {name: count for name, count in uses if name}
     texts = {*_listed(own, "text", table), *own.of_columns("category"), *most}

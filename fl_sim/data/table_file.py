@@ -222,7 +222,7 @@ class Spelling:
         return f"{float(plain.replace(',', '.') if self.decimal == 'comma' else plain):.15g}"
 
     def settings(self) -> str:
-        """Return the settings that select this notation, such as ``data.decimal=comma``, for error messages."""
+        """Return the settings that select this notation, as a user writes them, such as ``data.decimal=comma``."""
         decimal = f"data.decimal={self.decimal}" if self.decimal != "point" else ""
         thousands = f"data.thousands={self.thousands}" if self.thousands else ""
         return " ".join(filter(None, (decimal, thousands))) or "no data.decimal and no data.thousands"
@@ -250,9 +250,10 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 
 
 def cure_of(texts: Iterable[str]) -> str:
-    """Return the cure for an error message about ``texts`` that look like numbers in another notation.
+    """Return the cure for an error message about ``texts`` that look like numbers in another notation, such as 0,5.
 
-    The cure is the setting that makes all of them numbers, or a change of the file if there is no such setting.
+    The cure is the setting that makes all of them numbers, such as ``data.decimal=comma``. If there is no such
+    setting, it is a change of the file.
     """
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}

@@ -38,7 +38,7 @@ class Clock:
     seed: int
 
     def steps(self, client: int) -> int:
-        """Return the number of local steps of ``client`` in one round."""
+        """Return the number of local steps of ``client`` in one turn."""
         return self.settings.num_steps(int(self.sizes[client]))
 
     def seconds(self, client: int, server_round: int, steps: int) -> float:
@@ -59,9 +59,10 @@ class Clock:
         return taken * math.exp(fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return how many local steps ``client`` can do if download, training and upload must end within ``seconds``.
+        """Return the number of local steps of ``client`` that fit into ``seconds`` together with download and upload.
 
-        None if the time is too short even for one step (for a client without records: for download and upload).
+        Return None if the time is too short for one step. A client without records needs time for download and
+        upload only.
         """
         steps = range(min(1, self.steps(client)), self.steps(client) + 1)
         fitting = bisect.bisect_right(steps, seconds, key=lambda some: self.seconds(client, server_round, some))

@@ -157,7 +157,7 @@ class Kernel:
         return total
 
     def is_this_versions(self) -> bool:
-        """Return True if the library was compiled from this version's sources and has the same request structure."""
+        """Return True if the library fits this version of fl-sim: same C++ sources, same request structure."""
         try:
             sources, layout = self.function("sources"), self.function("layout")
         except AttributeError:
@@ -215,10 +215,11 @@ class CompiledNormals:
         return made
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write normal numbers times ``ratio``, rounded to integers, to ``out``; return the indices of undecided ones.
+        """Write normal random numbers times ``ratio``, rounded to integers, to ``out``.
 
-        A number is undecided if its word in ``first`` and float64 precision do not determine the direction of
-        rounding. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
+        Each number needs two random words, but this method reads only the word in ``first``, and computes in
+        float64. It returns the indices of the undecided numbers, for which this is not enough to round up or
+        down correctly. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)

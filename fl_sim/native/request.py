@@ -76,7 +76,7 @@ class Draws:
 
 
 class KernelJob(NamedTuple):
-    """The training of one client: the arguments of ``fl_sim.training.loop.train``, with all random choices made.
+    """The training of one client: the arguments of ``fl_sim.training.loop.train``, and all random choices (``draws``).
 
     ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
     """

@@ -13,7 +13,7 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""The number that is added to the covariance's diagonal (ridge), as a multiple of the mean variance."""
+"""This number times the mean variance is added to the covariance's diagonal (ridge), so that it is invertible."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
 """For the quadratic form: the weight of a class's own covariance, and the ridge as a multiple of the mean variance.

@@ -67,7 +67,10 @@ def evaluate(
 
 
 def ready(model: nn.Module, params: Params) -> nn.Module:
-    """Load ``params`` (weights, and running statistics if any) into ``model``; return the model in evaluation mode."""
+    """Load ``params`` into ``model`` and return the model in evaluation mode.
+
+    ``params``: weights and, if the model has them, running statistics of normalisation layers.
+    """
     running = running_in(model)
     statistics = {name: value for name, value in params.items() if name in running}
     weights = {name: value for name, value in params.items() if name not in running} if statistics else params
@@ -177,7 +180,7 @@ class OverClients:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """The class distributions of all clients, as counts.
+    """The class distributions of all clients, as numbers of records.
 
     Client ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``. Each pair of client and class occurs
     once.

@@ -119,7 +119,11 @@ class Launcher:
 
 
 def width_for(active: int, capacity: int) -> int:
-    """Return the smallest of ``capacity``, its half, its quarter, ... (rounded up) that is at least ``active``."""
+    """Return a number of clients, at least ``active``, for which there is a CUDA graph.
+
+    These numbers are ``capacity``, its half, its quarter, ... (rounded up), so that few graphs suffice. The
+    smallest that is large enough is returned.
+    """
     width = capacity
     while width > 1 and (width + 1) // 2 >= active:
         width = (width + 1) // 2

@@ -123,7 +123,7 @@ def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(
             job_of(_made(with_validation, used))
     with pytest.raises(UserError, match="digits has no validation records of its own"):
         job_of(_made("evaluate.validation=given"))
-    with pytest.raises(UserError, match="features=scattering are made of training and test images"):
+    with pytest.raises(UserError, match="features=scattering are computed for training and test images"):
         job_of(_made(with_validation, "evaluate.validation=given", "features=scattering"))
 
 
