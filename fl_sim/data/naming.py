@@ -41,7 +41,7 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "medmnist": ("classes", "val"),
     "hf": (*(key for key in _TABLE if key != "test_file"), *_HF),
 }
-"""{kind of the user's own data: the names of its settings}"""
+"""{kind of the user's own data, such as csv: the names of the settings that it has, such as label}"""
 
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
 """{kind of data: the word for its location in error messages}; a kind that is not listed here is located in a file."""
@@ -64,7 +64,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "medmnist": "MedMNIST's npz files.",
     "hf": "Data that Hugging Face's datasets library reads: a local folder, or a name on the Hugging Face hub.",
 }
-"""{kind of the user's own data: its description in the settings reference}"""
+"""{kind of the user's own data, such as csv: its description in the settings reference}"""
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "label": ("a column", "The column with the class of a record, as text or whole number. Default: column label."),

@@ -109,7 +109,11 @@ class ImageSettings:
 
     @property
     def read_off(self) -> tuple[str, ...]:
-        """The entries of ``Dataset.read_off``: facts about the private images that decide the model's input shape."""
+        """The facts about the private images that decide the model's input shape, for ``Dataset.read_off``.
+
+        Every privacy statement lists them: whether any image has colour and, without ``size``, the size of the
+        images.
+        """
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
 

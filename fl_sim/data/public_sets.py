@@ -263,7 +263,7 @@ def _adult_record(row: Row) -> list[float]:
 
 
 def _adult_columns() -> tuple[Column, ...]:
-    """Return the public facts of Adult's columns, in the order of a record's numbers.
+    """Return the public facts of Adult's columns (names, categories, rounding steps), in the order of the input vector.
 
     Generators may round years and hours to steps of 5, and amounts of money to powers of about 1.6.
     """
@@ -296,7 +296,7 @@ def _diabetes_record(row: Row) -> list[float]:
 
 
 def _diabetes_columns() -> tuple[Column, ...]:
-    """Return the public facts of Diabetes' columns, in the order of a record's numbers.
+    """Return the public facts of Diabetes' columns (names, categories, steps), in the order of the input vector.
 
     Numbers have steps of 1, or of 2 and more for a maximum above 20, so that there are at most 20 steps.
     """

@@ -77,10 +77,10 @@ def read(name: str, source: DataSource) -> Dataset:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of ``verify`` for one data set.
+    """The result of the function ``verify`` for one data set: the comparison of its files with the published facts.
 
-    ``source``: its location, None if it was not found. ``problems``: the differences from the published facts, as
-    messages. ``note``: ``Dataset.note``.
+    ``source``: the location of the data set, None if it was not found. ``problems``: the differences from the
+    published facts, as messages. ``note``: ``Dataset.note``.
     """
 
     name: str

@@ -338,7 +338,7 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
 
 
 def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
-    """Return (column, its use) for each column: label, client and split first, then features, then unused columns."""
+    """Return pairs (column, use of the column): label, client and split first, then features, then unused columns."""
     scaled = ", scaled by the mean and deviation of the training records" if scales else ""
     lines = [(plan.roles.label, f"label: {', '.join(plan.classes)}")]
     if plan.clients:

@@ -202,9 +202,10 @@ class Profile(Settings):
 
 
 def check_public(experiment: Choices) -> None:
-    """Raise ValueError if devices are simulated in a run with a privacy guarantee, because times reveal private facts.
+    """Raise ValueError if devices are simulated in a run with a privacy guarantee.
 
-    The time of a client reveals its number of records, and the time of a round reveals the cohort.
+    The simulated times are visible in the results. The time of a client reveals its number of records, and the time
+    of a round reveals the cohort.
     """
     if experiment.hides_time:
         raise ValueError(

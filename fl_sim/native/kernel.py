@@ -73,11 +73,11 @@ def _buffers_of(job: KernelJob, buffers: FlatParams) -> Mapping[str, torch.Tenso
 
 @dataclass(frozen=True)
 class Kernel:
-    """The loaded library of the compiled trainer.
+    """The compiled trainer: a C++ library that is loaded into this process.
 
     ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
-    ``has_bfloat16``: True if the processor has products of bfloat16 numbers. ``has_amx``: True if it also has AMX for
-    such products, and the operating system and the library allow its use.
+    ``has_bfloat16``: True if the processor has products of bfloat16 numbers. ``has_amx``: True if it also has AMX
+    for such products, and the operating system and the library allow its use.
     """
 
     library: ctypes.CDLL

@@ -37,7 +37,7 @@ linear layers.
 
 @dataclass(frozen=True)
 class Stack:
-    """The description of a model for the kernel.
+    """The layers of a model as arrays of integers, which the compiled trainer (kernel) reads.
 
     ``layers``: int32, (layers, 17), one row per layer with the columns ``FIELDS``. ``input_shape``: int32, (3,),
     either (channels, height, width) or (features, 1, 1). ``layout``: the names and shapes of the parameters, in

@@ -57,7 +57,7 @@ class _Adam(ctypes.Structure):
 
 
 class Shown:
-    """The input rows of a network.
+    """The rows that a network reads as input, such as records.
 
     ``values``: float32, (n, width). ``classes``: int64, (n,), the class of each row; None if there is one class
     only. Raises ValueError for arrays of another type or shape.

@@ -89,7 +89,7 @@ class KernelJob(NamedTuple):
 
     @property
     def has_momentum(self) -> bool:
-        """Return True if the job uses momentum buffers."""
+        """Return True if local training uses momentum, or the plan has momentum buffers."""
         return bool(self.task.settings.momentum or self.plan.momentum_buffers)
 
 
@@ -277,9 +277,9 @@ def padded(size: int) -> int:
 
 
 def check_job(stack: Stack, job: KernelJob) -> None:
-    """Raise ValueError if the job's records, random choices, mixing pool or settings do not fit the model.
+    """Raise ValueError if the compiled trainer cannot train this client: wrong records, random choices or settings.
 
-    Raises UserError for momentum together with an optimizer other than SGD.
+    ``stack``: the model. Raises UserError for momentum together with an optimizer other than SGD.
     """
     task, plan, inputs, labels, draws = job
     count, settings = len(labels), task.settings

@@ -84,7 +84,7 @@ class Tracking:
         return ObserverList([first, *live], own)
 
     def catch_up(self, directory: Path, say: Say) -> None:
-        """Send the finished run in ``directory`` to those trackers that do not have all of it yet."""
+        """Send the finished run in ``directory`` to the trackers that lack some of its rounds or its results."""
         if self.trackers:
             send_whole(directory, self.trackers, say)
 
@@ -127,7 +127,7 @@ class Sender:
         self.send(earlier)
 
     def send(self, records: Sequence[RoundRecord]) -> None:
-        """Send to each tracker those rounds of ``records`` that it does not have yet."""
+        """Send ``records``, the measures of rounds, to each tracker, without the rounds that it already has."""
         for tracker, session in list(self.sessions.items()):
             if new := [record for record in records if record.round > session.last_round]:
                 with self._going_on(tracker):
@@ -246,7 +246,10 @@ class LiveTracker(Silent):
 
 
 def ending_of(facts: Mapping[str, Any]) -> str:
-    """Return an identifier of the results in ``facts``. It changes if the run gets new results, after more rounds."""
+    """Return an identifier of the results in ``facts``, the content of ``result.json``.
+
+    It changes if the run gets new results, for example after more rounds.
+    """
     return f"{facts['status']} {facts.get('chain', '')}"
 
 

@@ -58,10 +58,10 @@ class TrackerState:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts about a run that a tracker's session needs.
+    """The name, settings and state of a run, for the session of one tracker.
 
     ``name``: the name of the run directory. ``settings``: all settings of ``config.toml``, as {dotted name: value}.
-    ``state``: what the tracker has received before.
+    ``state``: the part of the run that the tracker has already received.
     """
 
     name: str
@@ -203,7 +203,7 @@ class WandB:
         self.place = f"wandb sync {tracked.directory}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Log the measures of the rounds."""
+        """Log the measures of the rounds, each round as one step."""
         for step, numbers in rounds.items():
             self._run.log(dict(numbers), step=step)
 
@@ -234,7 +234,7 @@ class Trackio:
         self.place = f"trackio show --project {project}"
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Log the measures of the rounds."""
+        """Log the measures of the rounds, each round as one step."""
         for step, numbers in rounds.items():
             self._run.log(dict(numbers), step=step)
 

@@ -215,7 +215,7 @@ class Holdings:
         return found
 
     def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the accuracies that ``by_client`` gives for ``recalls``, without those that are NaN."""
+        """Return the accuracies of ``by_client``, without the clients whose accuracy is NaN."""
         return known(self.by_client(recalls))
 
 
@@ -272,7 +272,7 @@ class OwnTests:
 
 
 def known(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the values that are not NaN."""
+    """Return ``values`` without NaN."""
     return values[~np.isnan(values)]
 
 

@@ -33,7 +33,7 @@ class Scale:
         return cls(mean * unit, std * unit)
 
     def to(self, device: torch.device) -> "Scale":
-        """Return the same constants on ``device``.
+        """Return the same normalising constants on ``device``.
 
         They stay tensors: PyTorch would multiply by the reciprocal of a Python number instead of dividing, with
         other rounding.
@@ -108,7 +108,7 @@ class Records:
         return (inputs[0], labels[0]) if len(self.parts) == 1 else (torch.cat(inputs), torch.cat(labels))
 
     def class_counts(self, num_classes: int) -> tuple[int, ...]:
-        """Return the number of records of each class."""
+        """Return the number of this client's records of each class."""
         labels = torch.cat([source.labels[rows.start : rows.stop] for source, rows in self.parts])
         return tuple(torch.bincount(labels, minlength=num_classes).tolist())
 

@@ -1,8 +1,8 @@
 """Local training of many clients in one computation over stacked parameters, for GPUs, where kernel launches dominate.
 
 For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are sorted by
-their number of steps, the largest first. So the clients still in training are always the first ones of the stack. Only
-the smaller last batch of an epoch is padded, with records of weight zero.
+their number of steps, the largest first. Clients with few steps finish earlier, so the clients still in training are
+always the first in the stack. Only the smaller last batch of an epoch is padded, with records of weight zero.
 """
 
 import warnings
@@ -178,7 +178,7 @@ class StackedTrainer:
         self._launcher: Launcher | None = None
 
     def train(self, jobs: Sequence[LocalJob]) -> list[Trained]:
-        """Train every client from its own ``task.params``; return one result per job, on the CPU.
+        """Train the client of each job from ``task.params``. Return one result per job, on the CPU.
 
         Clients with an equal ``Kind`` form one stack; their learning rates may differ. A client with a plan
         that stacked training does not support is trained separately.

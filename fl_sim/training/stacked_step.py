@@ -74,7 +74,10 @@ class Kind:
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
-        """Return the kind of ``job``. ``proximal``: True if any client of the round has a proximal term."""
+        """Return the settings of ``job`` that all clients of its stack must share.
+
+        ``proximal``: True if any client of the round has a proximal term.
+        """
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
         # Two plans have an equal key only if their mixing pool is the same object.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)

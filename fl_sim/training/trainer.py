@@ -56,7 +56,10 @@ class LocalJob:
 
     @cached_property
     def asks_for(self) -> frozenset[str]:
-        """Return the names of the fields of settings and plan in use, which a trainer of this job must support."""
+        """Return the names of the fields of settings and plan that are not at their defaults.
+
+        A trainer of this job must support all of them.
+        """
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
 
     @property
@@ -188,7 +191,7 @@ class Trainer:
         return train
 
     def train(self, job: LocalJob) -> Trained:
-        """Train one client and return the result."""
+        """Train the client of ``job`` and return the result."""
         if self._native(job) is not None:
             return self.train_all([job])[0]
         inputs, labels = job.records.tensors()
@@ -253,7 +256,7 @@ class Trainer:
 
     @property
     def _head_is_last(self) -> bool:
-        """True if the compiled trainer's features, the inputs of the last linear layer, are those of the head."""
+        """True if the model's head is its last linear layer, whose inputs the compiled trainer returns as features."""
         linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
         return bool(linear) and head_of(self._model) is linear[-1]
 
