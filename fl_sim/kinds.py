@@ -39,6 +39,10 @@ class LocalChoices(Protocol):
     def steps(self) -> int:
         """The number of local steps; 0 if training is counted in epochs."""
 
+    @property
+    def personal(self) -> str:
+        """The parameters that stay with each client: "none", "head", "body" or names."""
+
 
 class EvaluateChoices(Protocol):
     """The settings of evaluation that the ``check`` of another setting may read."""

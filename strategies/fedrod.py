@@ -1,0 +1,79 @@
+"""FedRoD: a generic head for all classes and a personal head for a client's own (Chen and Chao 2022, algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from fl_sim.kinds import Choices
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import add, head_names, zeros_like
+from fl_sim.training.courses import Course, at, gradient_in, gradient_job, steps_of
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
+from strategies.algorithm import check_sgd
+from strategies.balanced_softmax import BalancedSoftmax
+
+_HEAD = "personal-head"
+
+
+class FedRoD(BalancedSoftmax):
+    """Body and generic head train by balanced softmax and are averaged; each client has a personal head beside them.
+
+    A client predicts by the sum of both heads' logits. In each local step, on one batch, the personal head makes a step
+    on the cross-entropy of this sum, without the shift of balanced softmax. The gradient of this loss reaches neither
+    body nor generic head. Both gradients are at the parameters before the step. The heads are the last linear layer, so
+    the client's own model has the sum of both heads as its head. The personal head begins at 0, where the own model is
+    the received one. In PFLlib it begins as a copy of the initial generic head. The variant of the paper in which a
+    hypernetwork makes the personal heads is not here.
+    """
+
+    kind: Literal["fedrod"] = "fedrod"  # type: ignore[assignment]  # another kind than its base class
+    title: ClassVar[str] = "FedRoD"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if the local optimizer is not SGD, or if another setting makes the head personal, too."""
+        check_sgd(self, experiment, "both heads make steps of SGD side by side")
+        if (personal := experiment.local.personal) != "none":
+            raise ValueError(
+                f"algorithm fedrod cannot run with local.personal={personal}: it sends the body and the generic head, "
+                "and has a personal head of its own; leave local.personal out"
+            )
+
+    def course(self, job: LocalJob) -> Course:
+        """Train the generic model and the personal head side by side, batch by batch."""
+        generic, statistics, settings = job.task.params, job.task.statistics, job.task.settings
+        personal, losses = self._personal(job.task), list[float]()
+        velocity, buffers = zeros_like(personal), job.plan.momentum_buffers
+        head_only = LocalPlan(trained=frozenset(personal))
+        for step in steps_of(job):
+            continued = at(step, generic, replace(step.plan, momentum_buffers=buffers), statistics=statistics)
+            own = gradient_job(step, _joined(generic, personal), head_only, statistics=statistics)
+            stepped, summed = yield [continued, own]
+            gradient = {name: gradient_in(summed)[name] for name in personal}
+            velocity = add(add(gradient, personal, settings.weight_decay), velocity, settings.momentum)
+            personal = add(personal, velocity, -settings.learning_rate)
+            generic, statistics, buffers = stepped.params, stepped.statistics, stepped.momentum_buffers or None
+            losses.append(stepped.loss or 0.0)
+        loss = sum(losses) / len(losses) if losses else None
+        head = Trained(personal, {}, len(losses), None)
+        return Trained(generic, buffers or {}, len(losses), loss, statistics=statistics, further={_HEAD: head})
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update of body and generic head; the personal head becomes the client state."""
+        update = super().finish(task, trained)
+        head = trained.further[_HEAD].params if _HEAD in trained.further else self._personal(task)
+        return ClientUpdate(update.payloads, update.num_examples, update.loss, {_HEAD: head})
+
+    def own_model(self, task: LocalTask) -> Params:
+        """Return the received model with the sum of both heads as its head."""
+        return _joined(task.params, self._personal(task))
+
+    def _personal(self, task: LocalTask) -> Params:
+        head = head_names(task.params)
+        return task.state.get(_HEAD) or {name: value * 0 for name, value in task.params.items() if name in head}
+
+
+def _joined(generic: Params, personal: Params) -> Params:
+    """Return ``generic`` with the personal head added to its own."""
+    return {name: value + personal[name] if name in personal else value for name, value in generic.items()}
