@@ -169,7 +169,8 @@ class ForModel(Protocol):
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round, in place of ``init``.
 
-        ``params``: the initial values of the parameters that clients send. ``model``: those of all trained parameters.
+        ``params``: the initial values of the parameters that clients send. ``model``: the initial values of all trained
+        parameters.
         """
         ...
 
@@ -263,7 +264,7 @@ def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes
 def plan_template(
     algorithm: Algorithm, params: Params, pool: Params, num_classes: int, personal: str = "none"
 ) -> LocalPlan:
-    """Return an example of a local plan: that of a client with one record in round 1.
+    """Return an example of a local plan: the plan of a client with one record in round 1.
 
     ``params``: the trained parameters. ``personal``: the setting ``local.personal``. ``pool``: the tensors that clients
     share before the first round; their values do not matter.

@@ -109,7 +109,7 @@ def by_client(
 
 
 def content_of(replies: Sequence[Message]) -> RecordDict:
-    """Return the content of a client's only reply. Raises Malformed if the client failed or sent none or several."""
+    """Return the content of a client's reply. Raises Malformed if the client failed, or sent no reply or several."""
     if not replies:
         raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
     if len(replies) > 1:

@@ -89,7 +89,7 @@ class BatchNormLayers(Layer):
 
 @dataclass(frozen=True)
 class ClientBatchNorm(ClientLayer):
-    """Lets a client train with the received BatchNorm tensors or, if the layers are personal, with its own."""
+    """Lets a client train with the received BatchNorm tensors, or with its own if BatchNorm layers are personal."""
 
     chosen: BatchNorm
 

@@ -17,7 +17,7 @@ from strategies.algorithm import Averaging
 
 
 class _Mixing(Averaging):
-    """Base class of both methods.
+    """Base class of FedMix and NaiveMix.
 
     ``mixing_weight``: weight of the averages in the mixture, the paper's lambda. ``records_per_average``: number of
     records in each average, the paper's M_k.

@@ -149,7 +149,7 @@ class PrivateRounds(Layer):
         return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return the inner layers' privacy statements and that of the rounds, whose privacy unit is the client."""
+        """Return the privacy statements of the inner layers, and the statement of the rounds with unit "client"."""
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
@@ -167,7 +167,7 @@ class PrivateRounds(Layer):
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
-        """Return the source of the random numbers that sample the round's cohort; its key is that of the noise.
+        """Return the source of random numbers that samples the round's cohort. It has the same key as the noise.
 
         The random numbers are as secret as the noise, and repeatable only if the noise is seeded.
         """

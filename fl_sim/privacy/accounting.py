@@ -1,8 +1,8 @@
 """Epsilon of a list of releases, and the noise or the number of steps for a target epsilon.
 
-The RDP accountant follows Mironov et al. 2019. The PLD accountant is that of dp_accounting (Doroshenko et al. 2022).
-``fl_sim.privacy.events`` states the conventions of events. An epsilon of ``inf`` means that there is no guarantee. An
-epsilon is never NaN, and a failed computation never gives 0.
+The RDP accountant follows Mironov et al. 2019. The PLD accountant is from the library dp_accounting (Doroshenko et al.
+2022). ``fl_sim.privacy.events`` states the conventions of events. An epsilon of ``inf`` means that there is no
+guarantee. An epsilon is never NaN, and a failed computation never gives 0.
 
 Each release of a sequence may be chosen after a look at the earlier ones. The best Renyi order at the end of such a
 sequence depends on the releases, so the epsilon at that order is no proof. A Renyi filter gives a proof (Feldman and
@@ -77,8 +77,8 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 class Bounds:
     """Epsilon of the same releases by both accountants. Both epsilons are upper bounds, so the smaller one holds.
 
-    ``rdp``: the epsilon of the RDP accountant. ``pld``: that of the PLD accountant, None where it was not computed.
-    ``reason``: the reason why it was not computed.
+    ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None where no PLD was
+    computed. ``reason``: the reason for this None.
     """
 
     rdp: float

@@ -112,8 +112,8 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
     returned noise multiplier would, which an accountant turns into an epsilon. Nasr et al. 2023 fit the mechanism's
     trade-off curve in the same way.
 
-    The search begins at ``noise_multiplier``, that of the audited mechanism. Returns infinity where even a hundred
-    times this noise is not refuted, and a quarter of this noise where that is refuted already.
+    The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity where
+    even a hundred times this noise is not refuted, and a quarter of this noise where that is refuted already.
     """
 
     def is_refuted(noise: float) -> bool:

@@ -38,12 +38,12 @@ class Payment:
     """The privacy cost of one release, taken from its privacy statement.
 
     ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release; a payment with
-    the identity "" is for a release of its own. ``epsilon``: None for no guarantee. ``adjacency``: that of ``epsilon``
-    and ``delta``. ``charged``: the planned releases, as a number by event. It has several such counts where units were
-    charged differently, such as the records of different clients. It is empty where the events are unknown, and where
-    the epsilon is that of a budget. ``plan``: the planned releases within the budget, also where ``charged`` is empty
-    because of a budget. ``simulation_only``: True where the noise comes from a published seed. ``on_records``: False
-    for a release that read synthetic records alone.
+    the identity "" is for a release that no other payment is for. ``epsilon``: None for no guarantee. ``adjacency``:
+    that of ``epsilon`` and ``delta``. ``charged``: the planned releases, as a number by event. It has several such
+    counts where units were charged differently, such as the records of different clients. It is empty where the events
+    are unknown, and where the epsilon is that of a budget. ``plan``: the planned releases within the budget, also where
+    ``charged`` is empty because of a budget. ``simulation_only``: True where the noise comes from a published seed.
+    ``on_records``: False for a release that read synthetic records alone.
     """
 
     unit: str
@@ -405,7 +405,7 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
 
 
 def _least(counts: Counts, delta: float) -> float:
-    """Return the smaller epsilon of both accountants; that of RDP alone where a forecast has no time for a PLD."""
+    """Return the smaller epsilon of both accountants; the RDP epsilon alone if a forecast has no time for a PLD."""
     try:
         return bounds(counts, delta).least
     except NoTimeError:

@@ -54,7 +54,7 @@ _STREAM_LIMIT: Final = 2**37  # bytes; half of the range of a ChaCha20 counter
 
 
 class Normals(Protocol):
-    """A faster source of the same N(0, 1) numbers as those of ``Noise``, up to float64's rounding.
+    """A faster source of the N(0, 1) numbers of ``Noise``: the same numbers, except for float64's rounding.
 
     A number N is made of two random words of 64 bits, in the arrays ``first`` and ``second``. The last bit of the first
     word is the sign of N. Its other 63 bits, followed by the second word, are the binary digits of U, and |N| is the

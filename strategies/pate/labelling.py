@@ -135,7 +135,7 @@ class ConfidentGNMax(Settings):
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
 
     def charges(self) -> tuple["dp_event.DpEvent", "dp_event.DpEvent"]:
-        """Return the events to charge to the ledger: that of the test, of sensitivity 1, and that of an answer."""
+        """Return the events to charge to the ledger: (test, of sensitivity 1; answer, of sensitivity sqrt(2))."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return dp_event.GaussianDpEvent(self.sigma_threshold), GNMax(sigma=self.sigma).charges()[1]

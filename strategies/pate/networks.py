@@ -16,7 +16,7 @@ _LEAST: Final = 1e-3
 
 
 def student_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return a small convolutional network with BatchNorm; its running statistics are those of public records."""
+    """Return a small convolutional network with BatchNorm, whose statistics come from public records only."""
     channels, height, width = input_shape
 
     def block(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:

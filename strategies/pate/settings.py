@@ -130,7 +130,10 @@ class Pate(Settings):
         self.labelling.check_budget(len(records), num_classes)
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return the number of the student's epochs, at most its steps. Raises UserError for unsuitable data."""
+        """Return the number of rounds, at most one for each training step of the student.
+
+        Raises UserError for data on which no student can train, such as text tokens.
+        """
         if dataset.vocabulary:
             raise UserError(
                 f"algorithm pate cannot run on {dataset.name}: its students compute with the numbers of a record, and "

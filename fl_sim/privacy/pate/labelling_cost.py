@@ -150,7 +150,7 @@ class LNMaxCost(AnswerCost):
         return _capped(logsumexp(terms, axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q for votes with equal gaps, at most ln(1 - 1/classes)."""
+        """Return ln q for votes in which all other classes have ``gaps`` votes fewer, at most ln(1 - 1/classes)."""
         tail = _log_beaten(self.gamma * np.abs(gaps))
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
@@ -182,7 +182,7 @@ class GNMaxCost(AnswerCost):
         return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q for votes with equal gaps, at most ln(1 - 1/classes)."""
+        """Return ln q for votes in which all other classes have ``gaps`` votes fewer, at most ln(1 - 1/classes)."""
         log_beaten = log_ndtr(-gaps / (np.sqrt(2) * self.sigma))
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
@@ -218,7 +218,7 @@ class ConfidentCost(Cost):
         return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return the event of the test, whose one number changes by 1, and that of the answer."""
+        """Return the privacy events of the test, in which one number changes by 1, and of the answer."""
         return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
 
     def chance_of_answer(self, counts: Counts) -> Floats:
@@ -380,10 +380,10 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
 def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
     """Return data-dependent Renyi curves by theorem 6 of the 2018 paper, ``inf`` where it does not hold.
 
-    Shape: (queries, orders). The mechanism costs order / sigma^2 for any votes. ``log_q``: ln of an upper bound on
-    the probability of all outcomes but the likeliest, shape (queries,). mu_1 and mu_2 are those of proposition 10.
-    The theorem needs order <= mu_1. It also needs q in the range where its bound grows with q, because only a bound
-    on q is known.
+    Shape: (queries, orders). The mechanism costs order / sigma^2 for any votes. ``log_q``: ln of an upper bound on the
+    probability of all outcomes but the likeliest, shape (queries,). mu_1 and mu_2 are defined in proposition 10. The
+    theorem needs order <= mu_1. It also needs q in the range where its bound grows with q, because only a bound on q is
+    known.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         mu_2 = sigma * np.sqrt(-log_q)

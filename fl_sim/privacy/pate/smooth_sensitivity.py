@@ -4,11 +4,11 @@ The method is that of Papernot et al. 2018, appendix B. The published number is 
 data-dependent divergences of all queries at ONE Renyi order, which is chosen without looking at the votes.
 
 The sensitivity of B is bounded as follows. One changed vote changes every gap between two classes by at most 2. The
-effect of a changed gap on a tail probability is concave, so q changes at most as much as for votes whose gaps are all
-equal. Let t(votes) be the equal gap that gives the same bound q. Then each query's divergence is a falling function
-beta(t), and the t of two neighbours differ by at most 2. At distance d the local sensitivity is at most the largest
-beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The maximum is taken over small cells of t, with an upper bound
-in each, which assumes only that beta falls.
+effect of a changed gap on a tail probability is concave, so q (see ``labelling_cost``) changes at most as much as for
+votes whose gaps are all equal. Let t(votes) be the equal gap that gives the same q. Then each query's divergence is a
+falling function beta(t), and the t of two neighbours differ by at most 2. At distance d the local sensitivity is at
+most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The maximum is taken over small cells of t,
+with an upper bound in each, which assumes only that beta falls.
 
 Confident-GNMax also pays for its test of the largest count, which one changed vote changes by at most 1. For this test
 all counts within d votes are examined one by one. The mask of answered queries is taken as given, because it is known
