@@ -353,13 +353,13 @@ def from_table(table: Mapping[str, Any]) -> str:
 
 
 def without_settings(name: str) -> str:
-    """Return the kind and place in ``name``, without the settings."""
+    """Return the kind and place in ``name``, such as ``csv:patients.csv``, without the settings."""
     own = own_name(name)
     return name if own is None else f"{own.kind}:{own.place}"
 
 
 def short_label(name: str) -> str:
-    """Return ``name`` for the heading of a table of results; four characters of a hash replace the settings."""
+    """Return ``name`` for the heading of a table of results. A hash of four characters replaces its settings."""
     place = without_settings(name)
     return name if place == name else f"{place} [{hashlib.sha256(name.encode()).hexdigest()[:4]}]"
 

@@ -173,7 +173,7 @@ class Kernel:
 
 @lru_cache(maxsize=1)
 def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
-    """Return the pair (kernel, ""), or (None, reason) if no kernel can be used on this machine.
+    """Load the compiled trainer. Return (kernel, ""), or (None, reason) if it cannot be used on this machine.
 
     ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that
     this processor has.

@@ -44,9 +44,10 @@ class Draws:
     """The random choices in one client's training.
 
     ``order``: (passes, n), the permutation of the records in every epoch; the last epoch may be used in part only.
-    ``partners``: (steps,), indices into the mixing pool; empty if the plan does not mix. ``moves``: (passes, n, 3),
-    the result of ``Augment.draw`` for the records in the order of each epoch; empty without augmentation.
-    ``masks``: the key, 0 to 2^63 - 1, of the random generator for dropout masks (dropout.h).
+    ``partners``: (steps,), for each step the index of the averaged record in the mixing pool (``LocalPlan.mix``);
+    empty if the plan does not mix. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts and mirroring
+    of images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key, 0 to 2^63
+    - 1, of the random generator for dropout masks (dropout.h).
     """
 
     order: NDArray[np.int64]

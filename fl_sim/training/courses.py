@@ -1,7 +1,8 @@
-"""Courses: local training as a sequence of jobs, each of which may depend on the results of earlier ones.
+"""Courses: the local training of a client as a sequence of training jobs, for algorithms with special local steps.
 
-Courses are for algorithms whose local steps no local plan describes, such as steps at a mixture of two models. The
-trainer of the run executes all jobs: the compiled one, the stacked one, or PyTorch's loop.
+A local plan (the local objective as data) cannot describe these steps. An example is a gradient at a mixture of two
+models. A course trains one job after another, and a job may depend on the results of earlier jobs. The run's trainer
+executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,17 +27,21 @@ Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
 """
 
 _ANY_MOMENTUM = 0.5
-"""The first momentum buffer is the gradient itself, whatever the momentum is; it only must not be 0."""
+"""The momentum of a ``gradient_job``. After one step the momentum buffer is the gradient, for any momentum but 0."""
 
 
 @runtime_checkable
 class StepByStep(Protocol):
-    """An algorithm with local steps of its own. It has no trainers of its own and no further models."""
+    """The interface of an algorithm that defines its own local steps, by the method ``course``.
+
+    Such an algorithm has no trainers of its own (method ``trainers``) and no further models (method ``further``).
+    """
 
     def course(self, job: LocalJob) -> Course:
-        """Return the local training of a client. ``job``: the job that the trainer would execute without a course.
+        """Return the local training of a client, as a generator of jobs.
 
-        All random numbers must come from ``stream(job, number)``.
+        ``job``: the job that the trainer would execute if the algorithm had no courses. All random numbers must
+        come from ``stream(job, number)``.
         """
         ...
 
@@ -44,9 +49,10 @@ class StepByStep(Protocol):
 def follow(
     algorithm: StepByStep, jobs: Sequence[LocalJob], train: Callable[[Sequence[LocalJob]], Sequence[Trained]]
 ) -> list[Trained]:
-    """Train the clients of ``jobs`` by the algorithm's courses; return one result per job, in the same order.
+    """Train the clients of ``jobs`` by the algorithm's courses. Return one result per client, in the order of ``jobs``.
 
-    ``train``: the trainer. It executes the current jobs of all clients in one call.
+    ``train``: the trainer, a function from jobs to results. Each call receives the next jobs of all clients
+    together.
     """
     courses = [algorithm.course(job) for job in jobs]
     results: dict[int, Trained] = {}
@@ -68,7 +74,7 @@ def follow(
 
 
 def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, Any]:
-    """Return the next jobs of a course, or None and its result."""
+    """Send ``answer``, the results of the last jobs, to a course. Return (next jobs, None) or (None, result)."""
     try:
         return course.send(answer), None
     except StopIteration as end:
@@ -76,10 +82,10 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 
 
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
-    """Yield a job of one step for every local step of ``job``, with the records of that step's batch.
+    """Yield one job for every local step of ``job``. Each has one batch of records, and trains for one step.
 
-    ``number``: 0 for the batches that the trainer would draw for ``job``; other numbers give other batches, which are
-    independent. Images are augmented here, so that all jobs on a batch use the same images.
+    ``number``: 0 for the batches that the trainer would draw for ``job``; other numbers give other batches, which
+    are independent. Images are augmented here, so that all jobs with the same batch use the same augmented images.
     """
     task, (inputs, labels) = job.task, job.records.tensors()
     settings, device, draws = task.settings, inputs.device, stream(job, number)
@@ -93,9 +99,9 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
 
 
 def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Generator:
-    """Return a random generator of ``job``: 0 is that of the batches, and the others are independent of it.
+    """Return the random generator with this ``number`` for a client's ``job``. All generators are independent.
 
-    ``inside``: True for random numbers inside of steps, such as dropout.
+    Generator 0 draws the batches. ``inside``: True for random numbers inside of steps, such as dropout.
     """
     bits: Any = job.generator.bit_generator
     return np.random.Generator(bits.jumped(2 * number + inside) if number or inside else bits)
@@ -104,7 +110,11 @@ def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Gen
 def at(
     step: LocalJob, params: Params, plan: LocalPlan | None = None, *, statistics: Params | None = None, **settings: Any
 ) -> LocalJob:
-    """Return ``step`` with other initial parameters, and with another plan, statistics and ``settings`` if given."""
+    """Return the job ``step`` with ``params`` as its initial parameters.
+
+    ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace those of
+    ``step`` if they are given.
+    """
     task = replace(step.task, params=params, settings=replace(step.task.settings, **settings))
     if statistics is not None:
         task = replace(task, statistics=statistics)
@@ -114,16 +124,19 @@ def at(
 def gradient_job(
     step: LocalJob, params: Params, plan: LocalPlan | None = None, *, statistics: Params | None = None, **settings: Any
 ) -> LocalJob:
-    """Return the job whose result ``gradient_in`` reads: the gradient at ``params`` on the batch of ``step``.
+    """Return a job that computes the gradient at ``params`` on the batch of ``step``; ``gradient_in`` reads its result.
 
-    The gradient includes the terms of the plan and clipping, but no weight decay.
+    The gradient includes the loss terms of the plan and clipping, but no weight decay.
     """
     changed = {**settings, "momentum": _ANY_MOMENTUM, "weight_decay": 0.0}
     return at(step, params, plan, statistics=statistics, **changed)
 
 
 def gradient_in(trained: Trained) -> Params:
-    """Return the gradient from the result of a ``gradient_job``. Parameters without a gradient have zeros."""
+    """Return the gradient that a ``gradient_job`` has computed, from its result ``trained``.
+
+    Parameters without a gradient have zeros.
+    """
     found = trained.momentum_buffers
     if layout_of(found) == layout_of(trained.params):
         return found
@@ -131,7 +144,7 @@ def gradient_in(trained: Trained) -> Params:
 
 
 class _InOrder(np.random.Generator):
-    """A random generator under which a job uses its records in the given order."""
+    """A random generator that does not shuffle, so that a job uses its records in the given order."""
 
     def permutation(self, x: Any, axis: int = 0) -> NDArray[np.int64]:
         """Return the numbers from 0 to x - 1 in ascending order."""

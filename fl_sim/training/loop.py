@@ -43,7 +43,7 @@ Another trainer calls ``train`` for a client whose settings or plan it does not 
 """
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""One averaged record of the mixing pool: (input, of the input shape; class proportions, (classes,))."""
+"""An averaged record for FedMix: (mean input of several records, (*input shape); class proportions, (classes,))."""
 
 
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ class Objective:
         return cls(Network(model), plan, anchor, terms, data, scale, shift, smoothing)
 
     def partner(self, generator: np.random.Generator) -> Partner | None:
-        """Return a random averaged record to mix with the next batch, or None if the plan does not mix records."""
+        """Return a random averaged record to mix with the next batch (FedMix); None if the plan does not mix."""
         if (mix := self.plan.mix) is None:
             return None
         chosen, device = int(generator.integers(len(mix.labels))), next(iter(self.anchor.values())).device

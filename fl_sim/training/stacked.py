@@ -71,7 +71,7 @@ class Launcher:
         return len(self._replays)
 
     def __call__(self, active: int) -> None:
-        """Execute one step for the first ``active`` clients."""
+        """Execute one step for the first ``active`` clients of the stack, by a CUDA graph if there is one."""
         self._step.active.fill_(active)
         width = width_for(active, self._step.capacity)
         if self._capture is None:
@@ -282,8 +282,8 @@ class _Schedule:
 
     ``rows``: (steps, clients, batch), the indices of the records in the concatenation of all sources. ``weights``:
     (steps, clients, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (steps, clients),
-    indices into the mixing pool. ``moves``: (steps, clients, batch, 3), the moves of images; empty without
-    augmentation.
+    indices of averaged records in the mixing pool (FedMix). ``moves``: (steps, clients, batch, 3), the shifts and
+    mirroring of images; empty without augmentation.
     """
 
     rows: torch.Tensor

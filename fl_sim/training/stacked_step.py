@@ -47,10 +47,10 @@ class Kind:
     """The settings that all clients of one stack share. They determine the operations of a step.
 
     ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if
-    the plans have gradient offsets, step offsets, a proximal term. ``mixing``: a key of the mixing pool and its
-    settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for each loss term, its
-    function and the names, shapes and types of its data. ``trained``: the names of the parameters to train; None
-    means all.
+    the plans have gradient offsets, step offsets, a proximal term. ``mixing``: identifies the mixing pool (FedMix's
+    averaged records) and its settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``:
+    for each loss term, its function and the names, shapes and types of its data. ``trained``: the names of the
+    parameters to train; None means all.
     """
 
     layout: Layout
@@ -92,7 +92,7 @@ class Kind:
 
 
 def adjustment_of(plan: LocalPlan) -> dict[str, torch.Tensor]:
-    """Return the scale and shift of the logits, by the argument names of ``adjusted``."""
+    """Return the tensors ``scale`` and ``shift`` of the plan, if any, as arguments for the function ``adjusted``."""
     parts = {"scale": plan.logit_scale, "shift": plan.logit_shift}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -102,9 +102,9 @@ class StackedStep:
 
     The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
     ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``:
-    (capacity,), indices into the mixing pool. ``moves``: (capacity, batch, 3), the moves of images. ``active``: the
-    number of clients in training. If ``padded`` is True, a step may include more clients; those from number
-    ``active`` on stay unchanged.
+    (capacity,), indices of averaged records in the mixing pool (FedMix). ``moves``: (capacity, batch, 3), the
+    shifts and mirroring of images. ``active``: the number of clients in training. If ``padded`` is True, a step may
+    include more clients; those from number ``active`` on stay unchanged.
     """
 
     def __init__(
