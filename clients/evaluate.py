@@ -80,13 +80,14 @@ class OwnPredictions(Protocol):
 class EvaluateOwn:
     """The client task that counts correct predictions of a client's models on its own records, by class.
 
-    ``own_records``: the test and validation records of each client, which may be empty. ``trains``: True if the models
-    after further training are measured, too. ``fine_tune_epochs``: the number of epochs of that training (setting
-    ``evaluate.fine_tune_epochs``).
+    ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if the test
+    records are used. ``trains``: True if the models after further training are measured, too. ``fine_tune_epochs``: the
+    number of epochs of that training (setting ``evaluate.fine_tune_epochs``).
     """
 
     own_records: OwnRecords
     num_classes: int
+    is_tested: bool = True
     trains: bool = False
     fine_tune_epochs: int = 0
     reads_records: ClassVar[bool] = True
@@ -95,7 +96,9 @@ class EvaluateOwn:
 
     def run(self, client: Client) -> RecordDict:
         """Return the message with the counts of every measured model (see ``counts_of``)."""
-        records = {TESTED: self.own_records.tests(client.number), VALIDATED: self.own_records.validation(client.number)}
+        records = {VALIDATED: self.own_records.validation(client.number)}
+        if self.is_tested:
+            records[TESTED] = self.own_records.tests(client.number)
         found: dict[str, list[int]] = {}
         if any(map(len, records.values())):
             for name, scored in self._scored(client, records[VALIDATED]).items():

@@ -11,7 +11,7 @@ import numpy as np
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
-from fl_sim.params import head_names
+from fl_sim.params import body_names
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 
@@ -292,8 +292,8 @@ def personal_names(personal: str, params: Params) -> frozenset[str]:
     if personal == "none":
         return frozenset()
     if personal in {"head", "body"}:
-        head = head_names(params)
-        return head if personal == "head" else frozenset(params) - head
+        body = body_names(params)
+        return body if personal == "body" else frozenset(params) - body
     names = frozenset(personal.split(","))
     if unknown := sorted(names - set(params)):
         raise UserError(

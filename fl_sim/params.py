@@ -169,6 +169,16 @@ def head_names(params: Params) -> frozenset[str]:
     return frozenset(name for name in params if name.rpartition(".")[0] == layer)
 
 
+def body_names(params: Params) -> frozenset[str]:
+    """Return the names of all parameters but those of the head, the last linear layer. Raises UserError without any."""
+    if body := frozenset(params) - head_names(params):
+        return body
+    raise UserError(
+        "the method gives clients a head or a body of their own, and all trained parameters of this model "
+        f"({', '.join(params)}) are its head: take a model of several layers, such as mlp"
+    )
+
+
 def _head_weight(params: Params) -> str:
     matrices = [name for name, value in params.items() if value.ndim == 2]
     if not matrices:

@@ -89,6 +89,13 @@ class Central(Protocol):
 
 
 @runtime_checkable
+class Alone(Protocol):
+    """An algorithm in which every client trains alone. Tables compare the clients' models in other rows with it."""
+
+    is_alone: ClassVar[bool]
+
+
+@runtime_checkable
 class Pooling(Protocol):
     """An algorithm that uses a public pool of records."""
 

@@ -6,21 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from clients.client_task import OnClient
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, subtract
 from fl_sim.seeding import rng, seed_process
-from fl_sim.training.records import Records
-from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 from strategies.algorithm import FEDAVG, Averaging
+
+if TYPE_CHECKING:
+    from clients.client_task import OnClient
+    from fl_sim.training.trainer import LocalJob
 
 _OWN, _WEIGHTS, _ROUNDS, _RECEIVED = "own-model", "weights", "rounds", "received"
 
@@ -91,7 +92,7 @@ class FedALA(Averaging):
         while not losses or (_rounds(task) == 1 and not self._have_converged(losses)):
             steps = list[float]()
             for batch in torch.split(torch.from_numpy(chosen), task.settings.batch_size):
-                job = _one_step(task, weights, Records.of(inputs[batch], labels[batch]), generator)
+                job = _one_step(task, weights, (inputs[batch], labels[batch]), generator)
                 stepped = client.trainer.train(job)
                 moves = {name: stepped.momentum_buffers[name] * change for name, change in apart.items()}
                 weights = {
@@ -106,13 +107,19 @@ class FedALA(Averaging):
         return is_steady or len(losses) >= _MOST_PASSES
 
 
-def _one_step(task: LocalTask, weights: Params, records: Records, generator: np.random.Generator) -> LocalJob:
+def _one_step(
+    task: LocalTask, weights: Params, batch: tuple[torch.Tensor, torch.Tensor], generator: np.random.Generator
+) -> LocalJob:
     """Return a job of one step from the mixture, whose momentum buffers are the gradient of the last layers."""
-    smoothing = task.settings.label_smoothing
-    settings = LocalSettings(1.0, 0.5, 0.0, batch_size=len(records), epochs=1, label_smoothing=smoothing)
+    from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
+    from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
+
+    (inputs, labels), smoothing = batch, task.settings.label_smoothing
+    settings = LocalSettings(1.0, 0.5, 0.0, batch_size=len(labels), epochs=1, label_smoothing=smoothing)
     start = replace(task, params={**task.params, **_mixture(task, weights)}, settings=settings)
     seeded = partial(seed_process, int(generator.integers(2**63)), "step")
-    return LocalJob(start, LocalPlan(trained=frozenset(weights)), records, generator, seeded)
+    plan = LocalPlan(trained=frozenset(weights))
+    return LocalJob(start, plan, Records.of(inputs, labels), generator, seeded)
 
 
 def _mixture(task: LocalTask, weights: Params) -> Params:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
-from fl_sim.params import head_names
+from fl_sim.params import body_names
 from fl_sim.types import LocalTask, Params
 from strategies.algorithm import Averaging
 
@@ -28,8 +28,8 @@ class FedBABU(Averaging):
 
     def sends(self, params: Params) -> Collection[str]:
         """Return the parameter names of the body, which clients send."""
-        return frozenset(params) - head_names(params)
+        return body_names(params)
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Return the local plan that trains the body."""
-        return LocalPlan(trained=frozenset(task.params) - head_names(task.params))
+        return LocalPlan(trained=body_names(task.params))

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from fl_sim.params import head_names
+from fl_sim.params import body_names
 from fl_sim.types import Params
 from strategies.algorithm import Averaging
 
@@ -16,4 +16,4 @@ class FedPer(Averaging):
 
     def sends(self, params: Params) -> Collection[str]:
         """Return the parameter names of the body, which clients send."""
-        return frozenset(params) - head_names(params)
+        return body_names(params)

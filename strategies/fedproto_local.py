@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from clients.client_task import OnClient
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.training.losses import LogitsOf
 from fl_sim.types import LocalTask, Params
 from strategies.fedproto import FedProto
+
+if TYPE_CHECKING:
+    from clients.client_task import OnClient
+    from fl_sim.training.losses import LogitsOf
 
 
 class FedProtoLocal(FedProto):

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan, Phase
-from fl_sim.params import head_names
+from fl_sim.params import body_names, head_names
 from fl_sim.types import LocalTask, Params
 from strategies.algorithm import Averaging
 
@@ -34,10 +34,9 @@ class FedRep(Averaging):
 
     def sends(self, params: Params) -> Collection[str]:
         """Return the parameter names of the body, which clients send."""
-        return frozenset(params) - head_names(params)
+        return body_names(params)
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Return the local plan with two phases: the head, then the body."""
-        head = head_names(task.params)
-        body = frozenset(task.params) - head
+        head, body = head_names(task.params), body_names(task.params)
         return LocalPlan(phases=(Phase(head, self.head_epochs), Phase(body, task.settings.epochs)))

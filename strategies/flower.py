@@ -62,6 +62,7 @@ class FederatedStrategy(Strategy):
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
     holders: NDArray[np.bool_] | None = None
+    members: NDArray[np.int64] | None = None
     _sent: WriteGuard | None = None
     without_effect: Counter[str] = field(default_factory=Counter)
     layer: Layer = field(init=False)
@@ -108,8 +109,8 @@ class FederatedStrategy(Strategy):
         seed_process(self.seed, "merging", server_round)
         answers = self.layer.received(answers)
         self.without_effect.update(self.layer.remarks())
-        expected = self.sampler.expected_size(self.num_clients)
-        cohort = Cohort(server_round, answers, self.num_clients, expected, self.num_holders(answers))
+        expected = self.sampler.expected_size(self.num_members)
+        cohort = Cohort(server_round, answers, self.num_members, expected, self.num_holders(answers))
         aggregate = self.layer.aggregate(cohort, self.algorithm, self.server)
         if aggregate is not None:
             self.without_effect.update([aggregate.without_effect] if aggregate.without_effect else [])
@@ -167,6 +168,11 @@ class FederatedStrategy(Strategy):
             reply = half.unpacked(reply, self._template, server_round)
         return reply
 
+    @property
+    def num_members(self) -> int:
+        """Return the number of clients that may take part in rounds."""
+        return self.num_clients if self.members is None else len(self.members)
+
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients do.
 
@@ -177,7 +183,7 @@ class FederatedStrategy(Strategy):
             return None
         for reply in answers:  # a node of Flower's runtime may hold records of its own
             self.holders[reply.client] |= reply.num_examples > 0
-        return int(self.holders.sum())
+        return int(self.holders.sum() if self.members is None else self.holders[self.members].sum())
 
     @cached_property
     def _template(self) -> Payloads:
@@ -224,7 +230,8 @@ class _Innermost(Layer):
             seed = strategy.seed if strategy.sampling_seed is None else strategy.sampling_seed
             coins = rng(seed, "sampler", server_round).random
         with error_context(f"sample of {type(strategy.sampler).__name__}"):
-            return Drawn(strategy.sampler.sample(strategy.num_clients, coins, server_round))
+            drawn = strategy.sampler.sample(strategy.num_members, coins, server_round)
+            return Drawn(drawn if strategy.members is None else strategy.members[drawn])
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         return replies

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from clients.client_task import OnClient
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.training.losses import LogitsOf
 from fl_sim.types import LocalTask
 from strategies.algorithm import FEDAVG, Averaging
+
+if TYPE_CHECKING:
+    from clients.client_task import OnClient
+    from fl_sim.training.losses import LogitsOf
 
 _GRID: Final = tuple(step / 10 for step in range(11))
 """The weights that are compared on a client's validation records, as in the paper."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from fl_sim.params import head_names
+from fl_sim.params import body_names
 from fl_sim.types import Params
 from strategies.algorithm import Averaging
 
@@ -16,4 +16,4 @@ class LGFedAvg(Averaging):
 
     def sends(self, params: Params) -> Collection[str]:
         """Return the parameter names of the head, which clients send."""
-        return head_names(params)
+        return frozenset(params) - body_names(params)

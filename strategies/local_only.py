@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
+from fl_sim.kinds import Choices, hides_clients, is_none, kind_of
 from fl_sim.types import Params
 from strategies.algorithm import Averaging
 
@@ -15,6 +16,20 @@ class LocalOnly(Averaging):
 
     kind: Literal["local-only"] = "local-only"
     title: ClassVar[str] = "Local only"
+    is_alone: ClassVar[bool] = True
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError beside Global DP and compression, which are about updates that do not exist here."""
+        if not is_none(experiment.compress):
+            raise ValueError(
+                f"algorithm local-only sends nothing that compress {kind_of(experiment.compress)} could make smaller: "
+                "leave compress out"
+            )
+        if hides_clients(experiment.aggregator):
+            raise ValueError(
+                "algorithm local-only sends nothing, so aggregator global-dp clips nothing, and its epsilon would "
+                "be about nothing: leave aggregator out"
+            )
 
     def sends(self, params: Params) -> Collection[str]:
         """Return no names: clients send no parameters."""

@@ -1,17 +1,21 @@
 """MR-MTL: clients' own models are pulled to their mean (Liu et al. 2022, mean-regularised multi-task learning)."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from clients.client_task import OnClient
 from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import subtract
 from fl_sim.types import ClientUpdate, LocalTask, Trained
 from strategies.algorithm import Averaging, Weighting
 from strategies.ditto import near
+
+if TYPE_CHECKING:
+    from clients.client_task import OnClient
 
 _OWN, _MEAN = "own-model", "mean"
 

@@ -53,8 +53,8 @@ class OwnPart(Layer):
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Return a warning that the evaluated model is no client's model, as clients have personal parameters."""
-        del experiment, rounds_done, idle
-        return [OWN_PART]
+        del rounds_done, idle
+        return [] if experiment.evaluate.measures_clients else [OWN_PART]
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:

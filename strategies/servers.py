@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.kinds import Choices, is_none, kind_of, off
+from fl_sim.local_plan import Sending
 from fl_sim.params import add, scale
 from fl_sim.settings import Settings
 from fl_sim.types import Cohort, Params, Reply, ServerState
@@ -91,6 +92,14 @@ class _Asynchronous(Settings):
         for name, (part, wanted, why) in parts.items():
             if kind_of(part) != wanted:
                 raise ValueError(f"{chosen} cannot run with {name} {kind_of(part)}: {why}; leave {name} out")
+        has_part = isinstance(experiment.algorithm, Sending)
+        if has_part or experiment.local.personal != "none":
+            kind, personal = kind_of(experiment.algorithm), experiment.local.personal
+            raise ValueError(
+                f"{chosen} cannot run with {f'algorithm {kind}' if has_part else f'local.personal={personal}'}: a part "
+                "the model stays with the client, and would be trained beside models of different ages; take "
+                "server=synchronous"
+            )
         if experiment.local.batch_norm != "none":
             raise ValueError(
                 f"{chosen} cannot run with local.batch_norm={experiment.local.batch_norm}: running statistics are no "

@@ -270,6 +270,9 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
         say(_classifiers(result["tstr"]))
     if "pate" in result:
         say(_votes(result["pate"]))
+    for section in result.values():
+        if isinstance(section, dict) and "in_words" in section:
+            say(section["in_words"])
     if not result["privacy"]:
         say("privacy: none - updates leave the clients without noise")
     for statement in result["privacy"]:

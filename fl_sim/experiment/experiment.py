@@ -189,6 +189,11 @@ class Experiment(Settings):
         return 1 if self.is_central else self.clients
 
     @property
+    def num_members(self) -> int:
+        """The number of clients that may take part in rounds: all of them but those that are held out."""
+        return self.num_clients - round(self.evaluate.held_out_clients * self.num_clients)
+
+    @property
     def seed_of_partition(self) -> int:
         """The seed of the partition, and of each client's feature skew."""
         return self.seed if self.partition_seed is None else self.partition_seed

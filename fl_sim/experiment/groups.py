@@ -166,6 +166,12 @@ class Local(Settings):
     precision: Precision = "float32"
     personal: str = Field("none", pattern=r"^[\w.,]+$")
 
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if key != "personal" or value != "none"}
+
     def rate_in(self, server_round: int, rounds: int) -> float:
         """Return the learning rate of round ``server_round`` of ``rounds``, after the schedule."""
         with error_context(f"factor of {type(self.schedule).__name__}"):
@@ -313,6 +319,12 @@ class Evaluate(Settings):
         newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients"}
         unused = {name for name in newer if getattr(self, name) == type(self).model_fields[name].default}
         return {key: value for key, value in written.items() if key not in unused}
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a remark if there is one client, whose own model is the server's model."""
+        if not (self.measures_clients and getattr(experiment.algorithm, "is_central", False)):
+            return []
+        return [off(f"evaluate.clients={self.clients}", "there is one client, with all records")]
 
     @property
     def measures_clients(self) -> bool:

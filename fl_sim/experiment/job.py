@@ -67,6 +67,13 @@ class Job:
     own_tests: Parts = field(default_factory=lambda: Parts.of(()))
     read: Callable[[str], Params] = read_by_content
 
+    @cached_property
+    def members(self) -> NDArray[np.int64]:
+        """The numbers of the clients that may take part in rounds, ascending."""
+        everybody = self.experiment.num_clients
+        held_out = everybody - self.experiment.num_members
+        return own_tests.members(everybody, held_out, self.experiment.seed_of_partition)
+
     @property
     def num_validated(self) -> int:
         """The number of validation records."""

@@ -87,6 +87,11 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
     return counts
 
 
+def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
+    """Return the clients that may take part in rounds, ascending; ``held_out`` others, drawn at random, never do."""
+    return np.sort(rng(seed, "held-out clients").permutation(num_clients)[held_out:])
+
+
 def num_shared(tests: Parts) -> int:
     """Return the number of test records that more than one client has."""
     _, times = np.unique(tests.records, return_counts=True)

@@ -69,6 +69,38 @@ def of_round(record: RoundRecord) -> dict[str, float]:
     return _numbers(record.numbers())
 
 
+def share_in(numbers: Mapping[str, float], name: str) -> float | None:
+    """Return the share ``name`` in [0, 1] of the measures ``numbers`` of a run; None if the run does not have it."""
+    value = numbers.get(f"{name}_percent")
+    return None if value is None else value / 100
+
+
+def best_of(name: str) -> str:
+    """Return the name of a measure in the best round, given its dotted name.
+
+    >>> best_of("personal.own_accuracy")
+    'personal.best_own_accuracy'
+    """
+    section, dot, measure = name.rpartition(".")
+    return f"{section}{dot}best_{measure}"
+
+
+def worse_than(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the share of clients whose model has a lower accuracy in ``result`` than their own model in ``alone``.
+
+    Both are contents of ``result.json`` of runs on the same split. The shares are in percent, by name of the measure,
+    and are about clients that both runs tested.
+    """
+    lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]
+    found, before = {}, lists[0].get("own", [])
+    for model, accuracies in lists[1].items():
+        pairs = [(new, old) for new, old in zip(accuracies, before, strict=False) if None not in (new, old)]
+        if pairs:
+            share = sum(new < old for new, old in pairs) / len(pairs)
+            found[f"personal.{model}_worse_than_alone_percent"] = 100 * share
+    return found
+
+
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:
     """Return the settings of an experiment as {dotted name: value}. Lists become text, and None becomes empty text."""
     known = {name: "" if value is None else value for name, value in flat(settings)}

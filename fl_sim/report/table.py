@@ -17,12 +17,22 @@ HIGHEST = "the row with the highest mean"
 
 _LAST_TEN, _TEN = "accuracy_of_last_ten_percent", 10
 _MEGABYTE: Final = 1e6
+_ON_OWN: Final = " on their own test records, mean over clients, in percent"
+_WORSE: Final = "worse than the model that the client trains alone, in percent"
 _FURTHER: Final = {
     _LAST_TEN: "Mean accuracy of the last ten rounds, in percent",
     "balanced_accuracy_percent": "Balanced accuracy after the last round, in percent",
     "macro_f1_percent": "Macro-F1 after the last round, in percent",
     "auc_percent": "AUC after the last round, in percent",
     "client_worst_tenth_percent": "Accuracy of the worst tenth of the clients after the last round, in percent",
+    "personal.own_accuracy_percent": f"Accuracy of the clients' own models{_ON_OWN}",
+    "personal.own_worst_tenth_percent": "Accuracy of the worst tenth of the clients, each with its own model, percent",
+    "personal.own_worse_than_alone_percent": f"Share of clients whose own model is {_WORSE}",
+    "personal.received_accuracy_percent": f"Accuracy of the models that clients receive{_ON_OWN}",
+    "personal.trained_accuracy_percent": f"Accuracy after one more round of local training{_ON_OWN}",
+    "personal.fine_tuned_accuracy_percent": f"Accuracy of the clients' own models after fine-tuning{_ON_OWN}",
+    "personal.fine_tuned_worse_than_alone_percent": f"Share of clients whose fine-tuned model is {_WORSE}",
+    "personal.held_out_fine_tuned_accuracy_percent": f"Accuracy of fine-tuned models of held-out clients{_ON_OWN}",
 }
 
 
@@ -116,6 +126,11 @@ class Comparison:
 
     row: str | None
     others: Mapping[str, Difference | None]
+
+
+def title_of_measure(name: str) -> str:
+    """Return the title of a share, given by its dotted name in ``result.json``; the name itself if it has none."""
+    return _FURTHER.get(f"{name}_percent", name)
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
@@ -216,6 +231,8 @@ def targets(table: Table) -> Grid | None:
     The target of a column is the highest accuracy in ``LADDER`` that all runs of some row reached. If some runs of a
     row do not reach the target, the row shows the mean and the number of the runs that reach it.
     """
+    if table.settings.get("measure"):  # targets are about the accuracy of the server's model
+        return None
     chosen = {column: _highest(table, column) for column in table.columns}
     columns = [column for column, accuracy in chosen.items() if accuracy is not None]
     if not columns:
@@ -233,8 +250,10 @@ def targets(table: Table) -> Grid | None:
 def further(table: Table) -> list[Grid]:
     """Return a table for each further measure that any run has, such as balanced accuracy."""
     grids = []
+    shown = str(table.settings.get("measure", ""))
+    section = shown.rpartition(".")[0]  # measures of the server's model say nothing about the clients' own models
     for name, title in _FURTHER.items():
-        if any(_has(one, name) for one in table.results):
+        if name != f"{shown}_percent" and name.startswith(section) and any(_has(one, name) for one in table.results):
             rows = []
             for row in table.rows:
                 cells = [table.at(row, column) for column in table.columns]

@@ -375,7 +375,7 @@ def stack_of(engine: Engine, job: Job) -> int:
     if isinstance(engine, InProcess):
         by_default = STACK_ON_GPU if job.device.type == "cuda" else 1
     else:
-        share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
+        share = math.ceil(experiment.sampler.expected_size(experiment.num_members) / max(1, engine.actors))
         by_default = min(STACK_ON_GPU, share) if engine.gpus else 1
     asked = engine.stack or by_default
     stackable = asked == 1 or job.trainer.is_stackable()
@@ -390,7 +390,7 @@ def stack_of(engine: Engine, job: Job) -> int:
 def clients_at_once(engine: Engine, job: Job) -> float:
     """Return the speed at which ``engine`` trains clients, relative to one core or one GPU."""
     engine, experiment = local_engine(engine), job.experiment
-    cohort = max(1, round(experiment.sampler.expected_size(experiment.num_clients)))
+    cohort = max(1, round(experiment.sampler.expected_size(experiment.num_members)))
     workers = workers_of(engine, job) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, cohort))
 

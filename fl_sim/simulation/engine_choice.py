@@ -163,7 +163,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         )
     if not isinstance(engine, Auto):
         return engine, f"engine {engine.kind}, as set"
-    workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
+    workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_members))))
     alone = InProcess(threads=engine.threads)
     if why := _why_alone(job, workers):
         return alone, f"engine inprocess: {why}"

@@ -140,7 +140,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
     job = procedure.job
     experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
     steps, sizes = steps_by_client(job, pooled), sizes_trained_on(job, pooled)
-    turns = trainings * experiment.sampler.expected_size(experiment.num_clients)
+    turns = trainings * experiment.sampler.expected_size(experiment.num_members)
     busy = sizes[sizes > 0]
     records = min(experiment.local.batch_size, max(1, round(float(busy.mean())))) if len(busy) else 1
     stack, plan = stack_of(local_engine(experiment.engine), job), procedure.typical_plan()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -29,6 +29,7 @@ from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.stage import (
+    VALIDATION_ACCURACY,
     Procedure,
     Run,
     Stage,
@@ -130,18 +131,17 @@ class Rounds(Procedure):
         seed_process(experiment.seed, "evaluation", record.round)
         is_last = record.round == experiment.rounds or not layer.affords(record.round + 1)
         further = measured_by_stages(run, record.round, is_last=is_last)
-        if further:
-            record = replace(record, metrics=further)
         if record.round % experiment.evaluate_every and not is_last:
-            return record
+            return _with_measures(record, further, run)
         server = run.strategy.server
         model, when = self._model(server, reported_by(self.algorithm, server)), f"after round {record.round}: {_CURE}"
         log.measured = run.measuring.measured(model, when, is_last=is_last)
-        if log.measured.test is None and layer.ended([*log.rounds, log.measured.noted_in(record)]):
+        noted = _with_measures(log.measured.noted_in(record), further, run)
+        if log.measured.test is None and layer.ended([*log.rounds, noted]):
             log.measured = run.measuring.measured(model, when, is_last=True)
-        noted = log.measured.noted_in(record)
+            further = measured_by_stages(run, record.round, is_last=True)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
-        return replace(noted, metrics={**further, **own}) if own else noted
+        return _with_measures(log.measured.noted_in(record), {**further, **own}, run)
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
         """Log the warnings of all rounds and the final model, then call ``after`` of every stage."""
@@ -189,7 +189,7 @@ class Rounds(Procedure):
     def traffic(self) -> dict[str, Traffic]:
         """Return the bytes of arrays to and from all clients, by purpose: all rounds, and each stage."""
         experiment = self.job.experiment
-        updates = experiment.rounds * experiment.sampler.expected_size(experiment.num_clients)
+        updates = experiment.rounds * experiment.sampler.expected_size(experiment.num_members)
         return self._traffic_of(updates)
 
     def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
@@ -287,6 +287,16 @@ class Rounds(Procedure):
                 f"clients in a round about {cohort * (1 - without / everybody):.3g} train"
             )
         return warnings
+
+
+def _with_measures(record: RoundRecord, measures: Mapping[str, float], run: Run) -> RoundRecord:
+    """Return the record of a round with ``measures`` of stages and observers, {name: number}."""
+    numbers = {name: value for name, value in measures.items() if name != VALIDATION_ACCURACY}
+    if numbers:
+        record = replace(record, metrics=numbers)
+    if any(isinstance(stage, Stage) and stage.validates() for stage in run.log.stages):
+        record = replace(record, validation_accuracy=measures.get(VALIDATION_ACCURACY), validation_loss=None)
+    return record
 
 
 @contextmanager

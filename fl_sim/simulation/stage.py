@@ -61,6 +61,9 @@ RESULT: Final = frozenset({
 })  # fmt: skip
 """The field names that every ``result.json`` uses. A stage may not use them for its own fields (``Stage.facts``)."""
 
+VALIDATION_ACCURACY: Final = "validation_accuracy"
+"""A measure of a stage that replaces the validation accuracy of the server's model (``Stage.validates``)."""
+
 _SHARES: Final = "fl_sim.stages.shares:Shares"  # the stage of every algorithm with the interface Sharing
 
 
@@ -147,6 +150,10 @@ class Stage:
         """
         del run, server_round, is_last
         return {}
+
+    def validates(self) -> bool:
+        """Return True if ``measured`` gives the validation accuracy of a round, as ``VALIDATION_ACCURACY``."""
+        return False
 
     def after(self, run: Run) -> None:
         """Execute the stage after the last round."""
@@ -366,6 +373,7 @@ def prepared_strategy(
         experiment.seed,
         sampling_seed=experiment.sampling_seed,
         on_clients=on_clients,
+        members=job.members if experiment.num_members < experiment.num_clients else None,
     )
     for kind in layer_kinds(experiment):
         if layer := kind.of(experiment, out, log.layer_states.get(name_of(kind), {})):

@@ -13,20 +13,29 @@ import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from clients.evaluate import FINE_TUNED, OWN, RECEIVED, TESTED, TRAINED, VALIDATED, EvaluateOwn, counts_in
+from clients.evaluate import FINE_TUNED, OWN, RECEIVED, TESTED, TRAINED, VALIDATED, EvaluateOwn, OwnModel, counts_in
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_tests import num_shared
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import is_none, kind_of
+from fl_sim.local_plan import Sharing
 from fl_sim.simulation.client_runtime import records_as_seen
-from fl_sim.simulation.stage import Run, Stage
+from fl_sim.simulation.stage import VALIDATION_ACCURACY, Run, Stage
+from fl_sim.simulation.timing import Work
+from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import OverClients, known
 from fl_sim.training.records import Records
 from fl_sim.types import Params, Traffic
 
 MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 """Names of the client tasks: during the rounds, and after the last round with further training."""
+
+HELD_OUT: Final = "held_out_"
+"""Prefix of the measures over clients that never took part in a round."""
+
+MOST_LISTED: Final = 5_000
+"""The largest number of clients whose accuracies are listed one by one in ``result.json``."""
 
 MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
 
@@ -41,44 +50,61 @@ class OwnModels(Stage):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._round, self._answers = -1, list[Mapping[str, NDArray[np.int64]]]()
+        self._best: dict[str, float] = {}
+        self._round, self._task, self._answers = -1, "", list[Mapping[str, NDArray[np.int64]]]()
         evaluate = job.experiment.evaluate
         if job.experiment.is_private:
             raise UserError(
                 f"evaluate.clients={evaluate.clients} has no place in a run that promises privacy: {_PRIVATE}; leave "
                 "evaluate.clients out"
             )
-        if job.experiment.is_central:
-            raise UserError(
-                f"evaluate.clients={evaluate.clients} measures clients' own models, and algorithm "
-                f"{kind_of(job.experiment.algorithm)} has one client with all records: leave evaluate.clients out"
-            )
+        _check_held_out(job)
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the settings ask for measures of the clients' own models."""
-        return bool(experiment.evaluate.measures_clients)
+        """Return True if the settings ask for measures of clients' own models, and there is more than one client."""
+        return bool(experiment.evaluate.measures_clients) and not experiment.is_central
 
     def tasks(self) -> Mapping[str, EvaluateOwn]:
         """Return the client tasks: one for the rounds, and one, with further training, for after the last round."""
-        job, records = self.job, ClientRecords(self.job)
-        task = EvaluateOwn(records, job.dataset.num_classes)
-        last = replace(task, trains=True, fine_tune_epochs=job.experiment.evaluate.fine_tune_epochs)
+        job, evaluate = self.job, self.job.experiment.evaluate
+        task = EvaluateOwn(ClientRecords(job), job.dataset.num_classes, evaluate.tests(is_last=False))
+        last = replace(
+            task, is_tested=evaluate.tests(is_last=True), trains=True, fine_tune_epochs=evaluate.fine_tune_epochs
+        )
         return {MEASURE: task, MEASURE_LAST: last}
 
+    def validates(self) -> bool:
+        """Return True if clients hold validation records of their own."""
+        return len(self.job.validation.records) > 0
+
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the measures over clients after ``server_round``; empty if this round is not measured."""
-        if server_round % self.job.experiment.evaluate.personal_every and not is_last:
+        """Return the measures over clients after ``server_round``; empty if this round is not measured.
+
+        The validation accuracy is that of own models, the mean over clients.
+        """
+        evaluate = self.job.experiment.evaluate
+        is_measured = self.validates() or evaluate.tests(is_last=is_last)
+        if not is_measured or (server_round % evaluate.personal_every and not is_last):
             return {}
         self._ask(run, MEASURE_LAST if is_last else MEASURE, server_round)
-        return {f"{model}_{name}": value for model in self._models for name, value in self._over_clients(model).items()}
+        measures = self._measures()
+        validated = measures.get(f"{OWN}_{VALIDATION_ACCURACY}")
+        return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
     def after(self, run: Run) -> None:
         """Measure the models after the last round, unless that is done already, and log the number of bytes."""
         server_round = len(run.log.rounds)
-        if self._round != server_round or not any(f"{TRAINED}/{TESTED}" in one for one in self._answers):
+        if self._round != server_round or self._task != MEASURE_LAST:
             self._ask(run, MEASURE_LAST, server_round)
         run.log.after["own models"] = self._traffic(run.strategy.server.params)
+        rounds = [one for one in run.log.rounds if one.metrics and f"{OWN}_accuracy" in one.metrics]
+        validated = [one for one in rounds if one.validation_accuracy is not None]
+        if self.validates() and validated:
+            best = max(validated, key=lambda one: one.validation_accuracy or 0.0)
+            self._best = {f"best_{OWN}_accuracy": _own_accuracy(best)}
+        elif rounds:
+            self._best = {f"best_{OWN}_accuracy": max(map(_own_accuracy, rounds))}
 
     def _ask(self, run: Run, task: str, server_round: int) -> None:
         """Ask all clients to measure their models after ``server_round``, with the message of the next round."""
@@ -94,24 +120,41 @@ class OwnModels(Stage):
         read: Callable[[RecordDict], Mapping[str, NDArray[np.int64]]]
         read = partial(counts_in, num_classes=self.job.dataset.num_classes)
         self._answers = run.ask(task, read, quoted=True, params=server.params, broadcast=broadcast, order=order)
-        self._round = server_round
+        self._round, self._task = server_round, task
 
     @property
     def _models(self) -> Sequence[str]:
         return [name for name in MODELS if any(f"{name}/{TESTED}" in one for one in self._answers)]
 
-    def _over_clients(self, model: str) -> dict[str, float]:
-        """Return measures of the kind of model ``model``, such as "own", over all clients with test records."""
-        found, sums = self._accuracies(model, TESTED), self._sums(model, TESTED)
-        over = OverClients.of(known(found))
-        measures = {
-            "accuracy": over.mean,
-            "accuracy_pooled": float(sums[2].sum() / sums[0].sum()),
-            "worst_tenth": over.worst_tenth,
-            "deviation": over.deviation,
+    def _measures(self) -> dict[str, float]:
+        """Return the measures of all models, over the clients that take part, and over those that are held out."""
+        if not self._answers:
+            return {}
+        taking_part = np.zeros(len(self._answers), dtype=np.bool_)
+        taking_part[self.job.members] = True
+        groups = {"": taking_part, HELD_OUT: ~taking_part}
+        return {
+            f"{group}{model}_{name}": value
+            for group, chosen in groups.items()
+            for model in MODELS
+            for name, value in self._over_clients(model, chosen).items()
         }
-        validated = known(self._accuracies(model, VALIDATED))
-        return measures | ({"validation_accuracy": float(validated.mean())} if len(validated) else {})
+
+    def _over_clients(self, model: str, chosen: NDArray[np.bool_]) -> dict[str, float]:
+        """Return the measures of the models called ``model`` over the ``chosen`` clients; empty without records."""
+        found = self._accuracies(model, TESTED)
+        measures: dict[str, float] = {}
+        if len(tested := known(found[chosen])):
+            over, held = OverClients.of(tested), self.job.own_tests.sizes
+            weights = np.where(chosen & ~np.isnan(found), held, 0)
+            measures = {
+                "accuracy": over.mean,
+                "accuracy_pooled": float(np.nan_to_num(found) @ weights / weights.sum()),
+                "worst_tenth": over.worst_tenth,
+                "deviation": over.deviation,
+            }
+        validated = known(self._accuracies(model, VALIDATED)[chosen])
+        return measures | ({VALIDATION_ACCURACY: float(validated.mean())} if len(validated) else {})
 
     def _accuracies(self, model: str, what: str) -> NDArray[np.float64]:
         """Return each client's accuracy with ``model``; NaN without records. ``what``: "test" or "validation"."""
@@ -121,13 +164,6 @@ class OwnModels(Stage):
         shares = np.full(len(held), np.nan)
         np.divide(right, held, out=shares, where=held > 0)
         return shares
-
-    def _sums(self, model: str, what: str) -> NDArray[np.int64]:
-        """Return the sum of the counts of all clients, shape (3, classes)."""
-        sums: NDArray[np.int64] = np.sum(
-            [one[f"{model}/{what}"] for one in self._answers if f"{model}/{what}" in one], 0
-        )
-        return sums
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
         """Return the number of test records of each client, and the accuracy of each of its models."""
@@ -143,13 +179,21 @@ class OwnModels(Stage):
         records = {
             "test_records_from": evaluate.clients,
             "clients_tested": len(tests) - len(without),
+            "clients_held_out": len(tests) - len(self.job.members),
             "clients_without_test_records": without[:100],
             "shared_test_records": num_shared(tests),
         }
-        measures = {
-            f"{model}_{name}": value for model in self._models for name, value in self._over_clients(model).items()
+        few = len(tests) <= MOST_LISTED
+        measures = {**self._measures(), **self._best}
+        said = {"in_words": _in_words(measures)} if measures else {}
+        return {"personal": {**records, **measures, "by_client": self._by_client() if few else {}, **said}}
+
+    def _by_client(self) -> dict[str, list[float | None]]:
+        """Return the accuracy of each client's models, {model: one accuracy for each client}; None if unknown."""
+        return {
+            name: [None if np.isnan(value) else value for value in self._accuracies(name, TESTED).tolist()]
+            for name in self._models
         }
-        return {"personal": {**records, **measures}}
 
     def warnings(self) -> list[str]:
         """Return warnings about clients without test records, and about test records that several clients share."""
@@ -168,16 +212,71 @@ class OwnModels(Stage):
             )
         return said
 
+    def work(self) -> Sequence[Work]:
+        """Return the work of the measures: predictions, and after the last round one more training of every client."""
+        from fl_sim.simulation.forecast import evaluation_work, training_work  # noqa: PLC0415 (these ask all stages)
+        from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (as above)
+
+        procedure, experiment = procedure_of(self.job), self.job.experiment
+        records = len(self.job.own_tests.records) + len(self.job.validation.records)
+        models = 2 * self._times + 2
+        epochs = experiment.evaluate.fine_tune_epochs / max(experiment.local.epochs, 1)
+        share = experiment.num_clients / experiment.sampler.expected_size(experiment.num_members)
+        algorithm = experiment.algorithm
+        return (
+            evaluation_work(procedure, records * models),
+            training_work(procedure, algorithm, share * (epochs + (not isinstance(algorithm, OwnModel)))),
+        )
+
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of the bytes of the models to all clients, and of the counts from all clients."""
         return {"own models": self._traffic(params)}
 
-    def _traffic(self, params: Params) -> Traffic:
+    @property
+    def _times(self) -> int:
+        """The number of rounds after which models are measured."""
         experiment = self.job.experiment
-        times = -(-experiment.rounds // experiment.evaluate.personal_every)
+        return -(-experiment.rounds // experiment.evaluate.personal_every)
+
+    def _traffic(self, params: Params) -> Traffic:
+        experiment, times = self.job.experiment, self._times
         down = arrays.num_bytes(wire.task_content(wire.BLANK, params, {}))
         up = 8 * 3 * self.job.dataset.num_classes * 2
         return Traffic(down, up) * (times * experiment.num_clients)
+
+
+def _own_accuracy(record: RoundRecord) -> float:
+    return (record.metrics or {})[f"{OWN}_accuracy"]
+
+
+def _in_words(measures: Mapping[str, float]) -> str:
+    """Return the measures as a line for the user."""
+    named = {f"{OWN}_accuracy": "mean", f"{OWN}_worst_tenth": "worst tenth"}
+    named |= {f"{name}_accuracy": name.replace("_", "-") for name in MODELS if name != OWN}
+    named[f"{HELD_OUT}{FINE_TUNED}_accuracy"] = "fine-tuned by clients that never took part"
+    shown = [f"{word} {100 * measures[name]:.2f} %" for name, word in named.items() if name in measures]
+    return f"own models on the clients' own test records: {', '.join(shown)}"
+
+
+def _check_held_out(job: Job) -> None:
+    """Raise UserError if the share of held-out clients leaves nobody, or if a stage would ask held-out clients, too."""
+    experiment = job.experiment
+    if not (share := experiment.evaluate.held_out_clients):
+        return
+    if experiment.num_members in {0, experiment.num_clients}:
+        raise UserError(
+            f"evaluate.held_out_clients={share:g} holds out {experiment.num_clients - experiment.num_members} of "
+            f"{experiment.num_clients} clients: at least one must be held out, and one must take part"
+        )
+    others = [name for name in ("preprocess", "calibrate") if not is_none(getattr(experiment, name))]
+    others += ["algorithm"] if isinstance(experiment.algorithm, Sharing) else []
+    others += [] if experiment.is_synchronous else ["server"]
+    if others:
+        kind = kind_of(getattr(experiment, others[0]))
+        raise UserError(
+            f"evaluate.held_out_clients={share:g} keeps clients out of everything until the last round, but "
+            f"{others[0]} {kind} asks all clients: leave one of the two out"
+        )
 
 
 class ClientRecords:

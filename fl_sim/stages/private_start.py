@@ -119,7 +119,7 @@ class Start(Stage):
             sums = {name: torch.zeros(like) for name, like in shapes_of(step, num_classes, number).items()}
             sizes = (arrays.num_bytes(content) for content in (question, wire.sums_content(sums)))
             each += Traffic(*sizes)
-        return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_clients))}
+        return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_members))}
 
     def facts(self) -> Mapping[str, Any]:
         """Return fields for ``result.json``: the number of images, and the number of private releases."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.files import PrivacyStatement
-from fl_sim.report.measures import Value, flat_settings, measures
+from fl_sim.report.measures import Value, best_of, flat_settings, measures, share_in, worse_than
 from fl_sim.report.payments import bills_of
 from fl_sim.report.progress import TableProgress
 from fl_sim.report.runs import Problem, read_all
@@ -41,6 +41,7 @@ from fl_sim.tables.workers import (
     with_share_of_cores,
 )
 from fl_sim.tracking.observers import NO_TRACKING, Tracking
+from strategies.algorithm import Alone
 
 CELLS = "cells"
 
@@ -77,7 +78,8 @@ class TableState:
     def table(self) -> Table:
         """Return the table with the results so far, for its files and for display."""
         plan = self.plan
-        results = tuple(self._result(cell) for cell in plan.cells)
+        alone = self._alone()
+        results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
         settings = json.loads(self.settings.model_dump_json())  # model_dump would keep inf, which JSON lacks
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
@@ -88,7 +90,17 @@ class TableState:
         lines = (*plan.caption, *search_caption(self.choices, search, plan.labels))
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
-    def _result(self, cell: Cell) -> SeedResult:
+    def _alone(self) -> dict[tuple[str, int], Mapping[str, Any]]:
+        """Return {(column, seed): result} of the runs in which every client trains alone."""
+        return {
+            (cell.column, cell.seed): outcome.result
+            for cell in self.plan.cells
+            if isinstance(cell.experiment.algorithm, Alone) and cell.experiment.algorithm.is_alone
+            if isinstance(outcome := self.outcomes.get(cell.name), Finished)
+        }
+
+    def _result(self, cell: Cell, alone: Mapping[str, Any] | None) -> SeedResult:
+        """Return the result of a cell. ``alone``: the result of the clients that train alone, on the same split."""
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
         outcome = self.outcomes.get(cell.name)
@@ -99,10 +111,15 @@ class TableState:
             return SeedResult(*place, "failed", directory, error=outcome.error, settings=settings)
         result = outcome.result
         statements = tuple(PrivacyStatement.model_validate(one) for one in result["privacy"])
+        last, best, numbers = result["final_accuracy"], result["best_accuracy"], measures(result)
+        if alone is not None and alone is not result:
+            numbers |= worse_than(alone, result)
+        if measure := self.settings.measure:
+            last, best = (share_in(numbers, name) for name in (measure, best_of(measure)))
         return SeedResult(
-            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], statements=statements,
+            *place, "finished", directory, last, last if best is None else best, statements=statements,
             warnings=tuple(filter(None, [result["stopped"], *result["warnings"]])),
-            settings=settings, measures=measures(result),
+            settings=settings, measures=numbers,
         )  # fmt: skip
 
 

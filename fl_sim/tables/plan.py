@@ -78,7 +78,9 @@ class TableSettings(Settings):
     of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``; its
     ``label`` is the name of its row. ``centralized``: True adds a row with the upper bound, centralized training.
     ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or short label of
-    the row with which the other rows are compared; empty: the row with the highest mean.
+    the row with which the other rows are compared; empty: the row with the highest mean. ``measure``: the share that
+    the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy`` or ``macro_f1``; empty:
+    the accuracy of the server's model.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -88,6 +90,7 @@ class TableSettings(Settings):
     centralized: bool = True
     tune: Tune | None = None
     reference: str = ""
+    measure: str = Field("", pattern=r"^[a-z0-9_.]*$")
 
     @property
     def grids(self) -> list[dict[str, Any]]:
@@ -166,7 +169,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     others = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in {"centralized", "reference"}:
+        if key in {"centralized", "reference", "measure"}:
             changed[key] = value
         elif key.startswith("tune."):
             if key.split(".")[1] in {"space", "spaces"}:
@@ -244,7 +247,7 @@ def plan_table(
     labels, left_out = ({row: both[part] for row, both in found.items()} for part in (0, 1))
     plan = Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), (), over, labels, left_out)
     reference = _reference(settings.reference, plan)
-    return replace(plan, reference=reference, caption=_caption(plan, [one for _, one in placed]))
+    return replace(plan, reference=reference, caption=_caption(plan, [one for _, one in placed], settings.measure))
 
 
 def tuned(
@@ -262,7 +265,7 @@ def tuned(
         for cell, point, one in zip(plan.cells, points, placed, strict=True)
     )
     plan = replace(plan, cells=cells)
-    return replace(plan, caption=_caption(plan, placed))
+    return replace(plan, caption=_caption(plan, placed, settings.measure))
 
 
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
@@ -355,7 +358,7 @@ def _reference(wanted: str, plan: Plan) -> str:
     return found[0] if wanted else ""
 
 
-def _caption(plan: Plan, placed: Iterable["_Placed"]) -> tuple[str, ...]:
+def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str, ...]:
     shown = [cell for cell in plan.cells if cell.row not in plan.upper_bounds] or plan.cells
     notes: dict[str, str] = {}
     shares: dict[str, float] = {}
@@ -363,7 +366,7 @@ def _caption(plan: Plan, placed: Iterable["_Placed"]) -> tuple[str, ...]:
         notes[one.experiment.data] = one.data_note
         if one.experiment.evaluate.test != "never":
             shares[one.experiment.data] = one.largest_class
-    return caption(
+    lines = caption(
         [cell.experiment for cell in shown],
         notes,
         shares,
@@ -372,6 +375,11 @@ def _caption(plan: Plan, placed: Iterable["_Placed"]) -> tuple[str, ...]:
         columns=[cell.column for cell in shown],
         settings={plan.labels[row]: left_out for row, left_out in plan.settings.items()},
     )
+    if not measure:
+        return lines
+    from fl_sim.report.table import title_of_measure  # noqa: PLC0415 (it loads torch, which settings do not need)
+
+    return (f"Measure: {title_of_measure(measure)}.", *lines)
 
 
 class _Placed(NamedTuple):

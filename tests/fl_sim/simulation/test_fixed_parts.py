@@ -76,12 +76,22 @@ def expect_the_same(tmp_path: Path, **changes: Any) -> None:
     assert said["bytes"] == other["bytes"]
 
 
-KINDS = sorted(one.model_fields["kind"].default for one in kinds_of("algorithm").values() if issubclass(one, Averaging))
+KINDS = sorted(
+    one.model_fields["kind"].default
+    for one in kinds_of("algorithm").values()
+    if issubclass(one, Averaging) and not hasattr(one, "sends")  # the model here is a head alone
+)
 
 
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_a_frozen_parameter_is_to_every_algorithm_what_a_buffer_is(algorithm: str, tmp_path: Path) -> None:
     expect_the_same(tmp_path, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["fedper", "fedrep", "fedbabu", "lg-fedavg"])
+def test_a_model_that_is_a_head_alone_has_no_part_that_could_be_personal(algorithm: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"head\.bias\) are its head: take a model of several layers, such as mlp"):
+        trained(tmp_path, "as_parameter", algorithm=algorithm)
 
 
 @pytest.mark.usefixtures("quick_accounting")

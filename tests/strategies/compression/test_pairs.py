@@ -22,6 +22,7 @@ from strategies.global_dp import GlobalDP
 ON_AVERAGE = {"rand-k": "rand-k:0.3", "qsgd": "qsgd"}
 WITH_FEEDBACK = {"top-k": "top-k:0.3", "powersgd": "powersgd", "signsgd": "signsgd"}
 REFUSED = {
+    "local-only": "sends nothing",
     "fedexp": "squared norm of the mean update",
     "centralized": "send no updates",
     "pate": "send no updates",
@@ -51,9 +52,15 @@ def test_every_algorithm_runs_or_is_refused_with_the_reason(algorithm: str, tmp_
             with pytest.raises(UserError, match=f"{reason}.*(leave|take)") as raised:
                 settings(compress, algorithm=algorithm)
             assert "\n" not in str(raised.value)
-    if algorithm not in REFUSED:
+    if algorithm in REFUSED:
+        return
+    if not hasattr(kinds_of("algorithm")[algorithm], "sends"):
         run(settings("top-k:0.3", algorithm=algorithm), tmp_path)
         assert read_rounds(tmp_path)[-1].test_accuracy > 0.2
+        return
+    own = {"clients": "class-shares"}  # the server's model is no client's
+    result = run(settings("top-k:0.3", algorithm=algorithm, model="mlp", evaluate=own, rounds=5), tmp_path)
+    assert result["personal"]["trained_accuracy"] > 0.2
 
 
 def test_rand_k_with_error_feedback_goes_with_what_must_not_drift() -> None:
