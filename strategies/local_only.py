@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from fl_sim.kinds import Choices, hides_clients, is_none, kind_of
+from fl_sim.kinds import Choices, hides_clients
 from fl_sim.types import Params
 from strategies.algorithm import Averaging
 
@@ -19,12 +19,7 @@ class LocalOnly(Averaging):
     is_alone: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError beside Global DP and compression, which are about updates that do not exist here."""
-        if not is_none(experiment.compress):
-            raise ValueError(
-                f"algorithm local-only sends nothing that compress {kind_of(experiment.compress)} could make smaller: "
-                "leave compress out"
-            )
+        """Raise ValueError under Global DP, where an epsilon would be stated for updates that do not exist."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm local-only sends nothing, so aggregator global-dp clips nothing, and its epsilon would "

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 from torch import nn
 
 from clients.client_layer import ClientLayer
+from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, path_in
 from fl_sim.packed import Held, Packing
 from fl_sim.params import layout_of
@@ -18,7 +19,7 @@ from strategies.algorithm import Central, Dealing
 from strategies.compression.error_feedback import RandK, TopK
 from strategies.coordinate_median import CoordinateMedian
 from strategies.feddyn import Dynamic
-from strategies.layer import Layer
+from strategies.layer import Beginning, Layer
 from strategies.scaffold import Scaffold
 from strategies.trimmed_mean import TrimmedMean
 
@@ -40,6 +41,15 @@ class Compression(Layer):
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
         """Return None: compression does not change the rounds of the server."""
         del experiment, out, progress
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if clients send no parameters, which could be compressed."""
+        if not beginning.server.params:
+            raise UserError(
+                f"compress {kind_of(experiment.compress)} cannot run with algorithm {kind_of(experiment.algorithm)}, "
+                "whose clients send no parameters: leave compress out"
+            )
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
