@@ -36,10 +36,6 @@ class LocalChoices(Protocol):
         """The momentum of SGD."""
 
     @property
-    def personal(self) -> str:
-        """The parameters that stay with each client: "none", "head", "body" or names, separated by commas."""
-
-    @property
     def steps(self) -> int:
         """The number of local steps; 0 if training is counted in epochs."""
 
