@@ -36,7 +36,7 @@ class Attack(Protocol):
         ...
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-        """Return the labels for a hostile client's training, in place of its own ``labels``; shape (n,) for both."""
+        """Return the labels on which a hostile client trains in place of its true ``labels``; both have shape (n,)."""
         ...
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:

@@ -52,7 +52,7 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half, which sends the BatchNorm tensors and keeps personal layers in client state."""
+        """Return the code on clients: it sends the BatchNorm tensors and keeps personal layers in client state."""
         del algorithm, model
         return ClientBatchNorm(experiment.local.batch_norm)
 

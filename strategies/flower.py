@@ -341,7 +341,7 @@ class Round:
 def run_round(
     strategy: FederatedStrategy, grid: Grid, server_round: int, learning_rate: float, timeout: float
 ) -> Round:
-    """Run one round and return its outcome: charge the privacy cost, sample, send, check, aggregate, merge.
+    """Run one round: charge the privacy ledger, sample, send, check replies, aggregate, merge. Return its outcome.
 
     ``timeout``: seconds for the whole exchange. Raises Stop, as its first action, if a layer ends the run before
     the round.

@@ -133,7 +133,7 @@ class Layer:
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's client half, or None. ``model``: a function that creates the run's model anew."""
+        """Return the client half (the layer's code on clients), or None. ``model``: creates the model anew."""
         del experiment, algorithm, model
         return None
 

@@ -44,7 +44,7 @@ class OwnPart(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half, which keeps the personal parameters in client state."""
+        """Return the layer's code on clients, which keeps the personal parameters in client state."""
         params = detached(trainable(model()).items())
         travel = sent_by(algorithm, params, experiment.local.personal)
         own = {name: value for name, value in params.items() if name not in travel}

@@ -237,7 +237,7 @@ def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
             if all(is_number(field) for field in fields.values()):
                 made, names = _PLAIN[kind]
                 return made(**{names[key]: field for key, field in fields.items()})
-    raise RunError(f"the charge log holds an event that this version does not know: {repr(value)[:200]}")
+    raise RunError(f"the charge log has a privacy event that this version does not know: {repr(value)[:200]}")
 
 
 def is_number(value: object) -> bool:

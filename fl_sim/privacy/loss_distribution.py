@@ -185,7 +185,7 @@ def _widest_loss(event: dp_event.DpEvent) -> float:
 
 
 def _without_amplification(steps: Steps) -> Steps | None:
-    """Return ``steps`` with everyone in every cohort; None where that bound on epsilon cannot be the smaller one.
+    """Return the fixed-size steps as if all units were in every cohort; None where their epsilon cannot be smaller.
 
     For a cohort of a fixed size the bounds with and without amplification by sampling both hold. With much noise
     the means of the amplified pair of distributions differ by 4 q S (q: the sampling rate, S: the clipping norm).

@@ -53,7 +53,7 @@ class Compression(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half, which compresses and decompresses the updates of clients."""
+        """Return the layer's code on clients, which compresses their updates, and can decompress them."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
