@@ -236,7 +236,8 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{where}, column {image!r}: the image cannot be read ({in_one_line(error)})") from error
+        message = f"{where}, column {image!r}: the image cannot be read ({in_one_line(error)}); replace or remove it"
+        raise UserError(message) from error
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Finds an image for a feature vector, to show synthetic records: inverts ``features=scattering`` approximately.
 
-With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent on pixels finds an image
+With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent finds an image
 with similar features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so
 three public priors are used. First, the search starts at the image that ridge regression predicts; the regression is
 fitted on artificial images (``made_images``). Second, the steps are scaled to the spectrum of pink noise, so that

@@ -419,7 +419,7 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
         raise UserError(f"{path}: {name} must be one number or {channels} numbers, got {array.dtype} {array.shape}")
     values = array.astype(np.float64).ravel()
     if not np.isfinite(values).all():
-        raise UserError(f"{path}: {name} is not finite: {values.tolist()}")
+        raise UserError(f"{path}: {name} is not finite: {values.tolist()}; store finite numbers")
     return tuple(float(value) for value in np.broadcast_to(values, channels))
 
 

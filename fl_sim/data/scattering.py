@@ -329,10 +329,10 @@ def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torc
 
 @lru_cache(maxsize=16)
 def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
-    """Return the smoothing matrix of one axis with ``side`` pixels: (positions, padded side / spacing).
+    """Return the matrix, (positions, padded side / spacing), that smooths one axis of ``side`` pixels by a product.
 
-    Each row is a Gaussian with standard deviation 1.6 pixels around the middle of 4 pixels. While there are more than 7
-    rows, neighbouring rows are averaged.
+    Each row is a Gaussian with standard deviation 1.6 pixels. Its centre is the middle of 4 neighbouring pixels.
+    While there are more than 7 rows, pairs of neighbouring rows are averaged.
     """
     padded = _padded_side(side)
     before = (padded - side) // 2

@@ -156,7 +156,7 @@ class Perceptron:
 class TwoWays:
     """A generator of two networks: its output for x, (n, inputs), is sigmoid(2 (curved(x) + straight(x))).
 
-    The arguments are those of ``Perceptron``.
+    ``num_classes``: the number of blocks in the input of both networks, as in ``Perceptron``.
     """
 
     def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential, num_classes: int = 0) -> None:

@@ -192,7 +192,11 @@ class Holdings:
 
     @classmethod
     def of(cls, splits: Sequence[Parts], labels: NDArray[np.int64]) -> Self:
-        """Return the class counts of the clients, summed over ``splits``, whose records are indices into ``labels``."""
+        """Return the number of records of each client and class, summed over ``splits``.
+
+        ``splits``: one or several ``Parts``, the record indices of all clients. ``labels``: the label of each
+        record.
+        """
         owners = np.concatenate([split.owners for split in splits])
         records = np.concatenate([split.records for split in splits])
         num_classes = int(labels.max()) + 1
