@@ -177,13 +177,13 @@ class Begun:
 class PaidAtHome(Protocol):
     """A task that makes a private release. The driver charges the release to the client's privacy ledger beforehand.
 
-    A worker on another machine cannot access the ledger. It receives a ticket, which proves the charge.
+    A worker on another machine cannot access the ledger. It receives a ticket, the driver's proof of the charge.
     """
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
         """Charge the release to the client's privacy ledger, and return the ticket for the worker in a ``Begun``.
 
-        Return the answer instead if it exists already, and None if the task needs no charge.
+        If the answer exists already, return the answer instead. If nothing must be charged, return None.
         """
         ...
 

@@ -135,7 +135,7 @@ class Policy:
             )
 
     def pay(self, releases: Mapping[str, dp_event.DpEvent], noise: str) -> Receipt:
-        """Charge ``releases`` (name -> privacy event) to the ledger, before they are made, and return its receipt.
+        """Charge ``releases`` (name -> privacy event) to the privacy ledger, before they are made; return its receipt.
 
         Raises RunError, and charges nothing, if the total would exceed the policy's epsilon. The server may choose each
         release after it has seen the earlier ones (adaptive composition). So costs are added at one Renyi order, which
@@ -171,7 +171,7 @@ class Policy:
         return epsilon_at(order, Counter(charge.event for charge in charges), self.delta)
 
     def open_ledger(self) -> Ledger:
-        """Return the ledger. Raises RunError if its file was deleted or shortened after a charge."""
+        """Return the privacy ledger. Raises RunError if its file was deleted or shortened after a charge."""
         earlier = Receipt.from_json(_json(self._receipt)) if self._receipt.exists() else None
         return open_ledger(self.ledger, earlier, f"what was released under {self.path}")
 
@@ -194,7 +194,7 @@ def read_policy(path: Path) -> Policy:
 
 
 def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") -> Ledger:
-    """Return a client's ledger in the file ``path``.
+    """Return a client's privacy ledger in the file ``path``.
 
     A missing file is created, readable by its owner only, unless a ``receipt`` shows that it existed. ``receipt``,
     ``holder``: the arguments of ``Ledger``. Raises UserError if the file cannot be created.
@@ -214,7 +214,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
 
 @dataclass(frozen=True)
 class PaidNoise:
-    """The noise of a release that is charged but not made yet, and the ledger's receipt for the charge."""
+    """The noise of a release that is charged to a privacy ledger but not made yet, and the ledger's receipt."""
 
     noise: Noise
     receipt: Receipt
@@ -223,7 +223,7 @@ class PaidNoise:
 def pay(
     releases: Mapping[str, dp_event.DpEvent], folder: Path, ledger: Path, policy: Policy | None, *, seeded: str = ""
 ) -> PaidNoise:
-    """Charge ``releases`` (name -> privacy event) before they are made; return their noise and the receipt.
+    """Charge ``releases`` (name -> privacy event) to a privacy ledger before they are made; return noise and receipt.
 
     The policy's ledger is charged, or ``ledger`` if there is no policy. The noise is secret. Its key is stored in
     ``folder``: if the client is killed before it has stored the release, it makes the same release again. ``seeded``:

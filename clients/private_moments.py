@@ -84,14 +84,14 @@ def check_noise(protection: Protection, size: int) -> None:
 
 
 def charge_name(name: str) -> str:
-    """Return the name of the release ``name`` in the ledger."""
+    """Return the name of the release ``name`` in the privacy ledger."""
     return f"class moments {name}"
 
 
 def released_moments(
     features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: MomentsRelease
 ) -> Array:
-    """Charge the release to the ledger; then compute the moments with ``private_moments``, store and return them.
+    """Charge the release to the privacy ledger; then compute the noisy moments, store and return them.
 
     A second call with the same folder returns the stored moments, at no cost. A client without records (the number of
     records is public) returns zeros and is not charged. Raises RunError if the client's policy forbids the release,
@@ -107,7 +107,7 @@ def released_moments(
 def begin_release(
     num_records: int, shape: tuple[int, int], protection: Protection, release: MomentsRelease
 ) -> Array | PaidNoise:
-    """Charge the release of moments to the ledger, and return its noise and receipt. Reads no record.
+    """Charge the release of moments to the privacy ledger, and return its noise and receipt. Reads no record.
 
     If the release exists already or the client has no records, return the moments instead, without a charge. ``shape``:
     the shape of the moments. Raises the errors of ``released_moments``.

@@ -50,7 +50,7 @@ class Malformed(ValueError):  # noqa: N818 (named after the reply)
 
 
 class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error)
-    """The next release would exceed the privacy budget: it was not charged, and must not be made."""
+    """The next release would exceed the privacy budget: it was not charged to the ledger, and must not be made."""
 
     def __init__(self, *, num_releases: int, spent: float, would_be: float, budget: float, delta: float):
         after = f"{would_be:.4g}" if would_be < math.inf else "none (no guarantee)"

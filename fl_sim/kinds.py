@@ -177,10 +177,13 @@ class Completing(Protocol):
 
 @runtime_checkable
 class Sealing(Protocol):
-    """A settings class that reads a file of the user. It stores the file's digest, so that a change is detected."""
+    """A settings class that reads a file, such as devices from a table. It stores a digest, to detect later changes."""
 
     def sealed(self) -> Self:
-        """Return these settings with the digest of the user's file. Raises UserError if the file cannot be read."""
+        """Return a copy of these settings that contains the digest of their file, such as a table of devices.
+
+        Raises UserError if the file cannot be read.
+        """
 
 
 @runtime_checkable

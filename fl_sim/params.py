@@ -204,7 +204,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return (parameters, running statistics) of a model with BatchNorm layers.
+    """Return the pair (parameters, running statistics of BatchNorm layers) of a model, from ``params`` and ``layers``.
 
     ``layers``: the running statistics of the BatchNorm layers, and parameters that replace those of ``params``.
     """
@@ -214,7 +214,7 @@ def placed(params: Params, layers: Params) -> tuple[Params, Params]:
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return tensors of a ``trained`` model's BatchNorm layers: running statistics, and the parameters ``names``."""
+    """Return tensors of a trained model's BatchNorm layers: all running statistics, and the parameters in ``names``."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 

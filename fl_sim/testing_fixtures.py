@@ -85,7 +85,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable ``os.fsync``, which runs call after every round and every charge, for most of a small run's time."""
+    """Disable ``os.fsync``, which takes most of a small run's time: after every round and every charge to a ledger."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 

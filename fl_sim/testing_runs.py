@@ -1,4 +1,4 @@
-"""``check_run``: a test of the laws that a run must keep, for a user's own layer or stage. Also an engine for tests.
+"""``check_run``: a test of laws that runs must keep, for a user's own round layer or stage. Also an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
@@ -161,7 +161,7 @@ def _changed_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 
 @contextmanager
 def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
-    """Raise BrokenLaw if the run in this block declares privacy costs and asks clients before any charge."""
+    """Raise BrokenLaw if the run in this block declares privacy costs and asks clients before a charge to a ledger."""
     job = job_of(experiment)
     payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
     send = LocalGrid.send_and_receive

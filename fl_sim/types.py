@@ -175,14 +175,14 @@ _SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
 
 def called(data: str) -> str:
-    """Return the name under which ledgers know the records of ``data``, without classes and reading options."""
+    """Return the name of the records of ``data`` in privacy ledgers, such as table:FILE for table:FILE:label=COLUMN."""
     return _SETTINGS.split(records_of(data))[0]
 
 
 def records_of(data: str) -> str:
-    """Return the data set that has the same records with finer classes, else ``data`` itself.
+    """Return the data set that has the same records with finer classes, such as cifar100 for cifar100-coarse.
 
-    Privacy costs add up over all data sets with the same records.
+    Any other ``data`` is returned unchanged. Privacy costs add up over all data sets with the same records.
     """
     return FINER.get(data, data)
 

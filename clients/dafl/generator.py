@@ -112,7 +112,10 @@ class ShapedGenerator(Protocol):
     """A generator that supports only some shapes of records."""
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError if the generator cannot make records of ``shape``. Called before any charge to the ledger."""
+        """Raise UserError if the generator cannot make records of ``shape``.
+
+        Called before any charge to a privacy ledger.
+        """
         ...
 
 

@@ -100,10 +100,11 @@ class _Selection(Settings):
         return int((reached > self.false_positive).sum())
 
     def select(self, class_counts: NDArray[np.int64], gamma: float, largest: int, noise: Noise) -> NDArray[np.int64]:
-        """Return the number of synthetic records of each class, (num_classes,): a private release, public once charged.
+        """Return the number of synthetic records of each class, (num_classes,): a private release.
 
-        ``class_counts``: (num_classes,) the client's own number of records of each class, SENSITIVE. ``largest``: R,
-        public. ``noise``: the noise of this client and release; the same key always gives the same selection.
+        The result may be published, once its cost is charged to the privacy ledger. ``class_counts``: (num_classes,)
+        the client's own number of records of each class, SENSITIVE. ``largest``: R, public. ``noise``: the noise of
+        this client and release; the same key always gives the same selection.
         """
         held = np.asarray(class_counts, dtype=np.int64)
         assert held.ndim == 1

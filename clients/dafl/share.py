@@ -105,9 +105,11 @@ def make_shares(
 def begin_share(
     settings: DaFl, client: ReleasingClient, seed: int, public_records: int
 ) -> SyntheticShare | PaidRequest:
-    """Charge a share to the ledger, select its class counts, and return the request for the generator.
+    """Charge a client's synthetic records to its privacy ledger; return the request for the generator to make them.
 
-    Return the share instead if it exists already, or if it is empty because the budget allows no useful release.
+    The request contains the number of synthetic records of each class, selected privately. If the client's share (its
+    synthetic records) exists already, return the share instead. The same holds for an empty share, if the privacy
+    budget allows no useful release.
     """
     records, policy, num_classes = client.records, client.policy, client.records.num_classes
     if policy:
@@ -173,7 +175,7 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
 
 
 def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
-    """Return the privacy event of a share's label selection. It does not depend on any record."""
+    """Return the privacy event of the private selection of class counts. It does not depend on any record."""
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
@@ -225,7 +227,10 @@ def _selected_counts(
 
 
 def _read(client: ReleasingClient) -> SyntheticShare:
-    """Return the stored share. Raises RunError if its file is damaged, or if the ledger lacks its charge."""
+    """Return the client's stored synthetic records.
+
+    Raises RunError for a damaged file or a ledger without their charge.
+    """
     path, records = client.folder / _SHARE, client.records
     share, cause = None, None
     try:

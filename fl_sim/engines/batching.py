@@ -59,7 +59,7 @@ class ClientBatching:
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round, by the client's number. ``stack``: the number of
     clients that are trained together in one batch. With ``stack`` 1, batches are filled with clients up to
-    ``STEPS_AT_A_TIME`` or ``least_steps`` minibatch steps, whichever is more, since less work is not worth another
+    ``STEPS_AT_A_TIME`` or ``least_steps`` minibatch steps, whichever is more, since fewer steps are not worth another
     thread. ``most_clients``: the largest number of clients in a batch, since all of their models are in memory at once.
     """
 

@@ -1,8 +1,9 @@
 """Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
 This file defines the form of their messages, the encryption, signed tickets (proofs that a release was charged to a
-privacy ledger), and the import of modules that are sent along. It does not import Ray. Messages are encrypted because
-Ray keeps objects in the memory of a node, and writes them to the node's disk if memory runs short.
+privacy ledger), and the import of the user's own modules, which are sent to workers. It does not import Ray. Messages
+are encrypted because Ray keeps objects in the memory of a node, and writes them to the node's disk if memory runs
+short.
 """
 
 import hashlib

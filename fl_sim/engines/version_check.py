@@ -51,7 +51,7 @@ class CheckedActor:
 def versions(modules: list[str]) -> dict[str, str]:
     """Return {name: version} of all software that can change the numbers of a run: Python, libraries, this project.
 
-    ``modules``: names of the user's own modules. A module may be missing on a node, since its source is sent along.
+    ``modules``: names of the user's own modules. A module may be missing on a node, since the driver sends its source.
     """
     found = {"Python": ".".join(platform.python_version_tuple()[:2]), "fl-sim": _own_version(), "trainer": _trainer()}
     for library in LIBRARIES:

@@ -48,7 +48,7 @@ class JointCost:
 
 
 def ledgers_root() -> Path:
-    """Return the folder of all ledgers: $FL_SIM_LEDGERS, else a folder in the user's state folder."""
+    """Return the folder of all privacy ledgers: $FL_SIM_LEDGERS, else a folder in the user's state folder."""
     return user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
 
 
@@ -68,7 +68,7 @@ def names_of_deal(job: Job) -> tuple[str, str]:
 
 
 def joint_cost(job: Job, delta: float) -> JointCost:
-    """Return the joint privacy cost of all releases in the ledgers about the job's data set, under any settings.
+    """Return the joint cost of all releases in the privacy ledgers about the job's data set, under any settings.
 
     In each deal (assignment of records to clients) a record belongs to one client. So the cost of a deal to a record is
     at most the maximum of its clients' RDP curves, at each order. The curves of all deals are added. Raises RunError if
@@ -119,7 +119,7 @@ def _folders(job: Job) -> set[Path]:
 
 
 def _link_earlier(folder: Path, earlier: Path) -> None:
-    """Record, in ``folder``, that the folder ``earlier`` holds ledgers about the same records."""
+    """Note in ``folder`` that the folder ``earlier`` contains privacy ledgers about the same records."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):

@@ -101,7 +101,7 @@ def _digest(dataset: Dataset, *splits: Parts) -> str:
 
 @dataclass
 class ClientStore:
-    """The driver's files of all remote clients of a run: client states, noise keys and ledgers.
+    """The driver's files of all remote clients of a run: client states, noise keys and privacy ledgers.
 
     A run whose workers use the driver's disk has the same files with the same content. A private release is charged
     here to the client's ledger, before a worker makes it. ``signer``: signs a ticket, the proof of this charge; workers

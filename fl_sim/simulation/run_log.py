@@ -34,7 +34,7 @@ from strategies.layer import Layer
 
 @dataclass(frozen=True)
 class Pooled:
-    """The pool of synthetic records that all clients train on: ``count`` records in the file ``path``."""
+    """The pool of synthetic records that all clients train on: ``count`` records, in the file ``path``."""
 
     path: Path
     count: int
@@ -106,7 +106,7 @@ class RunLog:
 
     @property
     def num_pooled(self) -> int:
-        """Return the number of records in the pool; 0 without one."""
+        """Return the number of synthetic records in the pool that clients train on; 0 without a pool."""
         return self.pooled.count if self.pooled else 0
 
 

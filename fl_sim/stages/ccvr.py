@@ -74,7 +74,8 @@ class Summarise:
     def run(self, client: Client) -> RecordDict:
         """Return the message with the class moments, float64 of shape (classes, moments of a class).
 
-        The moments are exact, or one private release with noise, which is charged before.
+        The moments are exact, or one private release with noise, which is charged to the client's privacy ledger
+        beforehand.
         """
         protection, num_classes = settings_of(self.job).protection, self.job.dataset.num_classes
         if client.policy and protection is None:
@@ -97,9 +98,10 @@ class Summarise:
         return wire.moments_content(released_moments(features, classes, num_classes, protection, release))
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge private moments to the client's ledger at the driver, before a worker computes them (``PaidAtHome``).
+        """Charge noisy moments to the client's privacy ledger at the driver, before a worker computes them.
 
-        Return the stored moments if they exist already; None for moments without noise, which cost nothing.
+        Return the stored moments if they exist already; None for moments without noise, which are not charged. See
+        ``PaidAtHome``.
         """
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
@@ -122,7 +124,7 @@ class Summarise:
 
 
 def moments_release(job: Job, client: Client) -> "MomentsRelease":
-    """Return name, folder and ledger of the private release of a client's moments."""
+    """Return name, folder and privacy ledger of the release of a client's noisy moments."""
     from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 

@@ -150,14 +150,14 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return the run's Global DP layer, which also charges the releases of this stage."""
+    """Return the run's round layer of Global DP, which also charges the releases of this stage to its ledger."""
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
 
 
 def released(run: Run, number: int, question: Params, template: Params) -> Params:
-    """Charge one release before the first round, ask a cohort, and return the mean answer with noise.
+    """Charge one release before round 1 to the privacy ledger, ask a cohort, and return the noisy mean answer.
 
     ``number``: the number of the release, from 1. ``question``: the tensors of the message to each client.
     ``template``: names and shapes of an answer's tensors. A client that fails, or whose answer does not fit the

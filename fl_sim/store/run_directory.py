@@ -289,8 +289,8 @@ class Progress:
     ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
     ``records``: a digest of the user's own training records, empty for public ones. ``versions``: {round: digest} of
     earlier server states that clients of an asynchronous run still train, in separate files. ``counts_holders``: True
-    if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {layer: its
-    state as JSON values by name}.
+    if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {round layer,
+    such as Global DP: its state as JSON values by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)

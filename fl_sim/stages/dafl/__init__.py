@@ -1,1 +1,1 @@
-"""The DA-FL stage: clients release synthetic records once, each release is charged, and all records are stored."""
+"""The DA-FL stage: clients release synthetic records once, each release is charged to a ledger, and all are stored."""

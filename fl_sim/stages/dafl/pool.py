@@ -304,7 +304,9 @@ def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
 
 
 def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
-    """Return one client's part of a pool from JSON values. Raises ValueError or RunError for an invalid one.
+    """Return the description of one client's synthetic records from JSON values.
+
+    Raises ValueError or RunError if it is invalid.
 
     ``stored``: True if ``value`` comes from ``pool.json``, and not from a client.
     """
@@ -436,5 +438,5 @@ def _bounded(path: Path, most: int) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Return the reason of a refusal in words, without any content of the refused file."""
+    """Return in words why a pool's file or a client's answer was refused. The words quote none of its content."""
     return str(error) if type(error) in {ValueError, RunError} else f"it cannot be read, {type(error).__name__}"

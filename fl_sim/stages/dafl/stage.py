@@ -49,7 +49,7 @@ SYNTHESIZE: Final = "synthesize"
 
 @dataclass(frozen=True)
 class Synthesize:
-    """The client task that releases synthetic records. A release is charged to the client's ledger and made once."""
+    """The client task that releases synthetic records, once. The release is charged to the client's privacy ledger."""
 
     job: Job
     reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
@@ -85,7 +85,7 @@ class Synthesize:
         return [share if isinstance(share, Exception) else content_of(share) for share in shares]
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge a release to the client's ledger at the driver before a worker makes it (``PaidAtHome``)."""
+        """Charge a release to the client's privacy ledger, at the driver, before a worker makes it (``PaidAtHome``)."""
         from clients.dafl.share import PaidRequest, begin_share  # noqa: PLC0415 (the accountants load slowly)
 
         job, releasing = self.job, releasing_client(self.job, client)
@@ -191,7 +191,7 @@ class SynthesisStage(Stage):
         return (made,)
 
     def _release(self, size: int, steps: int) -> Callable[[], object]:
-        """Return a function for timings that makes one client's release, without a charge, from public test records.
+        """Return a function for timings that makes synthetic records from public test records, without a privacy cost.
 
         ``size``: the number of records. ``steps``: the number of training steps of the generator.
         """
@@ -272,7 +272,7 @@ def content_of(share: "SyntheticShare") -> RecordDict:
 
 
 def releasing_client(job: Job, client: Client) -> "ReleasingClient":
-    """Return the inputs of a client's release: its records, and the paths of its private folder and its ledger."""
+    """Return the inputs of a client's release: its records, and the paths of its private folder and privacy ledger."""
     from clients.dafl.share import ReleasingClient  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""The PATE procedure: teachers vote, noisy labels are charged and released, and a student is trained on them."""
+"""The PATE procedure: teachers vote, noisy labels are charged to a ledger, and a student is trained on the labels."""

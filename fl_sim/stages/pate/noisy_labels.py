@@ -210,7 +210,7 @@ _FORMAT, _MOST_BYTES, _BYTES_PER_LABEL = 1, 2**16, 32
 
 @dataclass(frozen=True)
 class Released:
-    """The released noisy labels and their ledger.
+    """The released noisy labels and their privacy ledger.
 
     ``charges``: the content of the ledger's file. ``folder``: the folder of the labels. ``reused``: True if an earlier
     run released the labels.
@@ -224,7 +224,7 @@ class Released:
 
 
 def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Released:
-    """Return the noisy labels of the first ``settings.queries`` records of ``votes``. The labels are charged once.
+    """Return the noisy labels of the first ``settings.queries`` records of ``votes``, charged once to a privacy ledger.
 
     A run that was killed in the middle resumes with the same noise, at no further cost. Raises RunError if the ledger
     of stored labels is missing, or lacks charges that its copy in the run directory ``out`` contains.
@@ -350,7 +350,7 @@ def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Le
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:
-    """Raise RunError if the ledger lacks charges that its copy in a run directory contains."""
+    """Raise RunError if the privacy ledger lacks charges that its copy in a run directory contains."""
     if not copy.exists():
         return
     charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
