@@ -77,7 +77,7 @@ class DaFl(Settings):
         if self.client_gammas and len(self.client_gammas) != experiment.clients:
             raise ValueError(
                 f"preprocess.client_gammas has {len(self.client_gammas)} values for {experiment.clients} clients: "
-                "give one for each, or preprocess.gamma for all"
+                "give one value for each client, or preprocess.gamma for all"
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:

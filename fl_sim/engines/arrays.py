@@ -98,7 +98,7 @@ def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]
     header = _header(shape, kind)
     data = array.data if isinstance(array, Array) else None
     if not isinstance(data, bytes) or len(data) != len(header) + prod(shape) * np.dtype(kind).itemsize:
-        raise Malformed(f"sent an array of another size than numbers of type {kind} in the shape {shape} have")
+        raise Malformed(f"sent an array whose size is not that of numbers of type {kind} in the shape {shape}")
     if not data.startswith(header):
         raise Malformed(f"sent an array of another type than {kind}, or another shape than {shape}")
     return np.frombuffer(data, kind, offset=len(header)).reshape(shape)
@@ -141,7 +141,7 @@ def read_group(record: object, layout: Layout) -> Params:
     Raises Malformed if names, shapes or order differ from ``layout``.
     """
     if not isinstance(record, ArrayRecord) or set(record) != {_write_layout(layout)}:
-        raise Malformed("sent tensors of other names, shapes or order than the payload template has")
+        raise Malformed("sent tensors whose names, shapes or order differ from the payload template")
     return FlatParams(tensor_in(record[_write_layout(layout)], (num_in(layout),)), layout)
 
 
@@ -175,7 +175,7 @@ def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: 
     size = array.shape[0] if isinstance(array, Array) and len(array.shape) == 1 else -1
     rows, left = divmod(size, sum(map(math.prod, shapes.values())))
     if left or not 0 <= rows <= most_rows:
-        raise Malformed(f"sent tensors that do not all have the same number of rows, from 0 to {most_rows}")
+        raise Malformed(f"sent tensors with different numbers of rows, or with more than {most_rows} rows")
     params = read_group(record, tuple((name, (rows, *shape)) for name, shape in shapes.items()))
     if not is_finite({"rows": params}):
         raise Malformed("sent numbers that are not finite")

@@ -147,7 +147,9 @@ class Experiment(Settings):
     def _check_own_server(self) -> None:
         """Raise ValueError if the user's own server has no procedure of its own, or if the run promises privacy."""
         if self.is_synchronous:
-            raise ValueError(f"server {kind_of(self.server)} has no procedure: set procedure = 'module:Class' in it")
+            raise ValueError(
+                f"server {kind_of(self.server)} has no procedure: set procedure = 'module:Class' in the class"
+            )
         if self.is_private:
             raise ValueError(
                 f"server {kind_of(self.server)} is your own code, and this run promises privacy: the releases of its "

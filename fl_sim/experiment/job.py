@@ -299,8 +299,8 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
     def split(records: NDArray[np.int64]) -> Parts:
         if len(np.unique(records)) < len(records):
             raise UserError(
-                f"algorithm {kind_of(algorithm)}: deal gives split one record several times; give it different indices "
-                "into the training set"
+                f"algorithm {kind_of(algorithm)}: deal passes one record to split several times: pass different "
+                "indices into the training set"
             )
         return _split(dataset, records, experiment.partition, experiment.clients, seed)
 
@@ -337,7 +337,7 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
     if not (np.array_equal(parts.records, again.records) and np.array_equal(parts.bounds, again.bounds)):
         raise UserError(
             f"{giver} gave different shards in two calls with the same seed: take random numbers from the generator "
-            "that split receives, or from the global generators of torch, NumPy or Python, which have the seed"
+            "that split receives, or from the global generators of torch, NumPy or Python, which are seeded"
         )
     return parts
 

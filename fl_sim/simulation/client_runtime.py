@@ -307,7 +307,7 @@ def _kept_shape(scheme: object, method: str, seen: NDArray[np.float32], inputs: 
     if seen.shape != inputs.shape or seen.dtype != np.float32:
         raise UserError(
             f"partition {kind_of(scheme)}: {method} gave {seen.dtype} of shape {seen.shape} for records that are "
-            f"float32 of shape {tuple(inputs.shape)}; it must keep type and shape"
+            f"float32 of shape {tuple(inputs.shape)}; it must keep the type and the shape of the records"
         )
     return torch.from_numpy(seen)
 

@@ -214,7 +214,7 @@ def _turn(
 
 
 def _no_records(*_: object) -> Records:
-    raise AssertionError("a timed step trains on public test records")
+    raise AssertionError("timings use public test records, and never read the records of a client")
 
 
 def _clock_of(job: Job) -> Callable[[], float]:

@@ -126,7 +126,8 @@ def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
     if used and name not in used:
         raise UserError(
             f"the rounds in {run.out} used the pool {', '.join(sorted(used))}, which is not in {folder}: put that "
-            "folder back, with the ledgers if the run comes from another machine, or choose another --out and pay again"
+            "folder back, with the ledgers if the run comes from another machine, or choose another --out; then "
+            "the pool is made and charged again"
         )
 
 

@@ -167,8 +167,8 @@ def ask_teachers(
         raise refusal(f"teacher {min(failed)}", failed[min(failed)], quoted=True)
     if len(failed) == teachers:
         raise RunError(
-            f"none of {teachers} teachers voted: local.learning_rate may be too large, or the model not fit the "
-            f"records; {UNQUOTED}",
+            f"none of {teachers} teachers voted: local.learning_rate may be too large, or the model may not suit "
+            f"the records; {UNQUOTED}",
             private=in_words("teacher", failed),
         )
     silent = np.zeros(records, dtype=np.int64)

@@ -311,4 +311,4 @@ def test_the_words_of_an_unforeseen_error_stay_with_the_client(tmp_path: Path, m
             patched.setattr(place, name, failing)
             with pytest.raises(RunError) as caught:
                 make_share(_settings(generator=kind), _client(_records(), tmp_path / name), seed=0, public_records=1437)
-        assert str(caught.value) == "making the share failed with ValueError, whose message may quote records"
+        assert str(caught.value) == "making synthetic records failed with ValueError, whose message may quote records"

@@ -232,7 +232,7 @@ def test_an_own_scheme_changes_what_clients_see_in_memory_or_not(monkeypatch: py
 
 
 def test_a_scheme_must_not_change_the_shape_of_what_clients_see() -> None:
-    with pytest.raises(UserError, match=r"Dimmed: seen_by gave float32 of shape .* it must keep type and shape"):
+    with pytest.raises(UserError, match=r"Dimmed: seen_by gave float32 of shape .* it must keep the type"):
         procedure_of(job_of(Experiment(partition=Dimmed(wrong=True), clients=4))).runtime()
 
 
@@ -245,7 +245,7 @@ class Forgetful(Iid):
 
 
 def test_a_scheme_that_returns_nothing_of_what_clients_see_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"Forgetful: seen_by gave object of shape \(\) .* it must keep type and shape"):
+    with pytest.raises(UserError, match=r"Forgetful: seen_by gave object of shape \(\) .* it must keep the type"):
         procedure_of(job_of(Experiment(partition=Forgetful(), clients=4))).runtime()
 
 
