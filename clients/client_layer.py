@@ -59,7 +59,7 @@ class ClientLayer:
         return params
 
     def broadcast(self, server: ServerState) -> Payloads:
-        """Return the payloads that this layer adds to the broadcast of the model and the algorithm's payloads."""
+        """Return the payloads (groups of tensors) that this round layer adds to the message to clients."""
         del server
         return {}
 

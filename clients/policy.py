@@ -77,7 +77,7 @@ class Policy:
 
     @property
     def ledger(self) -> Path:
-        """Return the path of the ledger of all releases that were ever made under this policy."""
+        """Return the path of the privacy ledger of all releases that were ever made under this policy."""
         return self.home / "ledger.jsonl"
 
     def check_noise(self, noise: str, setting: str) -> None:

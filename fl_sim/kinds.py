@@ -89,19 +89,19 @@ class Choices(Protocol):
 
     @property
     def partition(self) -> object:
-        """The partition."""
+        """The partition: the rule that assigns training records to clients."""
 
     @property
     def algorithm(self) -> object:
-        """The algorithm."""
+        """The federated algorithm, such as FedAvg."""
 
     @property
     def aggregator(self) -> object:
-        """The aggregator."""
+        """The aggregator: the rule that turns the updates of a round into one aggregate."""
 
     @property
     def sampler(self) -> object:
-        """The sampler."""
+        """The sampler: the rule that chooses the clients of a round."""
 
     @property
     def sampling_seed(self) -> int | None:
@@ -133,7 +133,7 @@ class Choices(Protocol):
 
     @property
     def engine(self) -> object:
-        """The engine."""
+        """The engine, which executes clients: in this process, or on Ray."""
 
     @property
     def hides_time(self) -> bool:

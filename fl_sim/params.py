@@ -121,7 +121,7 @@ def scale(params: Params, factor: float) -> Params:
 
 
 def inner_product(left: Params, right: Params) -> float:
-    """Return the sum, in float64, of the products of all pairs of numbers."""
+    """Return the inner product of all numbers in ``left`` and ``right``, as a float64."""
     if (pair := _vectors(left, right)) is not None:
         return float(pair[0].double() @ pair[1].double())
     return float(sum((value.double() * right[name].double()).sum() for name, value in left.items()))

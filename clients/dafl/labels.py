@@ -81,7 +81,7 @@ class _Selection(Settings):
         return totals.parallel if self.composition == "parallel" else totals.sequential
 
     def event(self, num_classes: int) -> "dp_event.DpEvent":
-        """Return the privacy event of the selections for all classes, for the ledger (add or remove one record)."""
+        """Return the privacy event of the selections for all classes, for a privacy ledger (add or remove a record)."""
         from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
 
         one = self._event_of_one_class()

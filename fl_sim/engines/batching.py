@@ -104,7 +104,7 @@ class ClientBatching:
 
 
 class BatchRunner:
-    """The answering of all messages to the clients of one process.
+    """A runner that answers all messages to the clients of one process.
 
     Training uses the batch handler of ``batching``, if given. All other tasks are answered one by one by ``app``.
     """
@@ -224,7 +224,7 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Register the ``batch`` that a worker answers in ``call``."""
+        """Note that a worker now answers ``batch`` in the call ``call``, and count the batch's steps."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 

@@ -25,7 +25,7 @@ class CheckedActor:
     """A Ray actor that first reports the versions on its node. If these are accepted, it answers a run's messages."""
 
     def versions(self, modules: list[str]) -> dict[str, str]:
-        """Return {name: version} of the software on this actor's node, from the function ``versions``."""
+        """Return {name: version} of the software on this actor's node: see the function ``versions``."""
         return versions(modules)
 
     def start(self, key: bytes, arguments: list[Any]) -> None:

@@ -76,7 +76,7 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records."""
+        """The number of validation records of all clients together."""
         given = self.dataset.validation  # job_of refuses data with validation records that the settings do not use
         return len(self.validation.records) if given is None else len(given)
 
@@ -278,7 +278,10 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
 
 
 def _check_sequences(experiment: Experiment) -> None:
-    """Raise UserError if a setting computes with the numbers in records; here the numbers are tokens of a text."""
+    """Raise UserError if a setting, such as a feature skew, computes with the numbers in records.
+
+    Called for records that are texts: their numbers stand for words or letters (tokens).
+    """
     for what in ("algorithm", "preprocess", "partition"):
         part = getattr(experiment, what)
         if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):

@@ -177,7 +177,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return the reason, in words, why ``workers`` Ray actors cannot be faster than one process; empty without one."""
+    """Return in words why ``workers`` Ray actors cannot be faster than one process; empty if they can be faster."""
     if script := defined_in_script(job.experiment):
         return f"other processes cannot import {script}, which the running script defines"
     if job.device.type == "cuda":

@@ -49,7 +49,10 @@ class WorkerSetup:
 
     @classmethod
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
-        """Return the setup of ``job``; workers accept only tickets (proofs of a charge) that ``signer`` signed."""
+        """Return ``job`` in the form that is sent to workers.
+
+        Workers accept a ticket, the driver's proof that a privacy ledger was charged, only if ``signer`` signed it.
+        """
         # The driver evaluates models, so workers need no validation records.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         parts = (job.shards, job.validation, job.own_tests)

@@ -137,8 +137,8 @@ def moments_release(job: Job, client: Client) -> "MomentsRelease":
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
     """Return the name of the release of a client's moments: a digest of the settings, the client and the model.
 
-    A resumed run finds its release, in the client's folder and in the ledger, under this name. ``params``: the model
-    that computes the features.
+    A resumed run finds its release, in the client's folder and in the privacy ledger, under this name. ``params``: the
+    model that computes the features.
     """
     names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
     asked, calibrate = experiment.chosen(*names), experiment.calibrate

@@ -1,6 +1,6 @@
 """The stage of DA-FL: before the first round every client releases synthetic records, and all clients train on them.
 
-The client's part of the work is in ``clients.dafl.share``.
+The client half is in ``clients.dafl.share``.
 """
 
 import json

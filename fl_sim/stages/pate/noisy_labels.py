@@ -71,8 +71,8 @@ class Votes:
 def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Votes:
     """Return the votes of the job's teachers on its public pool, made now or by an earlier run.
 
-    If labels are private, a teacher that fails votes for class 0 in every query: see ``ask_teachers``. If labels are
-    not private, a teacher that fails raises RunError. Raises UserError if the stored votes are damaged.
+    If labels are private, a teacher that failed counts as a vote for class 0 in every query: see ``ask_teachers``. If
+    labels are not private, it raises RunError. Raises UserError if the stored votes are damaged.
     """
     folder = pools_root() / votes_key(job)
     public = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool

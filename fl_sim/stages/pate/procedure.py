@@ -156,8 +156,8 @@ def ask_teachers(
     """Let every client train a teacher and vote; return the votes, (teachers, records), and the failed teachers.
 
     Raises RunError that names the first teacher whose votes are missing or malformed. If ``private`` is True, such a
-    teacher instead votes for class 0 in every query, because a run that stops for one teacher would reveal something
-    about its records. If all teachers fail, RunError is raised, and its message quotes no client.
+    teacher counts instead as a vote for class 0 in every query, because a run that stops for one teacher would reveal
+    something about its records. If all teachers fail, RunError is raised, and its message quotes no client.
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)
