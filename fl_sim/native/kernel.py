@@ -254,5 +254,5 @@ def _failure(code: int, stack: Stack, what: str) -> Exception:
 
 def _row(numbers: NDArray[Any], kind: type[np.generic], count: int) -> ctypes.c_void_p:
     if numbers.dtype != kind or numbers.shape != (count,) or not numbers.flags.c_contiguous:
-        raise ValueError(f"{count} normal numbers need {count} pairs of random 64-bit words, in contiguous arrays")
+        raise ValueError(f"{count} normal numbers need {count} pairs of 64-bit words, in contiguous arrays")
     return ctypes.c_void_p(numbers.ctypes.data)
