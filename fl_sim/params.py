@@ -170,7 +170,7 @@ def head_names(params: Params) -> frozenset[str]:
 
 
 def body_names(params: Params) -> frozenset[str]:
-    """Return the names of all parameters but those of the head, the last linear layer. Raises UserError without any."""
+    """Return the names of all parameters except the head's (last linear layer). Raises UserError if there are none."""
     if body := frozenset(params) - head_names(params):
         return body
     raise UserError(

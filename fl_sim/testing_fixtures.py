@@ -25,7 +25,7 @@ class SetFineness(Protocol):
 
 
 class FewerImages(Protocol):
-    """A function that reduces the work for ``fl_sim.data.images_of_features``, and clears the caches of this module.
+    """A function that makes the module ``fl_sim.data.images_of_features`` faster and coarser, and clears its caches.
 
     The module fits a regression to made images, and improves images by descent steps.
     """
@@ -115,7 +115,7 @@ def set_fineness() -> Iterator[SetFineness]:
 
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
-    """Yield a function that reduces, for one test, the work for images of features."""
+    """Yield a function that makes ``fl_sim.data.images_of_features`` faster and coarser for one test."""
     from fl_sim.data import images_of_features, reading, scattering  # noqa: PLC0415
 
     remembered = images_of_features._regression, scattering.whitening_of, reading._features_once  # noqa: SLF001

@@ -177,9 +177,9 @@ class Ticket:
 class Signer:
     """Signs and verifies the tickets of one run. Only the driver and the workers that it started have ``secret``.
 
-    A signature is valid for one message only: its kind, its client and its whole content, which includes the run and
-    the round. So neither a server nor another run nor a repeated old message can make a worker release anything that
-    its client's ledger was not charged for.
+    A signature is valid for one message only: its client task, its client and its whole content, which includes the run
+    and the round. So neither a server nor another run nor a repeated old message can make a worker release anything
+    that its client's ledger was not charged for.
     """
 
     secret: bytes = field(repr=False)
@@ -192,7 +192,8 @@ class Signer:
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
         """Return a Flower record with the signed ticket, to be added to the ``content`` of one client's message.
 
-        ``kind``: the kind of the message. The signature covers ``kind``, ``client`` and ``content``.
+        ``kind``: the name of the client task, such as "synthesize". The signature covers ``kind``, ``client`` and
+        ``content``.
         """
         record = ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only})
         record["counts"] = list(ticket.counts)

@@ -56,7 +56,7 @@ class Experiment(Settings):
     ``aggregator``: the rule that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with
     noise for privacy. ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the
     clients' messages in a round.
-    ``preprocess``: the clients' work before the first round. ``attack``: the behaviour of hostile clients.
+    ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the behaviour of hostile clients.
     ``calibrate``: the change of the model after the last round. ``devices``: the speeds at which clients compute and
     send, for a virtual clock. ``server``: whether the server waits for a round's clients, or takes updates as they
     arrive. ``local``: the clients' training.
@@ -192,7 +192,7 @@ class Experiment(Settings):
 
     @property
     def num_members(self) -> int:
-        """The number of clients that may take part in rounds: all of them but those that are held out."""
+        """The number of clients that may take part in rounds: all clients that are not held out for evaluation."""
         return self.num_clients - round(self.evaluate.held_out_clients * self.num_clients)
 
     @property

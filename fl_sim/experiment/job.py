@@ -76,7 +76,7 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records of all clients together."""
+        """The number of validation records: the data set's own, or those held out from all clients."""
         given = self.dataset.validation  # job_of refuses data with validation records that the settings do not use
         return len(self.validation.records) if given is None else len(given)
 

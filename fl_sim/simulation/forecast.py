@@ -46,7 +46,7 @@ class Estimate:
     ``at_least`` is True. ``synthetic_seconds``: the part of ``seconds`` for making synthetic records, which several
     runs share. ``traffic``: the bytes of arrays to and from all clients in all rounds; None without rounds (PATE and
     TSTR), or if the bytes were not counted. ``once``: the approximate bytes before or after the rounds, {purpose:
-    bytes}. ``left_out``: descriptions of the kinds of work that were not timed, or timed only in part.
+    bytes}. ``left_out``: descriptions of the computations that were not timed, or timed only in part.
     """
 
     seconds: float | None
@@ -133,7 +133,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the amount of local training in a run: its number of clients trained, and of minibatch steps in each.
+    """Return the amount of local training in a run: the numbers of trainings of a client, and of minibatch steps.
 
     ``trainings``: the number of times that a cohort of expected size trains.
     """
@@ -180,7 +180,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return a key (``Work.kind``) that two kinds of work share if a step takes equally long in both."""
+    """Return a key (``Work.kind``) that two computations share if a step takes equally long in both."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

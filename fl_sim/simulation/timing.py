@@ -16,9 +16,10 @@ from fl_sim.simulation.client_runtime import fixed_threads
 from fl_sim.types import Examples
 
 Ready = Callable[[int, int], Callable[[], object]]
-"""A function (records in a piece, pieces in a turn) -> a function that does one turn of the work (see ``Work``).
+"""A function that prepares one turn of a computation, such as one client's local training (see ``Work``).
 
-It loads the input of the turn, so that loading is not timed.
+Its arguments are the number of records in a piece, such as a minibatch step, and the number of pieces in the turn. It
+loads the input and returns the turn as a function, so that loading is not timed.
 """
 
 
@@ -26,14 +27,14 @@ It loads the input of the turn, so that loading is not timed.
 class Work:
     """One kind of computation in a run, such as local training, for the time forecast.
 
-    A turn is one call of the work, a piece an equal part of a turn. Example: a turn is a client's local training, and
-    a piece is a minibatch step. ``turns``, ``pieces``: their total numbers in the run. ``what``: a description of a
-    piece. ``kind``: a key; works with the same key have pieces that take equally long. ``ready``: a function that loads
-    the input of a turn and returns the turn as a function; None if the work is not timed. ``records``: the number of
-    records in a piece. ``most``: the largest number of pieces in a timed turn. ``at_once``: the number of parallel
-    turns. ``makes``: the name of the work's result if several runs share it, else empty. ``threads``: the number of
-    torch threads. ``clock``: the clock for timing; by default the CPU time of this thread, which other programs do not
-    change.
+    A turn is one call of the computation, and a piece is an equal part of a turn. Example: a turn is a client's local
+    training, and a piece is a minibatch step. ``turns``, ``pieces``: their total numbers in the run. ``what``: a
+    description of a piece. ``kind``: a key; computations with the same key have pieces that take equally long.
+    ``ready``: a function that loads the input of a turn and returns the turn as a function; None if the computation is
+    not timed. ``records``: the number of records in a piece. ``most``: the largest number of pieces in a timed turn.
+    ``at_once``: the number of parallel turns. ``makes``: the name of the result if several runs share the result, else
+    empty. ``threads``: the number of torch threads. ``clock``: the clock for timing; by default the CPU time of this
+    thread, which other programs do not change.
     """
 
     what: str
@@ -64,7 +65,7 @@ MEASURING_SECONDS: Final = 12.0
 _FEWEST: Final = 2
 """The number of records of the first timed piece (step). BatchNorm needs two."""
 _GROWTH: Final = 8
-"""Usually the largest factor between the records of two successive timed pieces."""
+"""Usually the largest factor between the numbers of records in two successive timings."""
 _LEAST_GROWTH: Final = 1.5
 """The smallest such factor. If the remaining time allows less, the timing ends."""
 _FLAT: Final = 1.5
@@ -72,10 +73,10 @@ _FLAT: Final = 1.5
 _CHEAP: Final = 0.25
 """A whole piece is timed at once if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
-"""Work that takes fewer seconds than this is timed several times."""
+"""A computation that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
-"""The time limits of one kind of work in four passes over all unfinished kinds.
+"""The time limits of one kind of computation in four passes over all kinds that are not timed completely.
 
 A limit is a multiple of an equal share of the remaining time.
 """
@@ -83,7 +84,7 @@ A limit is a multiple of an equal share of the remaining time.
 
 @dataclass(frozen=True)
 class Timing:
-    """The measured seconds of a kind of work: ``turn`` for each call of the work, plus ``piece`` for each step in it.
+    """The measured seconds of a computation, such as local training: ``turn`` per call, plus ``piece`` per step.
 
     ``at_least``: True if the seconds are those of a smaller piece, because a whole piece exceeded the time budget.
     ``why_not``: the reason if there is no timing; else empty.
@@ -99,7 +100,7 @@ NO_TIME: Final = Timing(why_not="no time was left for it")
 
 
 class Stopwatch:
-    """A stopwatch that times each kind of work once, even if many runs contain this kind.
+    """A stopwatch that times each kind of computation, such as local training, once for all runs that contain it.
 
     ``budget``: the largest time, in seconds of ``clock``, for one call of ``time_all``.
     """
@@ -110,7 +111,7 @@ class Stopwatch:
         self._what: dict[str, str] = {}
 
     def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
-        """Time each new kind of work in ``works`` until the time budget is spent.
+        """Time each new kind of computation in ``works``, such as local training, until the time budget is spent.
 
         ``say`` receives a description of the kind that is timed next. Each kind first gets an equal share of the
         remaining time. In later passes, the unfinished kinds get larger shares.
@@ -131,11 +132,11 @@ class Stopwatch:
 
     @property
     def told(self) -> tuple[tuple[str, Timing], ...]:
-        """Return (description, timing) for each kind of work that was to be timed."""
+        """Return (description, timing) for each kind of computation that was to be timed."""
         return tuple((what, self.timings[kind]) for kind, what in self._what.items())
 
     def timing(self, work: Work) -> Timing:
-        """Return the timing of the kind of ``work``, or a ``Timing`` with the reason for no timing."""
+        """Return the timing of the computation ``work``, or a ``Timing`` with the reason for no timing."""
         return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it cannot be timed beforehand")
 
     def seconds(self, work: Work) -> float:
@@ -145,7 +146,7 @@ class Stopwatch:
 
 
 class _GrowingTiming:
-    """The timing of one kind of work, first with few records, so that slow work does not exceed the time budget.
+    """The timing of one kind of computation, first with few records, so that a slow one stays in the time budget.
 
     It times pieces of more and more records up to a whole piece, then a turn of several pieces. ``_size``: the number
     of records of the largest piece so far. ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece

@@ -120,7 +120,7 @@ class _Server:
     outdated: list[Path] = field(default_factory=list)
 
     def resume(self, last_round: int) -> None:
-        """Continue after the server step ``last_round``: repeat all arrivals, and read the models in training."""
+        """Continue after the server step ``last_round``: recompute the arrivals, and read the models in training."""
         for _ in range(last_round):
             self.schedule.next_step()
         for server_round in sorted({turn.server_round for turn in self.schedule.in_flight}):
