@@ -120,11 +120,18 @@ def scale(params: Params, factor: float) -> Params:
     return {name: value * factor for name, value in params.items()}
 
 
+def mixture(left: Params, right: Params, share: float) -> Params:
+    """Return share * left + (1 - share) * right; exactly ``left`` or ``right`` if the share is 1 or 0."""
+    if (pair := _vectors(right, left)) is not None:
+        return FlatParams(torch.lerp(*pair, share), layout_of(right))
+    return {name: torch.lerp(value, left[name], share) for name, value in right.items()}
+
+
 def inner_product(left: Params, right: Params) -> float:
     """Return the inner product of all numbers in ``left`` and ``right``, as a float64."""
     if (pair := _vectors(left, right)) is not None:
-        return float(pair[0].double() @ pair[1].double())
-    return float(sum((value.double() * right[name].double()).sum() for name, value in left.items()))
+        return float((pair[0] * pair[1]).sum(dtype=torch.float64))
+    return float(sum((value * right[name]).sum(dtype=torch.float64) for name, value in left.items()))
 
 
 def zeros_like(params: Params) -> Params:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.params import add, inner_product, scale, subtract
+from fl_sim.params import add, inner_product, mixture, scale, subtract
 from fl_sim.training.courses import Course, at, gradient_in, gradient_job, steps_of
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Trained
@@ -52,15 +52,14 @@ class APFL(Averaging):
     def course(self, job: LocalJob) -> Course:
         """Train w and v side by side, batch by batch."""
         w, settings, losses = job.task.params, job.task.settings, list[float]()
-        (v, alpha), statistics = self._kept(job.task), job.task.statistics
+        (v, alpha), rate, statistics = self._kept(job.task), settings.learning_rate, job.task.statistics
         for step in steps_of(job):
-            mixture = gradient_job(step, _mixture(v, w, alpha), statistics=statistics)
-            stepped, mixed = yield [at(step, w, statistics=statistics), mixture]
+            at_mixture = gradient_job(step, mixture(v, w, alpha), statistics=statistics)
+            stepped, mixed = yield [at(step, w, statistics=statistics), at_mixture]
             gradient = gradient_in(mixed)
             change = inner_product(gradient, subtract(v, w)) if self.adaptive else 0.0
-            decay = scale(v, settings.weight_decay)
-            v = add(v, add(decay, gradient, alpha), -settings.learning_rate)
-            alpha = min(1.0, max(0.0, alpha - settings.learning_rate * change))
+            v = add(scale(v, 1 - rate * settings.weight_decay), gradient, -rate * alpha)
+            alpha = min(1.0, max(0.0, alpha - rate * change))
             w, statistics = stepped.params, stepped.statistics
             losses.append(stepped.loss or 0.0)
         kept = {name: Trained(group, {}, len(losses), None) for name, group in _state(v, alpha).items()}
@@ -76,16 +75,12 @@ class APFL(Averaging):
     def own_model(self, task: LocalTask) -> Params:
         """Return the mixture of the received model and of v, which is the initial model before the first round."""
         v, alpha = self._kept(task)
-        return _mixture(v, task.params, alpha)
+        return mixture(v, task.params, alpha)
 
     def _kept(self, task: LocalTask) -> tuple[Params, float]:
         """Return v and alpha of a client."""
         mixing = task.state.get(_MIXING)
         return task.state.get(_OWN, task.initial), self.alpha if mixing is None else float(mixing[_ALPHA])
-
-
-def _mixture(v: Params, w: Params, alpha: float) -> Params:
-    return add(scale(v, alpha), w, 1 - alpha)
 
 
 def _state(v: Params, alpha: float) -> Payloads:

@@ -95,6 +95,15 @@ def test_vectors_add_up_to_the_same_bits_as_tensors_do(flat):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("kept", [dict, params.flattened])
+def test_mixtures_and_inner_products_go_by_name(kept):
+    left, right = kept(LEFT), kept(RIGHT)
+    assert _lists(params.mixture(left, right, 0.5)) == {"a": [5.5, 11.0], "b": 1.0}
+    assert _lists(params.mixture(left, right, 1.0)) == _lists(LEFT)
+    assert _lists(params.mixture(left, right, 0.0)) == _lists(RIGHT)
+    assert params.inner_product(left, right) == 1 * 10 + 2 * 20 - 3
+
+
 def test_other_orders_of_names_go_by_name():
     left, right = params.flattened(LEFT), params.flattened(RIGHT)
     assert (

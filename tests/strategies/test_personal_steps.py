@@ -23,6 +23,7 @@ from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 from strategies.apfl import APFL
+from strategies.ditto import Ditto
 from strategies.fedavg import FedAvg
 from strategies.per_fedavg import PerFedAvg
 from strategies.pfedme import PFedMe
@@ -78,6 +79,16 @@ def test_apfls_global_model_is_fedavgs_to_the_bit(
     apfl, fedavg = (ended(federation(one, bowl(0.4), shards, chosen), 5) for one in (algorithm, FedAvg()))
     assert apfl.w == fedavg.w
     assert apfl.client(0).loss == pytest.approx(fedavg.client(0).loss, abs=1e-12)
+
+
+def test_with_alpha_1_apfl_trains_every_client_alone_to_the_bit(
+    bowl: Any, federation: Any, shards: Any, settings: Any
+) -> None:
+    apfl, ditto = (
+        ended(federation(one, bowl(0.4), shards, settings(0.05, epochs=2)), 5)
+        for one in (APFL(alpha=1, adaptive=False), Ditto(strength=0))
+    )
+    assert own(apfl) == own(ditto)
 
 
 @pytest.mark.parametrize(("strength", "beta"), [(0.5, 1.0), (4.0, 1.5)])
