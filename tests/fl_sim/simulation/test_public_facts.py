@@ -160,7 +160,7 @@ def test_settings_without_the_declaration_are_written_as_before_there_was_one():
 
 def test_a_refusal_of_numbers_beyond_0_to_1_quotes_none(tmp_path):
     name = table(tmp_path / "a", "44,f,d,well,train").replace(":range.age=0..100", "")
-    with pytest.raises(UserError, match=r"0 to 1, .*csv:.* scale every column") as no:
+    with pytest.raises(UserError, match=r"0 to 1, .*csv:.* scale each column") as no:
         job_of(experiment_from({"data": name, "preprocess": DA_FL | {"generator": "gaussian"}, "partition": "iid",
                                 "model": "logistic", "evaluate": PUBLIC}))  # fmt: skip
     assert "99" not in str(no.value).replace(str(tmp_path), "")

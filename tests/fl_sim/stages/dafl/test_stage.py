@@ -379,7 +379,7 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(UserError, match="marginals is for tables"):
         run(_made("preprocess.generator=marginals"), tmp_path / "run")
     np.savez(tmp_path / "wide.npz", x_train=3 * features, y_train=labels, x_test=features, y_test=labels)
-    with pytest.raises(UserError, match=r"0 to 1, .*npz:.* scale every column"):
+    with pytest.raises(UserError, match=r"0 to 1, .*npz:.* scale each column"):
         run(_made(f"data=npz:{tmp_path / 'wide.npz'}", *table[1:], "preprocess.generator=marginals"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
