@@ -162,6 +162,12 @@ class Layer:
         return ()
 
     @classmethod
+    def uncovered(cls, experiment: Any) -> Sequence[str]:
+        """Return sentences on what no epsilon of the run covers. Every privacy statement of the run ends with them."""
+        del experiment
+        return ()
+
+    @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Return warnings for the user before the first round of this process.
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import subtract
-from fl_sim.types import ClientUpdate, LocalTask, Trained
+from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
 from strategies.algorithm import Averaging, Weighting
 from strategies.ditto import near
 
@@ -32,6 +32,14 @@ class MRMTL(Averaging):
     weighting: ClassVar[Weighting] = "uniform"
     strength: float = Field(1.0, ge=0)
 
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError beside ``local.personal``: each client's whole model is its own, and is sent."""
+        if experiment.local.personal != "none":
+            raise ValueError(
+                f"algorithm mr-mtl cannot run with local.personal={experiment.local.personal}: the whole model "
+                "of a client is its own, and the mean needs all of it; leave local.personal out"
+            )
+
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks on settings that have no effect."""
         del experiment
@@ -51,3 +59,7 @@ class MRMTL(Averaging):
         """Return the client's own model minus the mean as the update, with the own model as client state."""
         update = subtract(trained.params, task.state.get(_MEAN, task.params))
         return ClientUpdate({"delta": update}, task.num_examples, trained.loss, {_OWN: trained.params})
+
+    def own_model(self, task: LocalTask) -> Params:
+        """Return the client's own model, with which ``start`` lets the client begin a round."""
+        return task.params

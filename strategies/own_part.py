@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import torch
 from torch import nn
 
 from clients.client_layer import ClientLayer
+from clients.evaluate import OwnModel
 from fl_sim.errors import UserError
 from fl_sim.kinds import kind_of
-from fl_sim.local_plan import Sending, sends_a_part, sent_by
+from fl_sim.local_plan import LocalPlan, Sending, sends_a_part, sent_by
 from fl_sim.params import detached, trainable
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.layer import Beginning, Layer
@@ -27,6 +29,13 @@ OWN_PART: Final = (
 )
 
 
+UNCOVERED: Final = (
+    "The model, or the part of the model, that each client has of its own never leaves the client and is trained on "
+    "its records without noise: the guarantee is about what others see, and a client that shows its own model to "
+    "others shows facts about its records."
+)
+
+
 class OwnPart(Layer):
     """The server half of personal parameters. It only checks settings and warns users; rounds are unchanged."""
 
@@ -34,8 +43,9 @@ class OwnPart(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the algorithm keeps a part of the model with each client."""
-        return sends_a_part(experiment.algorithm, experiment.local.personal)
+        """Return True if each client has a model, or a part of the model, of its own."""
+        has_model = isinstance(experiment.algorithm, OwnModel)
+        return has_model or sends_a_part(experiment.algorithm, experiment.local.personal)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
@@ -43,8 +53,10 @@ class OwnPart(Layer):
         del experiment, out, progress
 
     @classmethod
-    def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
+    def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
         """Return the layer's code on clients, which keeps the personal parameters in client state."""
+        if not sends_a_part(algorithm, experiment.local.personal):
+            return None
         params = detached(trainable(model()).items())
         travel = sent_by(algorithm, params, experiment.local.personal)
         own = {name: value for name, value in params.items() if name not in travel}
@@ -54,11 +66,20 @@ class OwnPart(Layer):
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Return a warning that the evaluated model is no client's model, as clients have personal parameters."""
         del rounds_done, idle
-        return [] if experiment.evaluate.measures_clients else [OWN_PART]
+        has_part = sends_a_part(experiment.algorithm, experiment.local.personal)
+        return [OWN_PART] if has_part and not experiment.evaluate.measures_clients else []
+
+    @classmethod
+    def uncovered(cls, experiment: Any) -> Sequence[str]:
+        """Return a sentence on the clients' own models, which are trained without noise."""
+        del experiment
+        return [UNCOVERED]
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError if a stage trains the whole model at the server, or if BatchNorm layers are personal, too."""
+        if not sends_a_part(experiment.algorithm, experiment.local.personal):
+            return
         what = f"algorithm {kind_of(experiment.algorithm)}"
         if not isinstance(experiment.algorithm, Sending):
             what = f"local.personal={experiment.local.personal}"
@@ -88,6 +109,29 @@ class ClientOwnPart(ClientLayer):
         """Return the task with the client's personal parameters added to the received model."""
         state = {name: group for name, group in task.state.items() if name != OWN}
         return replace(task, params=self.model(task.params, task.state), state=state)
+
+    def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
+        """Return the plan for the whole model: personal parameters are trained without the method's corrections.
+
+        Offsets and momentum buffers of the sent part get zeros for the personal part. The client's last model in a
+        contrast (MOON) gets the personal part of that round.
+        """
+        missing = came.state.get(OWN, self.own)
+        zeros = {name: torch.zeros_like(value) for name, value in missing.items()}
+
+        def filled(params: Params | None, rest: Params) -> Params | None:
+            return {**rest, **params} if params and rest.keys() - params.keys() else params
+
+        contrast = plan.contrast
+        if contrast is not None:
+            contrast = replace(contrast, previous=filled(contrast.previous, missing) or contrast.previous)
+        return replace(
+            plan,
+            gradient_offset=filled(plan.gradient_offset, zeros),
+            step_offset=filled(plan.step_offset, zeros),
+            momentum_buffers=filled(plan.momentum_buffers, zeros),
+            contrast=contrast,
+        )
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
         """Return task and trained parameters without personal parameters, which the update must not contain."""

@@ -62,12 +62,13 @@ class UncoveredFacts:
 
     ``read_off``: facts that were taken from the private records without noise, in words. ``tested_on``: the public
     test records, in words; empty where nothing is measured on them. ``tuned_on``: a sentence on settings that were
-    chosen earlier by means of the same records.
+    chosen earlier by means of the same records. ``beside``: further sentences, from round layers.
     """
 
     read_off: tuple[str, ...] = ()
     tested_on: str = ""
     tuned_on: str = ""
+    beside: tuple[str, ...] = ()
 
     def in_words(self) -> str:
         """Return the facts as sentences, each with a leading space, to be appended to ``does_not_cover``."""
@@ -81,7 +82,7 @@ class UncoveredFacts:
             if self.tested_on
             else ""
         )
-        return f"{self.tuned_on}{read_off}{tested}"
+        return f"{self.tuned_on}{read_off}{tested}{''.join(f' {one}' for one in self.beside)}"
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from fl_sim.training.evaluation import Holdings, OwnTests, area_under_roc
 from fl_sim.types import Params, ServerState, Traffic
 from partitions import FeatureSkew
 from strategies.algorithm import Reporting
-from strategies.layer import Layer
+from strategies.layer import Layer, layer_kinds
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,8 @@ def _privacy(job: Job, log: RunLog, preprocess: dict[str, Any]) -> list[dict[str
     if experiment.evaluate.test != "never":
         said = ", as evaluate.test_is_public=true says," if is_own(experiment.data) else ""
         tested_on = f"the test records of {without_settings(experiment.data)}{said}"
-    facts = UncoveredFacts(job.dataset.read_off, tested_on, tuned_on(experiment.data))
+    of_layers = tuple(sentence for kind in layer_kinds(experiment) for sentence in kind.uncovered(experiment))
+    facts = UncoveredFacts(job.dataset.read_off, tested_on, tuned_on(experiment.data), of_layers)
     return beside(with_whole_run(statements, preprocess), facts)
 
 

@@ -126,6 +126,19 @@ def test_an_observer_that_ends_the_run_gets_the_last_measures(tmp_path: Path) ->
     assert result.facts["personal"]["trained_accuracy"] > 0
 
 
+@pytest.mark.usefixtures("quick_accounting")
+@pytest.mark.parametrize("changes", [{"algorithm": "fedper"}, {"algorithm": "ditto"}, {"local": {"personal": "head"}}])
+def test_a_private_run_says_that_own_models_are_without_noise(changes: dict[str, Any], tmp_path: Path) -> None:
+    noise = {"kind": "global-dp", "noise_multiplier": 5.0}
+    settings = {**settings_of(**changes, aggregator=noise, rounds=1), "evaluate": {}}
+    statements = run(experiment_from(settings), tmp_path)["privacy"]
+    assert statements
+    for statement in statements:
+        assert "never leaves the client and is trained on its records without noise" in statement["does_not_cover"]
+    plain = run(experiment_from({**settings, "algorithm": "fedavg", "local": {}}), tmp_path / "plain")["privacy"]
+    assert "without noise: the guarantee" not in plain[0]["does_not_cover"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -154,6 +167,16 @@ def test_clients_without_test_records_are_counted_and_named(tmp_path: Path) -> N
     assert result["personal"]["clients_without_test_records"] == without
     rows = clients_in(tmp_path)
     assert all(rows[client]["own_accuracy"] == "" for client in without)
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "feddyn", "moon", "fedcm", "fedspeed", "fedadam", "ditto", "fedala"])
+@pytest.mark.parametrize("personal", ["head", "5.bias"])
+def test_a_part_of_the_model_stays_with_clients_beside_any_method(
+    algorithm: str, personal: str, tmp_path: Path
+) -> None:
+    """What a method corrects is what is sent: the corrections have no number for the personal part."""
+    result = ran(tmp_path, algorithm=algorithm, local={"personal": personal}, rounds=3)
+    assert result["personal"]["trained_accuracy"] > 0.4
 
 
 @pytest.mark.cluster
