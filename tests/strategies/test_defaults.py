@@ -25,7 +25,12 @@ from strategies.fedproto import FedProto
 from strategies.norm_bound import NormBound
 from strategies.samplers import FixedSize
 
-WITHOUT_ROUNDS = {"pate": "an answer needs more teachers than digits have records for", "tstr": "it needs a pool"}
+WITHOUT_ROUNDS = {
+    "pate": "an answer needs more teachers than digits have records for",
+    "tstr": "it needs a pool",
+    "local-only": "every client's model stays with it",
+    "fedproto-local": "every client's model stays with it",
+}
 """Kinds that do not train one model on clients' records in rounds."""
 
 SKEWED = {"partition": "dirichlet:0.5", "clients": 5, "rounds": 6, "model": "mlp"}
@@ -236,7 +241,10 @@ def _rounds_with_a_hostile_client(seed: int) -> int:
 def test_defaults_have_an_effect(part: str) -> None:
     """But for a cohort as large as the federation, which clients=10 and cohort_size=10 are."""
     for kind in kinds_of(part):
-        more = {"devices": "constant"} if part == "server" else {}
+        more = {
+            "server": {"devices": "constant"},
+            "algorithm": {"evaluate": {"clients": "class-shares", "fine_tune_epochs": 1}},
+        }.get(part, {})
         if kind in {"profile", "tstr"}:
             continue
         assert experiment_from({"clients": 12, **more, part: kind}).remarks == [], kind

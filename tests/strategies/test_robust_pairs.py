@@ -22,6 +22,7 @@ REFUSED = {
     "fedspeed": "h is the mean",
     "fedexp": "squared norms",
     "fedproto": "divided by counts",
+    "fedproto-local": "divided by counts",
     "fednova": "set a public algorithm.tau_eff",
     "feddisco": "only aggregator mean uses such weights",
     "fedmix": "averages that others share",
