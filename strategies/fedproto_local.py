@@ -26,7 +26,7 @@ class FedProtoLocal(FedProto):
     """
 
     kind: Literal["fedproto-local"] = "fedproto-local"  # type: ignore[assignment]  # another kind than its base class
-    title: ClassVar[str] = "FedProto, local models"
+    title: ClassVar[str] = "FedProto with local models"
     before: ClassVar[Mapping[str, Any]] = {}
     predict: Literal["head", "prototype"] = "head"
 
