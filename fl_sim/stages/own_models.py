@@ -18,15 +18,16 @@ from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_tests import num_shared
-from fl_sim.kinds import is_none, kind_of
-from fl_sim.local_plan import Sharing
+from fl_sim.kinds import is_none, kind_of, path_in
+from fl_sim.local_plan import Sharing, sent_by
+from fl_sim.params import detached, trainable
 from fl_sim.simulation.client_runtime import records_as_seen
 from fl_sim.simulation.stage import VALIDATION_ACCURACY, Run, Stage
 from fl_sim.simulation.timing import Work
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import OverClients, known
 from fl_sim.training.records import Records
-from fl_sim.types import Params, Traffic
+from fl_sim.types import Params, ServerState, Traffic
 
 MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 """Names of the client tasks: during the rounds, and after the last round with further training."""
@@ -97,7 +98,7 @@ class OwnModels(Stage):
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:
             self._ask(run, MEASURE_LAST, server_round)
-        run.log.after["own models"] = self._traffic(run.strategy.server.params)
+        run.log.after["own models"] = self._traffic(run.strategy.server)
         rounds = [one for one in run.log.rounds if one.metrics and f"{OWN}_accuracy" in one.metrics]
         validated = [one for one in rounds if one.validation_accuracy is not None]
         if self.validates() and validated:
@@ -230,7 +231,12 @@ class OwnModels(Stage):
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of the bytes of the models to all clients, and of the counts from all clients."""
-        return {"own models": self._traffic(params)}
+        job, algorithm = self.job, self.job.experiment.algorithm
+        server = ServerState(params)
+        if not path_in(type(algorithm), "procedure"):  # an algorithm with rounds may send more than one model
+            personal = job.experiment.local.personal
+            server = algorithm.init(sent_by(algorithm, detached(trainable(job.model()).items()), personal))
+        return {"own models": self._traffic(server)}
 
     @property
     def _times(self) -> int:
@@ -238,9 +244,9 @@ class OwnModels(Stage):
         experiment = self.job.experiment
         return -(-experiment.rounds // experiment.evaluate.personal_every)
 
-    def _traffic(self, params: Params) -> Traffic:
+    def _traffic(self, server: ServerState) -> Traffic:
         experiment, times = self.job.experiment, self._times
-        down = arrays.num_bytes(wire.task_content(wire.BLANK, params, {}))
+        down = arrays.num_bytes(wire.task_content(wire.BLANK, server.params, server.broadcast))
         up = 8 * 3 * self.job.dataset.num_classes * 2
         return Traffic(down, up) * (times * experiment.num_clients)
 

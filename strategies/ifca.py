@@ -1,0 +1,102 @@
+"""IFCA: of several models each client trains the one with the least loss on its records (Ghosh et al. 2020, alg. 1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from clients.client_task import OnClient
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.params import add, subtract, zeros_like
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
+from strategies.algorithm import FEDAVG, Averaging
+from strategies.several_models import CHOSEN, check_choices, delta_name, further_models, model_name, models_of
+
+
+class IFCA(Averaging):
+    """The server keeps k = ``num_models`` models. A client chooses j = argmin F_i(x_j) and trains x_j alone.
+
+    x_j <- x_j + sum p_i (y_i - x_j) over the clients that chose j, with weights p_i in proportion to their numbers of
+    records. F_i is the mean loss over the client's training records. A model that no client chooses stays as it is. In
+    the released code all clients have the same weight, and a test client chooses by its test records.
+
+    The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
+    in random order within each tensor. If initial values are independent draws, as for most layers, this is as good as
+    a new draw, which the paper and the released code use. A number: each other model is the first one plus normal noise
+    of this standard deviation, for models that are trained already. Both are drawn from a digest of the initial model,
+    and so depend on ``model_seed``.
+
+    k models travel to each client. One update and k numbers travel back; ``OneUpdate`` leaves out the zeros of the
+    other k - 1 updates. ``num_models`` 1 is FedAvg.
+    """
+
+    kind: Literal["ifca"] = "ifca"
+    title: ClassVar[str] = "IFCA"
+    layer: ClassVar[str] = "strategies.several_models:OneUpdate"
+    stage: ClassVar[str] = "fl_sim.stages.chosen_models:ChosenModels"
+    num_models: int = Field(2, ge=1, le=100)
+    spread: Annotated[float, Field(gt=0)] | Literal["shuffled"] = "shuffled"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if there are fewer clients than models, or if a setting does not fit several models."""
+        if self.num_models > experiment.clients:
+            raise ValueError(
+                f"algorithm.num_models={self.num_models} is more than clients={experiment.clients}, and each client "
+                "trains one model in a round: take a smaller algorithm.num_models, or more clients"
+            )
+        check_choices(self, self.num_models, experiment)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        del experiment
+        return [off("algorithm.num_models=1", FEDAVG)] if self.num_models == 1 else []
+
+    def mean_only(self) -> str:
+        """Return the reason for error messages; empty for one model."""
+        if self.num_models == 1:
+            return ""
+        return "a client's update is zero for all models but one, and only a mean leaves such zeros without effect"
+
+    def note(self) -> str:
+        """Return the note for tables: the evaluated model, and the bytes on the wire."""
+        return (
+            "IFCA: the first of several models is evaluated, and evaluate.clients measures the model that each client "
+            "chooses; bytes are those of all models down and of one update up."
+        )
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round: the model ``params``, and the other models."""
+        return ServerState(params, broadcast=further_models(params, self.num_models, self.spread))
+
+    def start(self, task: LocalTask, client: OnClient) -> LocalTask:
+        """Return the task with the model of the lowest loss on the client's records (without records: the first)."""
+        if self.num_models == 1 or not len(client.records):
+            return task
+        models = models_of(task.params, task.broadcast)
+        best = int(np.argmin([client.scores(one).loss for one in models]))
+        return replace(task, params=models[best], state={**task.state, CHOSEN: {"model": torch.tensor([best])}})
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return an update per model, zeros for the models not chosen, and a 1 for the chosen model."""
+        if self.num_models == 1:
+            return super().finish(task, trained)
+        chosen = int(task.state[CHOSEN]["model"]) if CHOSEN in task.state else 0
+        delta = subtract(trained.params, task.params)
+        sent = {delta_name(j): delta if j == chosen else zeros_like(delta) for j in range(self.num_models)}
+        share = torch.tensor([float(j == chosen) for j in range(self.num_models)])
+        return ClientUpdate({**sent, CHOSEN: {"share": share}}, task.num_examples, trained.loss)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: each model plus the mean update of the clients that chose the model."""
+        if self.num_models == 1:
+            return super().merge(server, aggregate)
+        shares = aggregate.payloads[CHOSEN]["share"].tolist()
+        first, *others = (
+            add(model, aggregate.payloads[delta_name(j)], 1 / shares[j]) if shares[j] > 0 else model
+            for j, model in enumerate(models_of(server.params, server.broadcast))
+        )
+        return ServerState(first, broadcast={model_name(j): model for j, model in enumerate(others, 1)})
