@@ -37,12 +37,12 @@ from strategies.timed import clock_of
 TOGETHER = 64
 """The approximate number of clients that train in one exchange of messages, so that all workers of an engine are busy.
 
-If fewer updates arrive next, further clients that have received their model train in the same exchange, although their
-updates arrive later by the virtual clock.
+The next server step may need fewer updates. Then further clients that already have their model train in the same
+exchange. By the virtual clock, their updates arrive later.
 """
 
 SENT = "sent-in-round-"
-"""The prefix of the names of files with models that clients still train: their updates have not arrived."""
+"""The prefix of the names of the files with models that clients still train. Their updates have not arrived yet."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class AsynchronousRounds(Rounds):
         return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return a forecast of the bytes to and from all clients, by purpose.
+        """Return a forecast of the bytes that the server exchanges with all clients, separately for each purpose.
 
-        It includes an estimate for models that clients receive, but whose training is not finished when the run ends.
+        Some clients receive a model but do not finish its training before the run ends. The forecast includes an
+        estimate of the bytes of these models.
         """
         experiment, size = self.job.experiment, self.server.step_size
         in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)
@@ -120,7 +121,10 @@ class _Server:
     outdated: list[Path] = field(default_factory=list)
 
     def resume(self, last_round: int) -> None:
-        """Continue after the server step ``last_round``: recompute the arrivals, and read the models in training."""
+        """Continue a run after the server step ``last_round``.
+
+        The method recomputes the arrival times of the updates. It reads the models that clients still train from files.
+        """
         for _ in range(last_round):
             self.schedule.next_step()
         for server_round in sorted({turn.server_round for turn in self.schedule.in_flight}):
@@ -137,7 +141,10 @@ class _Server:
                 path.unlink()
 
     def step(self, server_round: int) -> Round:
-        """Execute a step of the server: train the clients whose updates arrive, merge them, and return the measures."""
+        """Execute a step of the server, and return its measures.
+
+        The step trains the clients whose updates arrive, and merges these updates.
+        """
         start, before = time.perf_counter(), self.strategy.server
         self.sent[server_round] = before
         made = self.schedule.next_step()

@@ -1,8 +1,9 @@
 """The stage of CCVR (Luo et al. 2021), after the last round.
 
-Clients send class moments: number, sum and sum of outer products of their features (the inputs of the last layer) in
-each class. The server draws features from normal distributions with these moments, and trains the model's head (its
-last layer) again on them. The settings are in ``strategies.ccvr``, the private release is ``clients.private_moments``.
+Features are the inputs of the model's last layer, the head. Clients send class moments: for each class the number, the
+sum and the sum of outer products of their features. The server draws features from normal distributions with these
+moments. It trains the head again on the drawn features. The settings are in ``strategies.ccvr``. The module
+``clients.private_moments`` adds the noise to the class moments.
 """
 
 import hashlib
@@ -74,8 +75,8 @@ class Summarise:
     def run(self, client: Client) -> RecordDict:
         """Return the message with the class moments, float64 of shape (classes, moments of a class).
 
-        The moments are exact, or one private release with noise, which is charged to the client's privacy ledger
-        beforehand.
+        The moments are either exact or noisy. The privacy cost of noisy moments is first written into the client's
+        privacy ledger.
         """
         protection, num_classes = settings_of(self.job).protection, self.job.dataset.num_classes
         if client.policy and protection is None:
@@ -98,10 +99,11 @@ class Summarise:
         return wire.moments_content(released_moments(features, classes, num_classes, protection, release))
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge noisy moments to the client's privacy ledger at the driver, before a worker computes them.
+        """Write the privacy cost of noisy moments into the client's privacy ledger.
 
-        Return the stored moments if they exist already; None for moments without noise, which are not charged. See
-        ``PaidAtHome``.
+        The driver, the process that started the workers, calls this method. A worker computes the moments afterwards.
+        If the moments are already stored, the method returns them. It returns None for moments without noise, because
+        they have no privacy cost. See ``PaidAtHome``.
         """
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
@@ -124,7 +126,7 @@ class Summarise:
 
 
 def moments_release(job: Job, client: Client) -> "MomentsRelease":
-    """Return name, folder and privacy ledger of the release of a client's noisy moments."""
+    """Return the name, the folder and the privacy ledger for the noisy moments that a client sends."""
     from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
@@ -135,10 +137,10 @@ def moments_release(job: Job, client: Client) -> "MomentsRelease":
 
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
-    """Return the name of the release of a client's moments: a digest of the settings, the client and the model.
+    """Return the name of a client's private moments: a digest of the settings, the client and the model.
 
-    A resumed run finds its release, in the client's folder and in the privacy ledger, under this name. ``params``: the
-    model that computes the features.
+    A resumed run finds the moments under this name in the client's folder. It also finds their privacy cost under this
+    name in the privacy ledger. ``params``: the model that computes the features.
     """
     names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
     asked, calibrate = experiment.chosen(*names), experiment.calibrate
@@ -210,7 +212,7 @@ class Calibration(Stage):
         return True
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of the bytes of the model to all clients, and of the moments from all clients."""
+        """Return a forecast of bytes: all clients receive the model, and all clients send moments."""
         return {"moments": self._traffic_of_moments(params)}
 
     def _traffic_of_moments(self, model: Params) -> Traffic:
@@ -219,7 +221,7 @@ class Calibration(Stage):
         return Traffic(down, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the privacy cost of the release of moments; nothing if the moments have no noise."""
+        """Yield the privacy cost of the clients' noisy moments. Yield nothing if the moments have no noise."""
         if (protection := settings_of(self.job).protection) is None:
             return
         from fl_sim.privacy.bill import payment_of  # noqa: PLC0415
@@ -244,10 +246,10 @@ def _shape(job: Job) -> tuple[int, int]:
 
 @contextmanager
 def _statement_first(run: Run) -> Iterator[None]:
-    """Add the privacy statement of the clients' releases to the log, before this block asks any client.
+    """Add the privacy statement of the clients' noisy moments to the log, before this block asks any client.
 
-    So the statement exists even if the run stops in this block. After the block, the joint cost of all releases about
-    the same records is added to the statement.
+    So the statement exists even if the run stops in this block. Other private outputs about the same records may exist.
+    After the block, the joint privacy cost of all these outputs is added to the statement.
     """
     log, protection = run.log, settings_of(run.job).protection
     if protection is None:
@@ -261,10 +263,11 @@ def _statement_first(run: Run) -> Iterator[None]:
 
 
 def statement(job: Job, protection: "Protection", identity: str, together: "JointCost | None") -> dict[str, object]:
-    """Return the privacy statement for ``result.json``: the cost of one client's release to each of its records.
+    """Return the privacy statement for ``result.json``: the privacy cost of a client's noisy moments for each record.
 
-    ``identity``: a name that is different for each run, so that releases of several runs are added up. ``together``:
-    the joint cost of all releases about the same records; None if it is not known on this machine.
+    ``identity``: a name that is different for each run, so that the privacy costs of several runs are added up.
+    ``together``: the joint privacy cost of all private outputs about the same records. It is None if this machine does
+    not know that cost.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415
@@ -289,10 +292,10 @@ def statement(job: Job, protection: "Protection", identity: str, together: "Join
 
 
 def paid_together(job: Job, protection: "Protection", params: Params) -> "JointCost | None":
-    """Return the joint privacy cost of all releases about the job's records, from the clients' ledgers.
+    """Return the joint privacy cost of all private outputs about the job's records, from the clients' privacy ledgers.
 
-    None if the ledgers on this machine lack the charge of this release, because clients on other machines have their
-    own ledgers. ``params``: the model that computed the features.
+    Clients on other machines have their own privacy ledgers. So the ledgers on this machine may lack the privacy cost
+    of these noisy moments. Then the result is None. ``params``: the model that computed the features.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415

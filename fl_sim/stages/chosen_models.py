@@ -1,4 +1,7 @@
-"""The stage that reports the model that each client chose in its last round, among the several models of IFCA."""
+"""The stage that reports the clients' choices in IFCA, where every client chooses one of several models.
+
+For each client it reports the choice in the client's last round.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +16,7 @@ from strategies.several_models import OneUpdate
 
 
 class ChosenModels(Stage):
-    """The stage at the server: clients choose in every round, and the stage reads these choices after the last one."""
+    """The stage at the server. After the last round, it reads the models that clients chose in the rounds."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -25,7 +28,7 @@ class ChosenModels(Stage):
         return OneUpdate.applies(experiment)
 
     def after(self, run: Run) -> None:
-        """Read the clients' last choices."""
+        """Read the last choice of each client among the models."""
         layer = found_in(run.strategy.layer, OneUpdate)
         self._chosen, self._count = layer.chosen, len(layer.counts)
 

@@ -1,7 +1,7 @@
 """The stage that measures each client's models, such as a personal model, on the client's own test records.
 
-The client half is ``clients.evaluate``; ``fl_sim.experiment.own_tests`` chooses the records. The server receives only
-counts by class: of records and of correct predictions.
+The module ``clients.evaluate`` is the client half of this stage. The module ``fl_sim.experiment.own_tests`` chooses the
+test records. The server receives only counts for each class: the number of records, and of correct predictions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,9 +80,9 @@ class OwnModels(Stage):
         return len(self.job.validation.records) > 0
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the measures over clients after ``server_round``; empty if this round is not measured.
+        """Return the measures over clients after ``server_round``. The result is empty if this round is not measured.
 
-        The validation accuracy is that of own models, the mean over clients.
+        The validation accuracy is the mean over clients of the accuracy of each client's own model.
         """
         evaluate = self.job.experiment.evaluate
         is_measured = self.validates() or evaluate.tests(is_last=is_last)
@@ -128,7 +128,7 @@ class OwnModels(Stage):
         return [name for name in MODELS if any(f"{name}/{TESTED}" in one for one in self._answers)]
 
     def _measures(self) -> dict[str, float]:
-        """Return the measures of all models, over the clients that take part, and over those that are held out."""
+        """Return the measures of all models: over the clients that take part, and over the held-out clients."""
         if not self._answers:
             return {}
         taking_part = np.zeros(len(self._answers), dtype=np.bool_)
@@ -142,7 +142,10 @@ class OwnModels(Stage):
         }
 
     def _over_clients(self, model: str, chosen: NDArray[np.bool_]) -> dict[str, float]:
-        """Return the measures of the models called ``model`` over the ``chosen`` clients; empty without records."""
+        """Return the measures of the clients' models called ``model``, over the ``chosen`` clients.
+
+        The result is empty if these clients have no records.
+        """
         found = self._accuracies(model, TESTED)
         measures: dict[str, float] = {}
         if len(tested := known(found[chosen])):
@@ -158,7 +161,10 @@ class OwnModels(Stage):
         return measures | ({VALIDATION_ACCURACY: float(validated.mean())} if len(validated) else {})
 
     def _accuracies(self, model: str, what: str) -> NDArray[np.float64]:
-        """Return each client's accuracy with ``model``; NaN without records. ``what``: "test" or "validation"."""
+        """Return each client's accuracy with ``model``, or NaN for a client without records.
+
+        ``what``: the kind of records, "test" or "validation".
+        """
         blank = np.zeros((3, 1), dtype=np.int64)
         counts = [one.get(f"{model}/{what}", blank) for one in self._answers]
         held, right = (np.array([one[row].sum() for one in counts], dtype=np.float64) for row in (0, 2))
@@ -214,7 +220,10 @@ class OwnModels(Stage):
         return said
 
     def work(self) -> Sequence[Work]:
-        """Return the work of the measures: predictions, and after the last round one more training of every client."""
+        """Return the amounts of computation for the measures.
+
+        They are predictions, and after the last round one more local training of every client.
+        """
         from fl_sim.simulation.forecast import evaluation_work, training_work  # noqa: PLC0415 (these ask all stages)
         from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (as above)
 
@@ -230,7 +239,7 @@ class OwnModels(Stage):
         )
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of the bytes of the models to all clients, and of the counts from all clients."""
+        """Return a forecast of bytes: all clients receive the models, and all clients send counts."""
         job, algorithm = self.job, self.job.experiment.algorithm
         server = ServerState(params)
         if not path_in(type(algorithm), "procedure"):  # an algorithm with rounds may send more than one model
@@ -265,7 +274,10 @@ def _in_words(measures: Mapping[str, float]) -> str:
 
 
 def _check_held_out(job: Job) -> None:
-    """Raise UserError if the share of held-out clients leaves nobody, or if a stage would ask held-out clients, too."""
+    """Raise UserError if the share of held-out clients is not possible.
+
+    At least one client must be held out, and at least one must take part. No stage may ask held-out clients.
+    """
     experiment = job.experiment
     if not (share := experiment.evaluate.held_out_clients):
         return
@@ -286,7 +298,10 @@ def _check_held_out(job: Job) -> None:
 
 
 class ClientRecords:
-    """The test and validation records of each client, changed by the client's feature skew as in training."""
+    """The test and validation records of each client.
+
+    The client's feature skew changes these records in the same way as the training records.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -297,7 +312,7 @@ class ClientRecords:
         return records_as_seen(job, job.dataset.test.take(job.own_tests[client]), client, "own test feature-noise")
 
     def validation(self, client: int) -> Records:
-        """Return the client's own validation records; none if the run holds out none."""
+        """Return the client's own validation records. There are none if the run holds out no validation records."""
         job = self._job
         parts = job.validation[client] if len(job.validation) else np.zeros(0, dtype=np.int64)
         return records_as_seen(job, job.dataset.train.take(parts), client, "own validation feature-noise")

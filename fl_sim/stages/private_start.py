@@ -1,8 +1,9 @@
 """The stage of a private start: the server trains the first model on images that it draws from noisy statistics.
 
-The statistics are sums over the clients' records, in three steps, each a private release with noise. A release is
-charged to the ledger before clients are asked. The images are stored, so that a resumed run is not charged again. The
-settings, and the drawing of images, are in ``strategies.private_start``.
+The statistics are sums over the clients' records. The server asks for sums in three steps, and adds noise in each step.
+The privacy cost of a step is written into the privacy ledger before clients are asked. The images are stored, so that a
+resumed run has no further privacy cost. The settings, and the code that draws the images, are in
+``strategies.private_start``.
 """
 
 import json
@@ -69,14 +70,17 @@ class Measure:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the sums that the question in the client's message asks for."""
+        """Return the message with sums over the client's records. The server's question determines these sums."""
         inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
         question, num_classes = read_question(client.params), self.job.dataset.num_classes
         return wire.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
 
 
 class Start(Stage):
-    """The stage of a private start at the server: it asks for sums, draws images, and trains a model on the images."""
+    """The stage of a private start at the server.
+
+    It asks clients for sums, draws synthetic images, and trains a model on the images.
+    """
 
     def tasks(self) -> Mapping[str, Measure]:
         """Return the client task ``measure``, which the server sends three times, with different questions."""
@@ -88,7 +92,7 @@ class Start(Stage):
         return "" if log.rounds else said
 
     def before(self, run: Run) -> None:
-        """Train the first model on images that the server draws from the clients' noisy answers."""
+        """Train the first model on synthetic images. The server draws these images from the clients' noisy answers."""
         run.log.before["private_start"] = None  # the bytes would reveal the sizes of secret cohorts
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
@@ -98,16 +102,19 @@ class Start(Stage):
         return True
 
     def num_server_steps(self) -> int:
-        """Return the number of minibatch steps that the server trains on the images."""
+        """Return the number of minibatch steps for which the server trains the first model on the synthetic images."""
         settings = settings_of(self.job)
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of sums and images, for the time forecast, which lists it as not timed."""
+        """Return the amounts of computation for the sums and the synthetic images.
+
+        The time forecast lists this computation without a time.
+        """
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of the bytes of three questions to a cohort of expected size, and of the answers."""
+        """Return a forecast of the bytes of three questions and their answers, for a cohort of expected size."""
         del params
         settings, experiment = settings_of(self.job), self.job.experiment
         shape, num_classes = self.job.dataset.input_shape, self.job.dataset.num_classes
@@ -122,16 +129,16 @@ class Start(Stage):
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_members))}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return fields for ``result.json``: the number of images, and the number of private releases."""
+        """Return fields for ``result.json``: the numbers of synthetic images and of questions with a privacy cost."""
         settings = settings_of(self.job)
         return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
 
 
 def prepare_start(run: Run) -> Path:
-    """Return the file with the images for the first model. A resumed run finds the file; otherwise it is made now.
+    """Return the file with the synthetic images for the first model. A resumed run finds this file; a new run makes it.
 
-    Raises UserError if the privacy budget is too small for the releases; RunError if clients fail, or if the stored
-    images are damaged or are not charged to the ledger of the run.
+    Raises UserError if the privacy budget is too small for the noisy sums. Raises RunError if clients fail, or if the
+    stored images are damaged. Raises RunError, too, if the privacy ledger of the run lacks the cost of the images.
     """
     kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():
@@ -150,19 +157,22 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return the run's round layer of Global DP, which also charges the releases of this stage to its ledger."""
+    """Return the run's round layer of Global DP.
+
+    Its privacy ledger also contains the privacy costs of the noisy sums of this stage.
+    """
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
 
 
 def released(run: Run, number: int, question: Params, template: Params) -> Params:
-    """Charge one release before round 1 to the privacy ledger, ask a cohort, and return the noisy mean answer.
+    """Ask a cohort of clients one question before round 1, and return the noisy mean of their answers.
 
-    ``number``: the number of the release, from 1. ``question``: the tensors of the message to each client.
-    ``template``: names and shapes of an answer's tensors. A client that fails, or whose answer does not fit the
-    template, counts as zeros, as in a round. Raises BudgetExhausted, before any client is asked, if the release would
-    exceed the privacy budget.
+    The privacy cost is first written into the privacy ledger. ``number``: the number of the question, from 1.
+    ``question``: the tensors of the message to each client. ``template``: names and shapes of an answer's tensors. A
+    client that fails counts as zeros, as in a round. So does an answer that does not fit the template. Raises
+    BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
     server_round = number - len(privacy.beforehand)  # 0 or less, so that its random numbers differ from all rounds'
@@ -190,7 +200,10 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
 
 
 def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ask clients three questions. Return images (n, *shape) in [-1, 1], drawn from the answers, and labels (n,)."""
+    """Ask clients three questions, and draw synthetic images from the noisy answers.
+
+    Return the images (n, *shape), with values in [-1, 1], and their labels (n,).
+    """
     job, strategy, settings = run.job, run.strategy, settings_of(run.job)
     shape, num_classes = job.dataset.input_shape, job.dataset.num_classes
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
@@ -213,9 +226,9 @@ def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _checked(kept: Path, run: Run) -> Path:
-    """Return the image file that the JSON file ``kept`` names.
+    """Return the file of synthetic images that the JSON file ``kept`` names.
 
-    Raises RunError if one of the files is damaged, or if the ledger lacks the charge of the images.
+    Raises RunError if one of the files is damaged, or if the privacy ledger lacks the privacy cost of the images.
     """
     from fl_sim.privacy.ledger import Ledger, Receipt  # noqa: PLC0415 (the accountants load slowly)
 

@@ -1,6 +1,6 @@
 """The stage in which every client shares a summary of its records with all clients, before the first round.
 
-An algorithm such as FedMix needs it: its summary are averages of a few records each.
+Algorithms such as FedMix need this stage. In FedMix, a client's summary consists of averages of a few records each.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ SHARE: Final = "share"
 
 
 def sharing(job: Job) -> Sharing:
-    """Return the algorithm of ``job``. Its clients must share summaries."""
+    """Return the algorithm of ``job``. It must be an algorithm whose clients share summaries of their records."""
     assert isinstance(job.experiment.algorithm, Sharing)
     return job.experiment.algorithm
 
@@ -45,7 +45,7 @@ class ShareTask:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the client's summary."""
+        """Return the message with the summary of the client's records."""
         inputs, labels = client.runtime.records(client.number, client.config.synthetic).tensors()
         seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
         with seeded_alone(seed, "share", client.number):
@@ -54,14 +54,17 @@ class ShareTask:
 
 
 class Shares(Stage):
-    """The stage at the server: it concatenates the summaries of all clients, for all clients to use in every round."""
+    """The stage at the server. It concatenates all clients' summaries, which clients then use in every round."""
 
     def tasks(self) -> Mapping[str, ShareTask]:
         """Return the client task ``share``."""
         return {SHARE: ShareTask(self.job)}
 
     def before(self, run: Run) -> None:
-        """Ask every client for its summary, and store all summaries in one file, which clients read in every round."""
+        """Ask every client for a summary of its records, and store all summaries in one file.
+
+        Clients read this file in every round.
+        """
         experiment, dataset = self.job.experiment, self.job.dataset
         template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)
@@ -92,10 +95,10 @@ class Shares(Stage):
         return pool, sum(num_bytes for _, num_bytes in sent)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of the bytes to and from all clients.
+        """Return a forecast of the bytes that the server exchanges with all clients.
 
-        It assumes the same size for every summary: that of a client with the mean number of records, computed on
-        public test records.
+        The forecast assumes that all summaries have the same size. This is the size for a client with the mean number
+        of records. It is computed on public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

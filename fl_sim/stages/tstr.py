@@ -1,7 +1,7 @@
 """The procedure of TSTR, "train on synthetic, test on real", which replaces the rounds.
 
-Clients release synthetic records. The server trains classifiers on the pool of these records, chooses the one with the
-best accuracy on held-out synthetic records, and tests it on real records.
+Clients publish synthetic records. The server trains classifiers on the pool of all synthetic records. It chooses the
+classifier with the best accuracy on held-out synthetic records. It tests this classifier on real records.
 """
 
 import math
@@ -51,8 +51,8 @@ MOST_COMPARED = 10_000
 class Classifier:
     """A classifier that is trained on synthetic records.
 
-    ``held_out``: its scores on synthetic records that were not used for training. ``tested``: its scores on real test
-    records; None if the experiment makes no test.
+    ``held_out``: the classifier's scores on synthetic records that were not used for training. ``tested``: its scores
+    on real test records. They are None if the experiment makes no test.
     """
 
     name: str
@@ -114,7 +114,10 @@ class TstrProcedure(Procedure):
             yield Classifier(name, params, _scored(trainer, params, judged_on), tested)
 
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
-        """Train the classifier ``name`` on the synthetic records ``own``; return its parameters and its trainer."""
+        """Train the classifier ``name`` on the synthetic records ``own``.
+
+        Return the classifier's parameters and its trainer.
+        """
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
         if name in {DISCRIMINANT, QUADRATIC}:  # closed form; first, because it refuses models that are too large
@@ -143,10 +146,11 @@ class TstrProcedure(Procedure):
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
-        """Return the Frechet distance between synthetic records and real test records, with its features and sizes.
+        """Return the Frechet distance between synthetic records and real test records.
 
-        The distance is between scattering features, or the features of the experiment. None if the experiment makes no
-        test, if there are fewer than two records, or if the records have no scattering features.
+        The result also names the features and the numbers of records. The features are scattering coefficients, or the
+        features of the experiment. The result is None in three cases: the experiment makes no test, there are fewer
+        than two records, or the records have no scattering features.
         """
         from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
 
@@ -166,8 +170,9 @@ class TstrProcedure(Procedure):
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amounts of computation for the time forecast: the clients' releases, evaluation, and training.
+        """Return the amounts of computation for the time forecast.
 
+        They are the making of the clients' synthetic records, the training of the classifiers, and their evaluation.
         The time of the classifiers' training is not measured.
         """
         measured = len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
@@ -180,7 +185,7 @@ class TstrProcedure(Procedure):
         return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}
 
     def runtime(self) -> ClientRuntime:
-        """Return the client runtime for workers, whose clients make synthetic records and do not train."""
+        """Return the client runtime for workers. In this procedure clients make synthetic records and do not train."""
         return runtime_for(self.job, FedAvg(), tasks_of(self.job))
 
 
