@@ -1,9 +1,9 @@
-"""Builds a ``Dataset`` from arrays, after checks of labels, classes and tokens. All readers of data use this module.
+"""Builds a ``Dataset`` from arrays, after checks of labels, classes and tokens.
 
-The list of classes is public if the user sets ``data.classes``. Otherwise the classes are read from the private
-records. ``Dataset.read_off`` then mentions the classes, so that the privacy statement does, too. Tokens are whole
-numbers in the file. Texts are converted to tokens here, one token per character. ``card_of`` summarises a data set for
-the command line.
+All functions that read data sets use this module. The list of classes is public if the user sets ``data.classes``.
+Otherwise the classes are read from the private records. Then ``Dataset.read_off`` mentions the classes, and the privacy
+statement repeats this. Tokens in a file are whole numbers. Texts are converted to tokens here, one token per character.
+``card_of`` summarises a data set for the command line.
 """
 
 import os
@@ -44,8 +44,8 @@ def known_dataset(
     """Return a public data set, such as ``cifar10``, with the records ``train`` and ``test`` that were read from files.
 
     ``known``: the published facts of the data set. ``where``: the files, for error messages. ``remarks``: sentences
-    of the file reader for ``Dataset.note``. If records are missing, the note also says how many. Raises UserError
-    for records whose shape, type or labels differ from the published facts.
+    about the reading of the files, for ``Dataset.note``. The note also gives the number of missing records, if any.
+    Raises UserError for records whose shape, type or labels differ from the published facts.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
@@ -184,7 +184,7 @@ def looks_channels_last(shape: tuple[int, ...]) -> bool:
 
 
 def enumerated(names: Iterable[str], most: int = 20) -> str:
-    """Join the first ``most`` names with commas, followed by ``and N more`` if there are more. Long names are cut."""
+    """Join the first ``most`` names with commas. If there are N more names, add ``and N more``. Long names are cut."""
     found = [*names]
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{', '.join(map(shortened, found[:most]))}{more}"
@@ -217,16 +217,17 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 def read_off_classes(listed: object) -> tuple[str, ...]:
     """Return the entry of ``Dataset.read_off`` for a list of classes that was read from the private records.
 
-    ``Dataset.read_off`` lists such facts for the privacy statement. The result is empty if the user ``listed`` the
-    classes with ``data.classes``, which makes them public.
+    ``Dataset.read_off`` lists facts that were learnt from private records, for the privacy statement. The result is
+    empty if the user ``listed`` the classes with ``data.classes``, which makes them public.
     """
     return () if listed else (CLASSES_READ_OFF,)
 
 
 def unlisted(where: str, cure: str = "") -> UserError:
-    """Return the error for a record whose class is not in ``data.classes``. ``cure``: a further cure, if any.
+    """Return the error for a record whose class is not in ``data.classes``.
 
-    The message does not name the class: the class would reveal something about a private record.
+    ``cure``: a further way to remove the error, for the message; empty for none. The message does not name the class:
+    the class would reveal something about a private record.
     """
     return UserError(
         f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"
@@ -261,9 +262,10 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 
 
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
-    """Convert ``characters`` to class numbers for next-character prediction: a text's label is the character after it.
+    """Convert ``characters``, the labels of texts, to class numbers.
 
-    Raises UserError for labels that are not single characters of ``alphabet``.
+    The label of a text is the character after the text. Raises UserError for labels that are not single characters of
+    ``alphabet``.
     """
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
@@ -299,7 +301,8 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
     """Raise UserError if training inputs (floats) are outside 0 to 1.
 
-    ``preprocess``: the name of the stage before the first round that needs 0 to 1, such as da-fl, for the message.
+    ``preprocess``: the name of the stage before the first round that needs this range, such as da-fl. The message
+    contains it.
     """
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:

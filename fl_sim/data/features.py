@@ -28,7 +28,10 @@ Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {"scattering": 1, "whitened-scattering": 1}
-"""The version of each transform. Increase a version when its transform gives other numbers: old caches are unused."""
+"""The version of each transform. Increase a version when its transform gives other numbers.
+
+Old cache files are then ignored.
+"""
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
@@ -47,9 +50,9 @@ def version_of(features: Features) -> str:
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    ``std`` of the result is 1 / sqrt(numbers). Inputs are divided by it, so that they have a standard deviation of
-    about 1. ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises UserError
-    for records that are no images or have an unsuitable size, RunError if the cache file cannot be written.
+    ``std`` of the result is 1 / sqrt(numbers). Models receive the features divided by ``std``, with a standard
+    deviation of about 1. ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises
+    UserError for records that are no images or have an unsuitable size, RunError if the cache file cannot be written.
     """
     if features == "none":
         return dataset
@@ -120,7 +123,7 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
     """Return the features in the cache file ``path``. ``identity``: the hash of records and version that it must have.
 
-    Raises FileNotFoundError if the file is missing, another error if it is damaged.
+    Raises FileNotFoundError if the file is missing, and another error if the file is damaged.
     """
     if not path.exists():
         raise FileNotFoundError(path)

@@ -26,7 +26,7 @@ from fl_sim.types import Dataset, Examples
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the data set ``path``, a local folder or a name on the hub. Raises UserError if it cannot be read.
+    """Read the data set ``path``, a local folder or a name on the hub. Raises UserError if the data set cannot be read.
 
     Training records are the part ``data.train_part`` (default: train). Test records are the part ``data.test_part``
     (default: test), or the share ``data.test`` of the training part. The note of the result lists all unused parts.
@@ -186,7 +186,11 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the name of the only column of type ``kind``, or ``usual`` if it is one of several; otherwise ""."""
+    """Return the name of the column of type ``kind``.
+
+    If several columns have this type, return ``usual`` if it is one of them, otherwise "". If no column has the type,
+    return "".
+    """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""
 

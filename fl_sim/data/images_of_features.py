@@ -1,13 +1,13 @@
 """Finds an image for a feature vector, to show synthetic records: inverts ``features=scattering`` approximately.
 
-With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent finds an image
-with similar features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so
-three public priors are used. First, the search starts at the image that ridge regression predicts; the regression is
-fitted on artificial images (``made_images``). Second, the steps are scaled to the spectrum of pink noise, so that
-coarse shapes appear before fine shapes. Third, images with a small total variation are preferred.
+With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent finds an image with similar
+features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so three public
+priors are used. First, the search starts at the image that ridge regression predicts; the regression is fitted on
+artificial images (``made_images``). Second, the steps of gradient descent are scaled to the spectrum of pink noise, so
+that coarse shapes appear before fine shapes. Third, images with a small total variation are preferred.
 
 The only inputs are the vectors, the shape of the images and the public transform. If the vectors were released under
-differential privacy, the images are post-processing of that release and have no further privacy cost.
+differential privacy, the images are post-processing of the released vectors and have no further privacy cost.
 """
 
 import math
@@ -47,11 +47,11 @@ def images_of(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Find an image for each of the ``vectors`` (n, numbers), so that its features are close to the vector.
 
-    Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features
-    of its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback
-    for a progress bar; its argument is the finished share of all steps, from 0 to 1. The same vectors always give
-    the same images. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` are no such
-    features.
+    Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features of
+    its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback for a
+    progress bar; its argument is the finished share of all steps, from 0 to 1. The same vectors always give the same
+    images. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` are not features of
+    images of this shape.
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(

@@ -1,7 +1,8 @@
 """Reads LEAF's JSON files (Caldas et al. 2018), such as FEMNIST and Shakespeare.
 
 The folders train and test contain JSON files with the keys users, num_samples and user_data. Files are read one after
-another, to save memory. A user's records form a group (``Examples.groups``), with the same number in train and test.
+another, to save memory. The records of one user form a group (``Examples.groups``). The group has the same number in
+training and test records.
 """
 
 import json
@@ -55,10 +56,10 @@ class _User:
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the data set in the folder ``path``. Raises UserError for a file that is not in LEAF's format.
 
-    Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes
-    are the labels in the files, or those of ``data.classes``, in numerical order. Texts with single characters as
-    labels (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The alphabet is
-    LEAF's, or ``data.alphabet``.
+    Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes are
+    the labels in the files, or the classes that ``data.classes`` lists, in numerical order. Texts with single
+    characters as labels (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The
+    alphabet is LEAF's, or ``data.alphabet``.
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]

@@ -1,10 +1,10 @@
-"""Names of data sets: of public sets, such as ``cifar10``, and of the user's own data, such as ``csv:patients.csv``.
+"""The names of data sets: public sets, such as ``cifar10``, and the user's own data, such as ``csv:patients.csv``.
 
 For each public set, this module holds the published facts: files in torchvision's layout, sizes, mean and standard
 deviation. The name of the user's own data contains the settings for reading the files, for example
 ``csv:patients.csv:label=outcome:client=hospital``. A settings file may write this name as a table, ``{kind = "csv",
 place = "patients.csv", label = "outcome", client = "hospital"}``; ``from_table`` converts the table to the name. So one
-string defines the data set of a run completely.
+string, the name, defines the data set of a run completely.
 """
 
 import hashlib
@@ -236,8 +236,8 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 def tuned_on(data: str) -> str:
     """Return a sentence about fl-sim's default values that were chosen on training records of the data set ``data``.
 
-    The sentence, with a space before it, belongs into privacy statements: choosing on records releases information
-    that no epsilon covers. The result is empty if no default was chosen on these records.
+    The sentence, with a space before it, belongs into privacy statements: a value that was chosen on records reveals
+    information about them, and no epsilon covers this. The result is empty if no default was chosen on these records.
     """
     if (records := records_of(data)) not in _TUNED_ON:
         return ""

@@ -1,7 +1,8 @@
-"""Reads npz files: copies of public data sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
+"""Reads npz files: copies of public data sets, the user's own files, and the files of MedMNIST.
 
-All arrays are checked before use. Uncompressed images are memory-mapped, so they need not fit into memory. The arrays
-client_train (or groups) and client_test contain the client of each record, as a whole number or text.
+The user's own files contain the arrays x_train, y_train, x_test and y_test. All arrays are checked before use.
+Uncompressed images are memory-mapped, so they need not fit into memory. The optional arrays client_train (or groups)
+and client_test contain the client of each record, as a whole number or text.
 """
 
 import math
@@ -53,7 +54,10 @@ _INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
 
 _LARGE: Final = 2**26
-"""Bytes. In a larger file, lengths and compression of all arrays are checked before any array is read."""
+"""A file size in bytes.
+
+In a larger file, the lengths and compression of all arrays are checked before any array is read.
+"""
 _MOST_PACKED: Final = 500  # the largest compression factor of such an array; a higher factor suggests a zip bomb
 
 MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
@@ -73,14 +77,14 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the user's own npz file: uint8 images (NHW or NHWC), float features (records, features), or tokens.
 
     Required arrays: ``x_train``, ``y_train``, ``x_test``, ``y_test``. Optional arrays: ``mean`` and ``std``, which
-    normalise the inputs (one number, or one per channel; pixel values are between 0 and 1). Without them, images are
-    normalised by 0.5 and 0.5, and features are not normalised. These constants are never computed from the training
-    records, because they would be statistics of private records. ``client_train`` (or ``groups``): the writer, hospital
-    or device of each training record, for partition=natural. ``client_test``: the same for test records, for client
-    accuracies. ``x_val`` and ``y_val``: validation records for ``evaluate.validation=given``. ``vocabulary``: a number
-    V; inputs are then sequences of tokens 1 to V - 1, padded at the end with zeros. Any other array raises UserError,
-    because its name may be misspelt. Settings: ``data.classes`` lists public classes; ``data.values`` gives the two
-    values of float images that become 0 and 255.
+    normalise the inputs (one number, or one per channel; pixel values are between 0 and 1). Without these two arrays,
+    images are normalised by mean 0.5 and standard deviation 0.5, and features are not normalised. These constants are
+    never computed from the training records, because they would be statistics of private records. ``client_train`` (or
+    ``groups``): the writer, hospital or device of each training record, for partition=natural. ``client_test``: the
+    writer, hospital or device of each test record, for client accuracies. ``x_val`` and ``y_val``: validation records
+    for ``evaluate.validation=given``. ``vocabulary``: a number V; inputs are then sequences of tokens 1 to V - 1,
+    padded at the end with zeros. Any other array raises UserError, because its name may be misspelt. Settings:
+    ``data.classes`` lists public classes; ``data.values`` gives the two values of float images that become 0 and 255.
     """
     arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
     if values:
@@ -221,11 +225,12 @@ def with_clients(
 
 
 def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read one of MedMNIST's npz files: images with one label each, normalised by 0.5 and 0.5 as in MedMNIST's code.
+    """Read one of MedMNIST's npz files: images with one label each.
 
-    The setting ``data.val`` decides the use of the validation images. "leave" (the default): they are not used, and the
-    note says so. "train": they are added to the training records. "validate": they are validation records for
-    ``evaluate.validation=given``. Raises UserError for several labels per image, for 3D volumes, and for other files.
+    They are normalised by mean 0.5 and standard deviation 0.5, as in MedMNIST's code. The setting ``data.val`` decides
+    the use of the validation images. "leave" (the default): they are not used, and the note says so. "train": they are
+    added to the training records. "validate": they are validation records for ``evaluate.validation=given``. Raises
+    UserError for several labels per image, for 3D volumes, and for files that are not MedMNIST's.
     """
     use = own.option("val") or "leave"
     if use not in _USES:
@@ -248,7 +253,7 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _check_names(path: Path, found: list[str], required: Sequence[str], known: Sequence[str] | None) -> None:
-    """Raise UserError if an array of the file occurs twice, if a ``required`` one is missing, or if one is unknown.
+    """Raise UserError for an array that occurs twice, a missing ``required`` array, and an array with an unknown name.
 
     ``found``: the names of all arrays in the file. ``known``: the valid names; None if all names are valid.
     """
@@ -302,7 +307,10 @@ def _as_bytes(where: str, array: NDArray[np.generic], values: tuple[float, float
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:
-    """Return the file's vocabulary size V: tokens are 1 to V - 1, 0 is padding; 0 if records are no token sequences."""
+    """Return the vocabulary size V of the file: tokens are 1 to V - 1, and 0 is padding.
+
+    Return 0 if the records are not token sequences.
+    """
     if "vocabulary" not in arrays:
         return 0
     given = arrays["vocabulary"]

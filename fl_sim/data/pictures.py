@@ -51,9 +51,9 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     """Read a folder of images. Classes are the names of the subfolders of train, in alphabetical order.
 
     If ``data.classes`` is set, it gives the classes and their order. Images have one channel if all are grey, else
-    three. They are normalised by 0.5 and 0.5, never by statistics of the training images, which are private. Raises
-    UserError for a file that cannot be read, for an image with another size than the first, and for a class without
-    training images.
+    three. The images are normalised by mean 0.5 and standard deviation 0.5, never by statistics of the private training
+    images. Raises UserError for a file that cannot be read, for an image with another size than the first, and for a
+    class without training images.
     """
     settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
     root = _training_folder(path, test_part)
@@ -111,8 +111,8 @@ class ImageSettings:
     def read_off(self) -> tuple[str, ...]:
         """The facts about the private images that decide the model's input shape, for ``Dataset.read_off``.
 
-        Every privacy statement lists them: whether any image has colour and, without ``size``, the size of the
-        images.
+        Every privacy statement lists these facts. One fact is if any image has colour. Without ``size``, another fact
+        is the size of the images.
         """
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
@@ -134,9 +134,9 @@ def image_settings(own: OwnName) -> ImageSettings:
 def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
     """Decode the bytes of an image file to grey or RGB pixels. ``where``: the file, for error messages.
 
-    Raises UserError for several pages, transparency and unsupported pixel types. Pillow's warnings are suppressed: they
-    report damage that Pillow tolerates. Pillow receives bytes, not a path, because Pillow 12 rotates a memory-mapped
-    TIFF file twice.
+    Raises UserError for several pages, transparency and unsupported pixel types. Pillow's warnings are suppressed,
+    because they report damage that Pillow tolerates. Pillow receives bytes, not a path, because Pillow 12 rotates a
+    memory-mapped TIFF file twice.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 (only images need it)
 

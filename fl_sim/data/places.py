@@ -32,7 +32,8 @@ class DataSource:
     """The location of a data set that was found.
 
     ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read, None for
-    the embedded digits. For "own" it is the argument of the function: the data root or None.
+    the digits, which need no data folder. For "own", ``path`` is the argument of the user's function: the data root or
+    None.
     """
 
     layout: Layout | OwnKind
@@ -99,7 +100,7 @@ def look_for(name: str, data_root: Path | None = None) -> DataSource | None:
 def describe_missing(name: str, data_root: Path | None = None) -> str:
     """Return the error message for a data set that was not found.
 
-    The message contains the expected files, the directories that were searched, and a cure.
+    The message contains the expected files, the directories that were searched, and advice.
     """
     known = KNOWN.get(name)
     if known is None:

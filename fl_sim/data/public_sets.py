@@ -1,16 +1,17 @@
 """Reads the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and the tables Adult and Diabetes of UCI.
 
-The digits are 1,797 real handwritten digits of 8x8 pixels (UCI, Alpaydin and Kaynak 1998). Their file is a part of
-scikit-learn. The split equals that of ``sklearn.model_selection.train_test_split`` (stratified, random_state 0); a test
-compares the two. scikit-learn itself is not imported, because its import takes longer than a short run. Idx files
-(LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. CIFAR and SVHN are in torchvision's
-file layout.
+The data set "digits" has 1,797 images of handwritten digits, 8x8 pixels each (UCI, Alpaydin and Kaynak 1998). Its file
+is a part of scikit-learn. The split into training and test records equals the split by
+``sklearn.model_selection.train_test_split`` (stratified, random_state 0). A test compares both splits. scikit-learn
+itself is not imported, because its import takes longer than a short run. MNIST's idx files (LeCun, Cortes, Burges) are
+memory-mapped after a check of header and file size. The files of CIFAR and SVHN are in torchvision's layout.
 
-Adult (Becker and Kohavi 1996): does a person earn over 50,000 dollars? Diabetes 130-US hospitals (Strack et al. 2014):
-does a patient return to hospital within 30 days? Numbers are divided by published maxima: the top codes of the census
-form for Adult, the largest values in the publication for Diabetes. Categories are published, too; any other value
-("?") becomes zeros. ``Dataset.columns`` lists round numbers up to these maxima, to which generators may round. As
-nothing is computed from the records, these choices have no privacy cost.
+The question of Adult (Becker and Kohavi 1996) is: does a person earn over 50,000 dollars? The question of Diabetes
+130-US hospitals (Strack et al. 2014) is: does a patient return to hospital within 30 days? Numbers are divided by
+published maxima. For Adult these maxima are the top codes of the census form. For Diabetes they are the largest values
+in the publication. The categories are published, too. A value that is not a published category ("?") becomes zeros.
+``Dataset.columns`` lists round numbers up to the maxima. Generators of synthetic records may round to these numbers.
+Maxima, categories and round numbers are not computed from the records, so they have no privacy cost.
 """
 
 import csv
@@ -34,7 +35,7 @@ from fl_sim.types import Column, Dataset, Examples
 
 _NUM_TRAIN, _NUM_TEST = 1437, 360
 _MEAN, _STD = (0.3054,), (0.3760,)
-"""Mean and standard deviation of the digits' public training images, pixel values from 0 to 1. Computed once."""
+"""The mean and standard deviation of the training images of the public set "digits", for pixel values from 0 to 1."""
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -88,7 +89,7 @@ _ICD9 = (
 
 
 def read_digits() -> Dataset:
-    """Read the digits: grey values 0..16 become 0..255; a fixed stratified split has 1,437 and 360 records.
+    """Read the digits; return training and test records.
 
     Raises UserError if scikit-learn's file is missing.
     """
@@ -169,7 +170,7 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` records among classes in proportion to ``held``; the largest remainders are rounded up.
+    """Divide ``total`` records among classes in proportion to ``held``. The largest remainders are rounded up.
 
     Among equal remainders the choice is random, as in scikit-learn.
     """
@@ -274,9 +275,10 @@ def _adult_columns() -> tuple[Column, ...]:
 
 
 def _diabetes(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
-    """Read Diabetes; return (training, test) records. A fixed fifth of the patients, by a hash, is for testing.
+    """Read Diabetes; return (training, test) records.
 
-    The split is by patient, because a patient may have several records.
+    A hash of the patient selects a fixed fifth of the patients for testing. The split is by patient, because a patient
+    may have several records.
     """
     path = root / next(iter(known.files))
     with path.open(encoding="utf-8", newline="") as file:
@@ -298,7 +300,8 @@ def _diabetes_record(row: Row) -> list[float]:
 def _diabetes_columns() -> tuple[Column, ...]:
     """Return the public facts of Diabetes' columns (names, categories, steps), in the order of the input vector.
 
-    Numbers have steps of 1, or of 2 and more for a maximum above 20, so that there are at most 20 steps.
+    Generators may round numbers to steps of 1. For a maximum above 20 a step is 2 or more, so that there are at most 20
+    steps.
     """
     values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
     numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})

@@ -1,11 +1,12 @@
 """Loads data sets by name, verifies them against published checksums, and computes digests of their content.
 
-A data set is read once per process, and again after its files have changed. A user's own Python function is a data set,
-too: ``data=my_package.sets:hospitals``.
+A data set is read once per process, and again after its files have changed. A user's own Python function can also
+return a data set: ``data=my_package.sets:hospitals``.
 
-A digest of the content (``content_of``) identifies the records, so that a ledger adds the privacy costs of all releases
-about them. It does not depend on paths, copies, the order of records, or settings of reading (label column, ranges,
-test share, merged classes, features). A table with changed columns, or a subset of the records, has another digest.
+A digest of the content (``content_of``) identifies the records. With the digest, a privacy ledger adds up the privacy
+costs of all outputs that were released about the same records. The digest does not depend on paths, copies, the order
+of records, or settings of reading (label column, ranges, test share, merged classes, features). A table with changed
+columns, or a subset of the records, has another digest.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
     set is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files have
     changed; a user's function is called only once. Images stay uint8, and are memory-mapped if possible. ``features``:
     the representation of images. Raises UserError for an unknown name, for missing or damaged files, for data without
-    classes, and if the ``features`` do not exist for these records.
+    classes, and if the chosen ``features`` cannot be computed for these records.
     """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     stamps = _stamps(name, source)
@@ -115,9 +116,9 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 def content_of(name: str, data_root: Path | None) -> str:
     """Return a digest that identifies the training records of ``name``, independent of the settings of reading.
 
-    For tables and folders it is a digest of the whole file or folder. The digest must not leave this machine: a
-    person who knows all records but one can try values for the last record until the digest agrees.
-    ``sealed_content`` is for publication. Raises UserError as ``load`` does.
+    For tables and folders it is a digest of the whole file or folder. The digest must not leave this machine. A person
+    who knows all records but one could try values for the last record until the digest agrees. Result files contain the
+    keyed hash of ``sealed_content`` instead. Raises UserError as ``load`` does.
     """
     name = records_of(name)
     own = own_name(name)
@@ -138,7 +139,7 @@ def content_of(name: str, data_root: Path | None) -> str:
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
     """Return (digest of the training records, digest of the test records) of ``name``, as ``content_of`` does.
 
-    The two are equal if one table contains both, or if test records are drawn by ``data.test``.
+    Both digests are equal if one table contains training and test records, or if ``data.test`` draws the test records.
     """
     own = own_name(records_of(name))
     if own is not None and "test_file" in own.options:
@@ -152,8 +153,8 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
 def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
     """Return a keyed hash (HMAC) of ``content_of``, which result files may contain; empty if there is no key.
 
-    The key is secret and stays on this machine. The part before the colon identifies the key, because hashes with
-    different keys cannot be compared. ``make_key``: True to create a missing key; False for a forecast, which must not
+    The key is secret and stays on this machine. The part before the colon identifies the key. Hashes with different
+    keys cannot be compared. ``make_key``: True creates a missing key. A forecast passes False, because it must not
     write files.
     """
     key = machine_key(make=make_key)
@@ -231,7 +232,7 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 
 
 def _made(name: str, data_root: Path | None) -> Dataset:
-    """Call the user's function with the import path ``name`` and the argument ``data_root`` (or None).
+    """Call the user's function with the import path ``name``. Its argument is ``data_root`` (or None).
 
     The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if it fails or returns
     something else.
@@ -352,7 +353,7 @@ def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Pa
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return numbers from the file's status that change when the file is written again; empty if it is missing."""
+    """Return numbers from the file's status that change when the file is written again; empty for a missing file."""
     try:
         status = path.stat()
     except OSError:
@@ -380,7 +381,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
     """Return the digest of the training inputs.
 
-    The result is cached. ``signature`` changes with the file, so that a cached digest of an old file is not used.
+    The result is cached. ``signature`` changes with the file, so that the cached digest of an older file is not used.
     """
     return _of_inputs(load(name, data_root).train.inputs)
 

@@ -1,17 +1,17 @@
 """Wavelet scattering (Bruna and Mallat 2013): image features that are computed without learning from any data set.
 
 The transform has two scales (J = 2), eight orientations and orders 0 to 2, with the Morlet wavelets and the Gaussian
-filter of Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups, independent of other
-records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions, with a public seed,
-then reduces the number of features to at most 1000.
+filter of the library Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups, independent of
+other records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions, with a public
+seed, then reduces the number of features to at most 1000.
 
-Whitening also uses no data set. The noise of a release is equal in all directions, so directions with little variance
-are lost first, although they may separate classes well. Whitening gives all directions about the same variance. It
-needs a covariance matrix. The covariance of the records would be private, so the covariance of artificial images is
-used; it is public and similar enough. These images have the common statistics of photographs. Some are pink noise,
-whose amplitude falls as a power of the frequency. Others are "dead leaves": random discs and slabs that cover one
-another (Lee, Mumford and Huang 2001). Networks learn useful features from such images (Baradad et al. 2021). Their seed
-is public, so all processes generate the same images.
+Whitening also uses no data set. The privacy noise on released features is equal in all directions. So directions with
+little variance are lost first, although they may separate classes well. Whitening gives all directions about the same
+variance. Whitening needs a covariance matrix. The covariance of the records would be private. So the covariance of
+artificial images is used, which is public and similar enough. The artificial images have the common statistics of
+photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead leaves": random
+discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from such images
+(Baradad et al. 2021). The seed of the artificial images is public, so all processes generate the same images.
 """
 
 import math
@@ -81,8 +81,9 @@ def dimension_of(shape: tuple[int, ...]) -> int:
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the scattering features of ``images`` (n, channels, height, width): (n, features), of L2 norm at most 1.
 
-    The features of a record depend only on that record. Its bytes / 255 are transformed by ``described``; a vector
-    longer than 1 is scaled to length 1. Raises UserError for images of an unsuitable shape, as ``dimension_of`` does.
+    The features of a record depend only on that record. The function ``described`` transforms the record's bytes / 255.
+    A vector longer than 1 is then scaled to length 1. Raises UserError for images of an unsuitable shape, as
+    ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
@@ -146,7 +147,7 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``, then longer vectors get length 1.
+    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``. Vectors longer than 1 get length 1.
 
     ``centre`` (d,) and ``matrix`` (d, d) are float64.
     """
@@ -180,7 +181,8 @@ class Whitening:
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     """Compute the whitening of scattering features for images of ``shape``, (channels, height, width).
 
-    The computation takes seconds to a minute. A process does it once per shape and uses the result again.
+    The computation takes seconds to a minute. A process computes the whitening of a shape once and then uses the result
+    again.
     """
     features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
     with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_whitening`` sets torch's number of threads
@@ -241,7 +243,7 @@ def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.G
 
 
 def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
-    """Call ``fill(rows)`` in several threads, so that all ``count`` rows are filled; ``step`` rows in each call.
+    """Call ``fill(rows)`` in several threads, so that all ``count`` rows are filled. Each call fills ``step`` rows.
 
     In these threads torch uses one thread only, so that results are bit-identical for any number of threads.
     """
@@ -320,7 +322,7 @@ class _Modulus(torch.autograd.Function):
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
     """Smooth ``maps`` with a Gaussian and sample the result at the positions of the output.
 
-    ``maps`` contain every ``spacing``-th pixel of a padded image. ``height`` and ``width``: the size of the image
+    ``maps`` contain every ``spacing``-th pixel of padded images. ``height`` and ``width``: the size of the image
     without padding.
     """
     down, across = (torch.from_numpy(_smoothing(side, spacing)) for side in (height, width))

@@ -1,9 +1,9 @@
 """Builds a data set from the user's table. One column contains the labels; the other columns are features.
 
 Two optional columns contain the client of each record, and the split (train or test). A column of numbers is used
-unchanged. With ``data.range.COLUMN=LOW..HIGH`` it is scaled to 0..1, and values outside become 0 or 1. A column of
-texts becomes one feature per category (one-hot). The mean and standard deviation of the records are private, so they
-are used only if ``data.scale=records`` is set.
+unchanged. With ``data.range.COLUMN=LOW..HIGH`` the column is scaled to 0..1. Values below LOW become 0, and values
+above HIGH become 1. A column of texts becomes one feature per category (one-hot). The mean and standard deviation of
+the records are private, so they are used only if ``data.scale=records`` is set.
 """
 
 import re
@@ -52,8 +52,8 @@ class TestPart:
     """The rule that selects the test records of a table or of a folder of images.
 
     ``share``: the share of the records that is drawn at random for testing; 0 for none. ``seed``: the seed of the draw.
-    ``other``: the name of a separate table with the test records; empty for none. If both are missing, a split column
-    of the table must say which records are for testing.
+    ``other``: the name of a separate table with the test records; empty for none. Without ``share`` and ``other``, a
+    split column of the table must say which records are for testing.
     """
 
     share: float = 0.0
@@ -77,9 +77,9 @@ class TestPart:
         """Draw the test records at random; return a mask, shape (records,), that is True for test records.
 
         ``count``: the number of records. ``clients``: the number of each record's client, or of its class. If
-        it is given, the share is drawn from each client's (or class's) records. The number of test records is
-        rounded, to at least one and never to all. If a client (or class) has only one record, this record is
-        for training.
+        ``clients`` is given, the share is drawn from the records of each client (or class). The number of test records
+        is rounded, to at least one and never to all. If a client (or class) has only one record, this record is for
+        training.
         """
 
         def size(records: int) -> int:
@@ -131,10 +131,10 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 class TablePlan:
     """The interpretation of a table: roles and encodings of its columns. It is fixed before the records are converted.
 
-    ``tables``: the table, or a training and a test table. ``survey``: the contents of the columns. ``clients``: the
-    names of all clients, sorted. ``drops``: True if records with empty cells are removed. ``listed``: True if the
-    classes are those of ``data.classes``. ``filling``: a description of the values for empty cells. ``left_out``:
-    {column: reason} of the columns that cannot be features.
+    ``tables``: the table, or a training and a test table. ``survey``: the facts about the contents of the columns.
+    ``clients``: the names of all clients, sorted. ``drops``: True if records with empty cells are removed. ``listed``:
+    True if the classes are those of ``data.classes``. ``filling``: a description of the values for empty cells.
+    ``left_out``: {column: reason} of the columns that cannot be features.
     """
 
     tables: tuple[TableReader, ...]
@@ -193,7 +193,7 @@ class Rows:
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the csv or parquet file ``path``, and the file ``data.test_file`` if it is set, as a data set.
 
-    Raises UserError, mostly with row and column, for anything but classification data.
+    Raises UserError for anything but classification data. The message mostly contains row and column.
     """
     test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
     tables = [open_table(path, own.kind, delimiter)]
@@ -338,7 +338,10 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
 
 
 def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
-    """Return pairs (column, use of the column): label, client and split first, then features, then unused columns."""
+    """Return pairs (column, use of the column).
+
+    Label, client and split come first, then features, then unused columns.
+    """
     scaled = ", scaled by the mean and deviation of the training records" if scales else ""
     lines = [(plan.roles.label, f"label: {', '.join(plan.classes)}")]
     if plan.clients:
@@ -445,7 +448,7 @@ def _texts(values: tuple[str, ...]) -> Any:
 
 
 def _oddities(plan: TablePlan) -> list[str]:
-    """Return warnings about likely mistakes in the table, such as IDs as features. They do not stop the run."""
+    """Return warnings about likely mistakes in the table, such as IDs as features. The warnings do not stop the run."""
     found = [similar_spellings("classes", plan.classes), similar_spellings("clients", plan.clients, with_names=False)]
     found += [
         similar_spellings(f"categories of {one.name}", one.categories) for one in plan.features if not one.is_given

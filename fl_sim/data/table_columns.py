@@ -48,7 +48,10 @@ _MOST_NAMES: Final = 30  # maximum number of column names in a message
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 STEPS: Final = 20
-"""Generators of synthetic records may round a column to this number of values. Fewer whole numbers are not rounded."""
+"""Generators of synthetic records may round a column to this number of values.
+
+A column with fewer whole numbers than this is not rounded.
+"""
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,9 @@ def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -
 
 
 def is_category(seen: ColumnContent) -> bool:
-    """Return True if a feature column contains categories, False if it contains numbers.
+    """Return True if a feature column contains categories, and False if the column contains numbers.
 
-    Raises UserError, with row and column, if it contains both, or neither of them.
+    Raises UserError, with row and column, if the column contains both kinds of entries, or neither.
     """
     name = seen.name
     if seen.declared in {"time", "other"}:
@@ -534,7 +537,10 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tupl
 
 
 def _listed(own: OwnName, key: str, table: TableReader) -> list[str]:
-    """Return the columns that the setting ``key`` lists. Commas also separate names, unless a column name has them."""
+    """Return the columns that the setting ``key`` lists.
+
+    Commas also separate names, unless a column name has a comma.
+    """
     given = own.options.get(key, ())
     parts = [[name] if name in table.names else name.split(",") for name in given]
     return [name.strip() for some in parts for name in some]

@@ -69,7 +69,8 @@ class TableReader:
 
     ``where``: its path, for error messages. ``written``: the column names exactly as in the file. ``declared``: the
     types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
-    {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: of a csv file, as a word (comma).
+    {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a
+    word (comma).
     """
 
     where: str
@@ -103,8 +104,8 @@ class TableReader:
 def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
     """Open the csv or parquet file ``path`` as a table. ``kind``: csv or parquet.
 
-    ``delimiter``: of a csv file, as a word (comma); if empty, it is inferred from the first line. Raises UserError if
-    the file cannot be read, or if two columns have the same name.
+    ``delimiter``: the delimiter of a csv file, as a word (comma). If empty, the delimiter is inferred from the first
+    line. Raises UserError if the file cannot be read, or if two columns have the same name.
     """
     delimiter = delimiter or (_delimiter_of(path) if kind == "csv" else "comma")
     if delimiter not in DELIMITERS:
@@ -146,8 +147,8 @@ def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
 def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableReader:
     """Return a table with the columns of the pyarrow ``schema``. ``rows``: as in ``TableReader``.
 
-    ``is_typed``: True if the schema has the types of the file, False for a csv file, where pyarrow has guessed them.
-    Raises UserError if two columns have the same name.
+    ``is_typed``: True if the schema has the types that the file declares; False for a csv file, whose types pyarrow has
+    guessed. Raises UserError if two columns have the same name.
     """
     declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
     table = TableReader(where, tuple(schema.names), declared, rows, _codes(schema))
@@ -166,7 +167,7 @@ def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_
 def pyarrow() -> Any:
     """Import pyarrow and return the module, with its submodules compute, csv and parquet.
 
-    Raises UserError if it is not installed.
+    Raises UserError if pyarrow is not installed.
     """
     try:
         import pyarrow as pa  # noqa: PLC0415 (an extra, and slow to import)
@@ -252,8 +253,8 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 def cure_of(texts: Iterable[str]) -> str:
     """Return the cure for an error message about ``texts`` that look like numbers in another notation, such as 0,5.
 
-    The cure is the setting that makes all of them numbers, such as ``data.decimal=comma``. If there is no such
-    setting, it is a change of the file.
+    The cure is the setting with which all these texts are numbers, such as ``data.decimal=comma``. Without such a
+    setting, the cure is a change of the file.
     """
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
@@ -329,7 +330,8 @@ def texts_of(cells: Any) -> Any:
 def _delimiter_of(path: Path) -> str:
     """Infer the delimiter of a csv file from its first line, as a word.
 
-    It is comma if the line has a comma outside of quotes, otherwise the most frequent of the other delimiters.
+    The delimiter is a comma if the line has a comma outside of quotes. Otherwise it is the most frequent of the other
+    delimiters.
     """
     try:
         with path.open("rb") as file:
