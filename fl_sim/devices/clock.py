@@ -1,7 +1,8 @@
-"""The virtual clock: simulates when clients start and finish, rounds with a deadline, and asynchronous training.
+"""The virtual clock: simulates clients' starts and ends, rounds with a deadline, and asynchronous training.
 
 A client's turn is one download of a model, local training, and one upload. Its duration depends on the device, the
-number of records and the settings. It never depends on trained values, so a resumed run computes the same times again.
+number of records and the settings. The duration never depends on trained values, so a resumed run computes the same
+times again.
 """
 
 import bisect
@@ -24,11 +25,11 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Computes the simulated seconds of clients' turns, without regard to trained values and to real time.
+    """Computes the simulated seconds of clients' turns, independent of trained values and of real time.
 
-    ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape
-    (clients,). ``settings``: the settings of local training, such as epochs. ``traffic``: the bytes that a client
-    downloads and uploads in one turn. ``seed``: the seed of the random availability and jitter.
+    ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
+    ``settings``: the settings of local training, such as epochs. ``traffic``: the bytes that a client downloads and
+    uploads in one turn. ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet
@@ -59,10 +60,10 @@ class Clock:
         return taken * math.exp(fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return the number of local steps of ``client`` that fit into ``seconds`` together with download and upload.
+        """Return the number of local steps of ``client`` that fit into ``seconds`` besides download and upload.
 
-        Return None if the time is too short for one step. A client without records needs time for download and
-        upload only.
+        Return None if the time is too short for one step. A client without records needs time for download and upload
+        only.
         """
         steps = range(min(1, self.steps(client)), self.steps(client) + 1)
         fitting = bisect.bisect_right(steps, seconds, key=lambda some: self.seconds(client, server_round, some))
@@ -100,7 +101,7 @@ class Turnout:
 
 
 def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline: float, partial: bool) -> Turnout:
-    """Return the clients of ``cohort`` that finish a round within ``deadline`` simulated seconds (0: no deadline).
+    """Return the clients of ``cohort`` that finish a round within ``deadline`` simulated seconds; 0 means no deadline.
 
     ``partial``: True if a slow client may train fewer steps, at least one, to meet the deadline. A round with a late
     client lasts until the deadline; any other round lasts as long as its slowest client. A round without available
@@ -128,9 +129,9 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 class ClientTurn:
     """One turn of a client in asynchronous training: download, local training and upload.
 
-    Turns are sorted by their end, then by client. ``ends``: the simulated time of the end. ``server_round``: the
-    number of the next server step after the download. For example, a client with ``server_round`` 3 trains the
-    model that server step 2 made.
+    Turns are sorted by their end, then by client. ``ends``: the simulated time of the turn's end. ``server_round``: the
+    number of the next server step after the download. For example, a client with ``server_round`` 3 trains the model
+    that server step 2 made.
     """
 
     ends: float
@@ -142,9 +143,9 @@ class ClientTurn:
 class ServerStep:
     """One step of the server in asynchronous training: it merges the updates of several clients into the model.
 
-    ``number``: counted from 1. ``arrived``: the turns whose updates are merged, in the order of arrival.
-    ``num_started``: the number of turns that started since the previous step. ``seconds``: the simulated seconds since
-    the previous step.
+    ``number``: the number of the step, counted from 1. ``arrived``: the turns whose updates are merged, in the order of
+    arrival. ``num_started``: the number of turns that started since the previous step. ``seconds``: the simulated
+    seconds since the previous step.
     """
 
     number: int
@@ -163,8 +164,8 @@ class Schedule:
 
     ``order_of(server_round)``: all clients, in the order in which the server asks them to train before that server
     step. ``concurrency``: the number of clients that train at the same time. ``buffer``: the number of updates that one
-    server step merges, at most the number of clients. ``now``: the simulated time. ``steps``: the number of server
-    steps so far.
+    server step merges. It is at most the number of clients. ``now``: the simulated time. ``steps``: the number of
+    server steps so far.
 
     When a client finishes, the next available client in the order starts at once, with the current global model. No
     client trains the same global model twice, because its updates would be equal.

@@ -1,9 +1,10 @@
 """Settings of the simulated devices: speed, bandwidth and availability of each client's device.
 
 All devices are equal, drawn at random, or listed in a CSV file. The file has one row for each client, in order, or one
-row for each class of devices. Its columns are ``seconds_per_step`` or ``records_per_second`` (one of the two);
-``download_mbps``, ``upload_mbps`` and ``availability`` (optional: without them, sending takes no time and clients are
-always available); and ``clients``, the number of clients of a class, if rows are classes.
+row for each class of devices. One column is ``seconds_per_step`` or ``records_per_second``. The columns
+``download_mbps``, ``upload_mbps`` and ``availability`` are optional. Without the first two, transfers take no time;
+without the third, clients are always available. If rows are classes, the column ``clients`` has the number of clients
+of each class.
 """
 
 import csv
@@ -41,8 +42,8 @@ class Fleet:
     ``step_seconds``: seconds per local step, 0 if the time depends on the number of records. ``record_seconds``:
     seconds per record, 0 if the time depends on the number of steps. ``download`` and ``upload``: bytes per second to
     and from the client. ``availability``: the probability, in (0, 1], that the client is available when the server
-    looks for clients. ``jitter``: each duration is multiplied by exp(jitter * z), z from the standard normal
-    distribution; 0 for no jitter.
+    looks for clients. ``jitter``: each duration is multiplied by exp(jitter * z), where z is a standard normal number;
+    0 for no jitter.
     """
 
     step_seconds: NDArray[np.float64]
@@ -75,7 +76,7 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The protocol for settings of devices. The user's own class can also be used if it has this method ``fleet``."""
+    """The protocol for settings of devices. A user's own class with this method ``fleet`` can be used, too."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
         """Return the devices of ``num_clients`` clients. ``seed``: the seed of all random numbers, such as speeds.
@@ -137,7 +138,7 @@ class ConstantDevices(_Typical):
 
 
 class Uniform(_Typical):
-    """A device takes f times as long as the typical device, f uniform from 1 - ``spread`` to 1 + ``spread``.
+    """A device takes f times as long as the typical device. f is drawn uniformly from 1 - ``spread`` to 1 + ``spread``.
 
     ``spread``: at 0 all devices are equal. The factors of computing, download and upload are drawn independently.
     """
@@ -155,7 +156,7 @@ class Uniform(_Typical):
 
 
 class LogNormal(_Typical):
-    """A device takes exp(``sigma`` * z) times as long as the typical (median) device, z standard normal.
+    """A device takes exp(``sigma`` * z) times as long as the typical (median) device. z is a standard normal number.
 
     ``sigma``: at 0 all devices are equal; at 0.5 the slowest of a hundred takes about ten times as long as the fastest.
     The factors of computing, download and upload are drawn independently.
@@ -177,8 +178,8 @@ class Profile(Settings):
     """Devices from a CSV file (docs/heterogeneity.md), with one row for each client or for each class of devices.
 
     ``path``: the CSV file. ``jitter``: the time of a client in a round (download, training, upload) is multiplied by
-    exp(jitter * z), z from the standard normal distribution. ``digest``: the SHA-256 of the file. A run sets it at its
-    start, to detect a later change of the file.
+    exp(jitter * z), z from the standard normal distribution. ``digest``: the SHA-256 of the file. A run stores the
+    digest at its start, to detect a later change of the file.
     """
 
     kind: Literal["profile"] = "profile"
@@ -216,7 +217,7 @@ def check_public(experiment: Choices) -> None:
 
 
 def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
-    """Return the devices of all clients, after a check of the numbers, which may come from a user's own class.
+    """Return the devices of all clients. Their numbers are checked, because they may come from a user's own class.
 
     Raises UserError for an invalid number.
     """

@@ -22,7 +22,10 @@ LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
 SOURCES_DIGEST = "86406f52d10279c067bbb480410c534d"
-"""The ``sources_digest`` of this version. A copy of fl-sim without C++ sources uses it to recognise its kernel."""
+"""The ``sources_digest`` of this version.
+
+A copy of fl-sim without C++ sources uses this digest to find a kernel of the same version.
+"""
 
 COMPILE_SECONDS = 300.0
 """The time limit of one call of the compiler, in seconds; about 10 s were measured on one core."""
@@ -30,11 +33,11 @@ COMPILE_SECONDS = 300.0
 WIDTHS = {4: ("asimd",), 8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
 """{width: processor features}. The width is the number of float32 numbers in a vector.
 
-The kernel is compiled once for each width, with these features and no others. So every machine compiles the same
-library, and ``lanes_of`` chooses the width at run time. Vectors wider than the processor's are slow: 512-bit vectors on
-a 256-bit processor took 12 times as long, longer than PyTorch. The code for narrow vectors is linked first. If several
-widths contain the same template of the C++ standard library, the linker keeps the first copy. Every processor can run
-the narrow copy.
+The kernel is compiled once for each width, with the features of this width and no others. So every machine compiles the
+same library, and ``lanes_of`` chooses the width at run time. Vectors wider than the processor's are slow: 512-bit
+vectors on a 256-bit processor took 12 times as long, longer than PyTorch. The code for narrow vectors is linked first.
+If several widths contain the same template of the C++ standard library, the linker keeps the first copy. Every
+processor can run the narrow copy.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
@@ -46,12 +49,16 @@ BFLOAT16, BFLOAT16_OPTIONS = "avx512_bf16", ("-mavx512bf16", "-DFL_SIM_BFLOAT16"
 AMX, AMX_OPTIONS = "amx_bf16", ("-mamx-tile", "-mamx-bf16", "-DFL_SIM_AMX")
 """The processor feature and compiler options of a third build for width 16, with bfloat16 products by AMX.
 
-AMX are the matrix instructions of Intel processors. Older compilers do not support the options; they skip this build.
+AMX is the name of the matrix instructions of Intel processors. With an older compiler, which does not support the
+options, this build is left out.
 """
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
-    """The reason why there is no compiled trainer: a missing compiler or a failed compilation, as the message says."""
+    """Raised if there is no compiled trainer.
+
+    The message gives the reason: a missing compiler or a failed compilation.
+    """
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
@@ -108,7 +115,7 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
 
 
 def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
-    """Return True if the compiler supports these options; older compilers may not."""
+    """Return True if the compiler supports these options. An older compiler may not support them."""
     try:
         _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
     except NoCompiler:
@@ -136,9 +143,9 @@ def _call(command: list[str]) -> None:
 def find_library() -> Path:
     """Return the path of the kernel library: beside this file, or in another copy of fl-sim on the import path.
 
-    Flower executes the app from a copy of fl-sim without kernel and C++ sources. Then the kernel of the installed
-    fl-sim is used, if it was compiled from the sources of this version. If there is no kernel, the function returns
-    the path beside this file.
+    Flower, another engine, executes clients from a copy of fl-sim without kernel and C++ sources. Then the kernel of
+    the installed fl-sim is used, if it was compiled from the sources of this version. If there is no kernel, the
+    function returns the path beside this file.
     """
     if LIBRARY.exists():
         return LIBRARY

@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeTrainer(BuildHookInterface[Any]):
-    """Adds the compiled trainer to wheels, which are then for one architecture only.
+    """Adds the compiled trainer to wheels. Such a wheel is for one processor architecture only.
 
     For an editable installation the trainer is compiled in the source folder.
     """

@@ -88,15 +88,15 @@ class Kernel:
     def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
         """Train clients one after another; each result equals ``fl_sim.training.loop.train`` up to float32 rounding.
 
-        ``precision`` "bfloat16" needs ``has_bfloat16``. It rounds the factors of products to 8 bits, and adds
-        the products in float32. It applies to linear layers, and to convolutions for the output and for the
-        gradient of the input. Without AMX it does not apply to the backward pass through pooling, nor to the
-        gradient of a convolution's weights (unless the convolution reads the records and pools). It also does
-        not apply to convolutions with kernels of 3 x 3 pixels and 8 or more channels, most of which use
-        Winograd's algorithm. With ``has_amx`` these products are rounded, too.
+        ``precision`` "bfloat16" needs ``has_bfloat16``. It rounds the factors of products to 8 bits, and adds the
+        products in float32. It applies to linear layers. In convolutions it applies to the output and to the gradient
+        of the input. Without AMX it does not apply to the backward pass through pooling, nor to the gradient of a
+        convolution's weights (unless the convolution reads the records and pools). It also does not apply to
+        convolutions with kernels of 3 x 3 pixels and 8 or more channels, most of which use Winograd's algorithm. With
+        ``has_amx`` these products are rounded, too.
 
-        Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes.
-        Raises ValueError for tensors of wrong length or type, and for an unsupported precision.
+        Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes. Raises
+        ValueError for tensors of wrong length or type, and for an unsupported precision.
         """
         return self.prepare(stack, jobs, precision).train()
 
@@ -114,12 +114,13 @@ class Kernel:
         return PreparedTraining(stack, jobs, params, buffers, held, requests, self.function("train", precision))
 
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
-        """Return the logits, (n, classes), or the features, (n, d), of records, equal to PyTorch's up to rounding.
+        """Return the logits, (n, classes), or the features, (n, d), of records.
 
-        ``params``: float32, one vector with the parameters in the order of ``stack.layout``. ``inputs``:
-        float32, (n, *input shape). ``what``: "logits", or "features", the inputs of the last layer. The same
-        records in the same order give the same bits. The last bits of a record's logits depend on the other
-        records in its batch. Other Python threads can run meanwhile. Raises ValueError as ``train`` does.
+        They equal PyTorch's results up to rounding. ``params``: float32, one vector with the parameters in the order of
+        ``stack.layout``. ``inputs``: float32, (n, *input shape). ``what``: "logits" or "features". Features are the
+        inputs of the last layer. The same records in the same order give the same bits. The last bits of a record's
+        logits depend on the other records in its batch. Other Python threads can run meanwhile. Raises ValueError as
+        ``train`` does.
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
@@ -197,7 +198,7 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
 
 @dataclass(frozen=True)
 class CompiledNormals:
-    """The normal random numbers of ``mechanisms.Normals``, by compiled code (normals.h).
+    """Compiled code (normals.h) for the normal random numbers of ``mechanisms.Normals``.
 
     Other Python threads can run meanwhile.
     """
@@ -217,9 +218,9 @@ class CompiledNormals:
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
         """Write normal random numbers times ``ratio``, rounded to integers, to ``out``.
 
-        Each number needs two random words, but this method reads only the word in ``first``, and computes in
-        float64. It returns the indices of the undecided numbers, for which this is not enough to round up or
-        down correctly. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
+        Each number needs two random words, but this method reads only the word in ``first``, and computes in float64.
+        It returns the indices of the undecided numbers. For these the first word is not enough to round up or down
+        correctly. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)

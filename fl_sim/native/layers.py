@@ -29,7 +29,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _MOST_OF_ONE_PIXEL, _MOST_OF_MANY = 300, 1400
 """The numbers of products per output above which PyTorch is faster in convolutions.
 
-The first one is for kernels of 1 pixel, the second one for kernels of more than 3 x 3 pixels.
+The first limit is for kernels of 1 pixel. The second limit is for kernels of more than 3 x 3 pixels.
 ``benchmarks/large_layers.py`` measures these limits. The compiled code is never slower for 3 x 3 convolutions and for
 linear layers.
 """
@@ -151,11 +151,12 @@ def slower_here(stack: Stack) -> str:
 
 @dataclass
 class _Rows:
-    """The layers described so far, some of them fused. Nodes have numbers: 0 is the input, i + 1 the output of row i.
+    """The layers that have been described so far. Some of them are fused.
 
-    The ``source`` of a row is the node that it reads. ``node``: the node that the next layer reads. ``is_flat``:
-    True if that node is a vector, without height and width. ``is_fork``: True if other layers read that node, too,
-    so that no layer may be fused with the row that computes the node. ``seen``: the ids of all modules so far.
+    Nodes have numbers: 0 is the input, i + 1 the output of row i. The ``source`` of a row is the node that it reads.
+    ``node``: the node that the next layer reads. ``is_flat``: True if that node is a vector, without height and width.
+    ``is_fork``: True if other layers read that node, too, so that no layer may be fused with the row that computes the
+    node. ``seen``: the ids of all modules so far.
     """
 
     is_flat: bool
@@ -181,10 +182,9 @@ class _Rows:
             self.node, self.is_fork = len(self.rows), False
 
     def drop(self, probability: float) -> bool:
-        """Add dropout to the output of the previous layer; as a separate layer if other layers read this output, too.
+        """Add dropout to the output of the previous layer. If other layers read this output, too, add a separate layer.
 
-        Returns False if the kernel does not support the dropout: a second dropout of one output, or probability
-        1.
+        Returns False if the kernel does not support the dropout: a second dropout of one output, or probability 1.
         """
         if not probability:
             return True

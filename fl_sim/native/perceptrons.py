@@ -124,7 +124,7 @@ class Perceptron:
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError if the network cannot read ``rows``: they have another width, or they lack classes."""
+        """Raise ValueError if the network cannot read ``rows``, because the rows have another width or lack classes."""
         if rows.values.shape[1] != self.width or (self.num_classes > 0 and rows.classes is None):
             kind = f"{self.width} numbers and a class" if self.num_classes else f"{self.width} numbers"
             raise ValueError(f"the network takes rows of {kind}, not of the shape {rows.values.shape}")
@@ -199,11 +199,10 @@ def address(values: NDArray[Any]) -> int:
 
 
 class CompiledAdam:
-    """The state of Adam for one vector of ``weights``, which is updated in place.
+    """The state of Adam for one vector of ``weights``. An Adam step updates the vector in place.
 
     ``kept``: Adam's decay rates for the running means of gradients and of squared gradients (beta_1, beta_2).
-    ``gradient``: the gradient of the last step. Raises ValueError unless ``weights`` are a contiguous float32
-    vector.
+    ``gradient``: the gradient of the last step. Raises ValueError unless ``weights`` are a contiguous float32 vector.
     """
 
     def __init__(self, weights: torch.Tensor, kept: tuple[float, float], learning_rate: float) -> None:
@@ -245,8 +244,8 @@ class GradientNoise:
 class Adversaries:
     """A discriminator and a generator. Each has an Adam optimizer for the vector of all its parameters.
 
-    ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``:
-    the discriminator's last sum of clipped gradients. Raises ValueError if the optimizers, the average or the two
+    ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``: the
+    last sum of clipped gradients of the discriminator. Raises ValueError if the optimizers, the average or the two
     networks do not fit together.
     """
 

@@ -26,7 +26,7 @@ TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
 """The fields of LocalPlan (loss terms) that the compiled trainer does not support together with the field ``mix``."""
 
 RECEIVED = frozenset({"distillation", "contrast"})
-"""The fields of LocalPlan that need another model's outputs.
+"""The fields of LocalPlan whose loss terms need the outputs of another model.
 
 The compiled trainer computes these outputs once for all epochs. So it does not combine these fields with image
 augmentation, which changes the inputs in every epoch.
@@ -169,7 +169,7 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """The owner of the memory that the kernel reads during a call. Values that clients share are stored once."""
+    """Owns the memory that the kernel reads during a call. Values that clients share are stored once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -235,7 +235,10 @@ class RequestBuffers:
         return terms
 
     def _pointer(self, values: torch.Tensor | NDArray[np.int64] | None) -> int | None:
-        """Store ``values`` as a contiguous tensor, and return its memory address; None for None."""
+        """Store ``values`` as a contiguous tensor, and return its memory address.
+
+        If ``values`` is None, return None.
+        """
         if values is None:
             return None
         self._tensors.append(torch.as_tensor(values).contiguous())

@@ -1,7 +1,8 @@
-"""Observers of a run: trackers such as MLflow, and the user's own objects. A command names the latter by import paths.
+"""Observers of a run: trackers such as MLflow, and the user's own objects.
 
-Trackers receive the same numbers as the run's files, under the names of ``rounds.csv``. A background thread sends the
-numbers, so that a slow tracker never delays a round, and a failing tracker never aborts a run.
+A command names the user's objects by import paths. Trackers receive the numbers that the run's files contain. They have
+the names that ``rounds.csv`` uses. A background thread sends the numbers, so that a slow tracker never delays a round,
+and a failing tracker never aborts a run.
 """
 
 import secrets
@@ -42,7 +43,7 @@ METRICS: Final = "metrics"
 """The name of the optional method of a user's observer that computes own metrics of the model after a round."""
 
 EVENTS: Final = (*(name for name in vars(Observer) if not name.startswith("_")), METRICS)
-"""The names of all methods of an observer. A user's observer needs at least one of them."""
+"""The names of all methods of an observer. A user's observer needs at least one of these methods."""
 
 TRACKING: Final = "tracking.json"
 _LONGEST: Final = 2**16
@@ -183,10 +184,11 @@ def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
 
 
 class LiveTracker(Silent):
-    """An observer that sends a run to trackers: after every round, or at the end if the run has a privacy guarantee.
+    """An observer that sends a run to trackers: after every round, or only at the end of a run with privacy guarantee.
 
-    A tracker stores when a round was sent. In a private run this time would reveal the duration of local training,
-    and so the number of records. So all rounds of a private run are sent together after the last round.
+    A tracker stores the time at which a round was sent. In a run with a privacy guarantee (a private run), this time
+    would reveal the duration of local training. The duration would reveal the number of records. So all rounds of a
+    private run are sent together after the last round.
     """
 
     def __init__(self, directory: Path, trackers: Sequence[str], say: Say) -> None:
@@ -248,16 +250,16 @@ class LiveTracker(Silent):
 def ending_of(facts: Mapping[str, Any]) -> str:
     """Return an identifier of the results in ``facts``, the content of ``result.json``.
 
-    It changes if the run gets new results, for example after more rounds.
+    The identifier changes if the run gets new results, for example after more rounds.
     """
     return f"{facts['status']} {facts.get('chain', '')}"
 
 
 class ObserverList:
-    """Calls several observers as if they were one: first fl-sim's own ``observers``, then the user's, ``own``.
+    """Calls several observers as if they were one: first ``observers`` (of fl-sim), then ``own`` (of the user).
 
-    ``own``: pairs (name, object). A user's observer may lack methods. An exception in a user's observer stops the
-    run with an error message of one line. Raises UserError for a user's observer that has none of the methods of an
+    ``own``: pairs (name, object). A user's observer may lack methods. An exception in a user's observer stops the run
+    with an error message of one line. Raises UserError for a user's observer that has none of the methods of an
     observer.
     """
 
@@ -290,8 +292,8 @@ class ObserverList:
     def finished_round(self, record: RoundRecord) -> str | None:
         """Report the measures of a finished round to all observers.
 
-        If a user's observer returns True, the run ends after this round. The method then returns a text with
-        this reason, else None.
+        If a user's observer returns True, the run ends after this round. Then this method returns a text that names the
+        reason, else None.
         """
         reasons = []
         for name, returned in self._call("finished_round", record):
@@ -333,8 +335,8 @@ def _to_standard_error(line: str) -> None:
 def _opened(tracker: str, directory: Path, first_round: int) -> Session:
     """Open a session of ``tracker`` for a run whose next round is ``first_round``.
 
-    The tracker may already have a round with this number, from an earlier run in the same directory. Then this run
-    gets a new identifier, so that the tracker does not mix the two runs.
+    The tracker may already have a round with this number, from an earlier run in the same directory. In this case the
+    run gets a new identifier, so that the tracker does not mix both runs.
     """
     run = _tracked_run(directory, tracker)
     if run.state.sent >= first_round:

@@ -1,4 +1,4 @@
-"""The trackers TensorBoard, MLflow, Weights & Biases and Trackio. A session sends one run to one tracker.
+"""The trackers TensorBoard, MLflow, Weights & Biases and Trackio. A ``Session`` sends one run to one tracker.
 
 The library of a tracker is imported when a session opens, so that a user needs only the libraries of chosen trackers.
 """
@@ -36,7 +36,10 @@ _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Defaults of MLflow's environment variables: a missing server then fails fast, and without many messages."""
+"""Defaults of MLflow's environment variables.
+
+With these, a missing server causes an error quickly and without many messages.
+"""
 
 _IDENTITY: Final = "fl-sim.identity"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -239,7 +242,7 @@ class Trackio:
             self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
-        """Log the results and the status at the last round, and wait until all data are written."""
+        """Log the results and the status at the last round. Wait until all data are written."""
         self._run.log({**results, "status": status}, step=last_round)
         with redirect_stdout(StringIO()):
             self._run.finish()
@@ -248,7 +251,10 @@ class Trackio:
 TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Session]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "trackio": Trackio,
 }  # fmt: skip
-"""{name of a tracker: its session class}. The name is also that of its library, and of the extra that installs it."""
+"""{name of a tracker: its session class}.
+
+The tracker's library has the same name, and so has the extra of fl-sim that installs the library.
+"""
 
 
 def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
