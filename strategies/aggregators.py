@@ -94,7 +94,8 @@ def cohort_size(experiment: Choices) -> float:
 
 
 Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
-"""A function that combines updates, the rows of a matrix (see ``as_rows``), into one row. It also gets the replies."""
+"""A function that combines updates, the rows of a matrix (see ``as_rows``), into one row. The function also receives
+the clients' replies, one for each row."""
 
 
 def combined(
@@ -127,7 +128,7 @@ def as_rows(replies: Sequence[Reply]) -> torch.Tensor:
 
 
 def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
-    """Return the payloads of one row of the matrix from ``as_rows``, with the names and shapes of ``like``."""
+    """Return the payloads that one row of the matrix from ``as_rows`` holds, with the names and shapes of ``like``."""
     parts = [flattened(params) for params in like.values()]
     cut = row.split_with_sizes([part.flat.numel() for part in parts])
     return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}

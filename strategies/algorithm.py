@@ -49,7 +49,7 @@ Result: for each client, positions in this argument. Raises UserError if the par
 
 
 FEDAVG = "this is fedavg"
-"""The reason in warnings about a setting without effect where a method equals FedAvg, such as FedProx with mu 0."""
+"""Words for warnings that a setting has no effect because the method then equals FedAvg, as FedProx with mu 0 does."""
 
 _LEAST, _MOST = 1e-37, 1e37
 """Range of absolute values x for which float32 can represent both x and 1 / x."""
@@ -90,7 +90,10 @@ class Central(Protocol):
 
 @runtime_checkable
 class Alone(Protocol):
-    """An algorithm in which every client trains alone. Tables compare the clients' models in other rows with it."""
+    """An algorithm in which every client trains alone.
+
+    Tables compare the client models of other algorithms with those of this one.
+    """
 
     is_alone: ClassVar[bool]
 
@@ -131,7 +134,7 @@ class MeanOnly(Protocol):
     """An algorithm whose server needs the mean of the payloads: robust aggregators, such as the median, do not fit."""
 
     def mean_only(self) -> str:
-        """Return the reason for the need, as a clause for an error message; an empty string if any aggregator will do.
+        """Return a clause for an error message: why the server needs the mean; "" if every aggregator fits.
 
         The reason may depend on settings: FedNova does not need the mean if its ``tau_eff`` is set.
         """
@@ -249,12 +252,15 @@ def first_state(algorithm: Algorithm, params: Params, personal: str = "none") ->
 
 
 def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the payload template: the names and shapes of the tensors in an update, of a client without records."""
+    """Return the payload template: names and shapes of the tensors in an update.
+
+    The names and shapes are those of a client without records.
+    """
     return _blank_update(algorithm, server, num_examples=0).payloads
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the names and shapes of the tensors in client state, taken from a client after one local step."""
+    """Return the names and shapes of the tensors in client state, such as a client has after one local step."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 

@@ -46,11 +46,11 @@ class Population:
 
 @dataclass(frozen=True)
 class Asking:
-    """One client task that is sent to every client. ``order``: the kind of task, such as evaluate, and its settings.
+    """One client task that is sent to every client.
 
-    ``quoted``: True if an error message may quote a client's error message; False if that is private. ``timeout``:
-    seconds for the whole exchange. ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent
-    with the model.
+    ``order``: the kind of task, such as evaluate, and its settings. ``quoted``: True if an error message may quote a
+    client's error message; False if the client's message is private. ``timeout``: seconds for the whole exchange.
+    ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the model.
     """
 
     order: wire.TaskConfig

@@ -26,9 +26,10 @@ class APFL(Averaging):
     run's initial model. A client keeps v and alpha between its rounds, and mixes v with the global model that it
     receives.
 
-    The released code steps w first and mixes v with the new w, and moves alpha in the first step of a round only, with
-    a further 0.02 alpha in its gradient. Two common benchmarks differ from the paper: PFLlib takes alpha 1 by default,
-    replaces v by the mixture after each round, and takes the gradient at v; FL-bench mixes outputs, not models.
+    The released code makes the step of w first, and then mixes v with the new w. It changes alpha in the first step of
+    a round only, and adds 0.02 alpha to the gradient of alpha. Two common benchmarks differ from the paper: PFLlib
+    takes alpha 1 by default, replaces v by the mixture after each round, and takes the gradient at v; FL-bench mixes
+    outputs, not models.
     """
 
     kind: Literal["apfl"] = "apfl"
@@ -50,7 +51,7 @@ class APFL(Averaging):
         return [off(f"algorithm.alpha={self.alpha:g} with algorithm.adaptive=false", why)]
 
     def course(self, job: LocalJob) -> Course:
-        """Train w and v side by side, batch by batch."""
+        """Train the global model w and the own model v together: each batch gives one step of w and one step of v."""
         w, settings, losses = job.task.params, job.task.settings, list[float]()
         (v, alpha), rate, statistics = self._kept(job.task), settings.learning_rate, job.task.statistics
         for step in steps_of(job):
@@ -67,7 +68,7 @@ class APFL(Averaging):
         return Trained(w, {}, len(losses), loss, statistics=statistics, further=kept)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of w; v and alpha become the client state."""
+        """Return the update of the global model w. The own model v and its weight alpha become the client state."""
         update, state = super().finish(task, trained), _state(*self._kept(task))
         state |= {name: one.params for name, one in trained.further.items()}
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state)
@@ -78,7 +79,7 @@ class APFL(Averaging):
         return mixture(v, task.params, alpha)
 
     def _kept(self, task: LocalTask) -> tuple[Params, float]:
-        """Return v and alpha of a client."""
+        """Return the client's own model v and its weight alpha, from the client state."""
         mixing = task.state.get(_MIXING)
         return task.state.get(_OWN, task.initial), self.alpha if mixing is None else float(mixing[_ALPHA])
 

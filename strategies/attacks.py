@@ -226,7 +226,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning with the number of hostile clients without records, as they have no effect."""
+        """Return a warning with the number of hostile clients that hold no records: these clients have no effect."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         if not (harmless := len(hostile.intersection(idle))):

@@ -94,14 +94,17 @@ class ClientBatchNorm(ClientLayer):
     chosen: BatchNorm
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task with BatchNorm tensors in its model: the client's own or, without them, the server's."""
+        """Return the task with BatchNorm tensors in its model.
+
+        These are the client's own tensors or, if it has none, the server's.
+        """
         broadcast, state = {**task.broadcast}, {**task.state}
         layers = broadcast.pop(LAYERS, {})
         params, statistics = placed(task.params, state.pop(LAYERS, layers))
         return replace(task, params=params, statistics=statistics, broadcast=broadcast, state=state)
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the plan; for MOON, the client's own BatchNorm layers are put into the previous model of its loss."""
+        """Return the plan. In MOON's plan the client's previous model gets the client's own BatchNorm layers."""
         if plan.contrast is None or not (names := self._personal(came)):
             return plan
         params = self.received(came).params
@@ -144,7 +147,10 @@ class ClientBatchNorm(ClientLayer):
 
 
 def layers_in(model: nn.Module, chosen: BatchNorm) -> Params:
-    """Return the BatchNorm tensors of ``model``, on the CPU; if ``chosen`` is "personal", with the parameters."""
+    """Return the BatchNorm statistics of ``model``, on the CPU.
+
+    If ``chosen`` is "personal", the BatchNorm parameters are included.
+    """
     if chosen != "personal":
         return statistics_of(model)
     weights = {

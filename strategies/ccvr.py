@@ -67,7 +67,7 @@ class CCVR(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence[CCVR], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return a table caption that describes the samples for the training of the head."""
+        """Return a table caption that describes the sampled features on which the head is trained."""
         samples, rates, epochs = (
             values([getattr(one, name) for one in chosen]) for name in ("samples_per_class", "learning_rate", "epochs")
         )
@@ -92,7 +92,7 @@ class CCVR(Settings):
         return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if clients train no common head, or if other settings forbid them to send moments."""
+        """Raise ValueError if the clients train no common head, or if other settings forbid clients to send moments."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(

@@ -48,8 +48,8 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
     (n_c - 1), as (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
 
     ``std``: standard deviation of the noise on each number. With noise, only classes that certainly have more than one
-    record are used, and covariances are shrunk towards a multiple of the identity, by the share of their difference
-    from this multiple that noise may explain.
+    record are used. Each covariance is then shrunk towards a multiple of the identity. Noise may explain a share of the
+    difference between the covariance and this multiple, and this share is removed.
     """
     found = []
     for label, (count, *rest) in enumerate(moments):

@@ -36,7 +36,7 @@ def coefficients(bands: int) -> NDArray[np.float64]:
 
 @dataclass
 class CorrelatedNoise:
-    """The state from which the next rounds subtract noise of earlier rounds. With one band there is no state.
+    """The state that later rounds need to subtract noise of earlier rounds; with one band there is no state.
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
     the ``released`` sums they reveal the noise. They are kept only in memory: a resumed run begins with an empty state,

@@ -15,7 +15,9 @@ _OWN = "own-model"
 
 
 def near(start: Params, centre: Params, strength: float) -> LocalPlan:
-    """Return the plan that adds ``strength`` (v - ``centre``) to the gradient at v of a model that begins at ``start``.
+    """Return a local plan that pulls the trained model v, which begins at ``start``, towards ``centre``.
+
+    The plan adds ``strength`` (v - ``centre``) to the gradient at v.
 
     The proximal term of a local plan pulls towards ``start``, the model at which training starts. Adding the constant
     ``strength`` (``start`` - ``centre``) to the gradient moves this pull to ``centre``.
@@ -42,7 +44,7 @@ class Ditto(Averaging):
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
-        """Return the training of the client's own model."""
+        """Return the second training of the client in this round: that of its own model."""
         own = self.own_model(task)
         return {_OWN: FurtherModel(own, near(own, task.params, self.strength))}
 

@@ -27,7 +27,10 @@ class EarlyStopping(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Return the round layer of a run. It needs no checkpoint, as it reads accuracies in ``rounds.jsonl``."""
+        """Return the round layer of a run.
+
+        It has no state in the checkpoint, as it reads accuracies in ``rounds.jsonl``.
+        """
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OWN, _WEIGHTS, _ROUNDS, _RECEIVED = "own-model", "weights", "rounds", "received"
 
 _MOST_PASSES = 100
-"""The most passes until convergence. The released code has no limit, and need not end."""
+"""The largest number of passes until the weights converge. The released code has no limit, so it may never end."""
 
 _WINDOW = 10
 """Weights have converged if the losses of so many passes differ little, as in the released code."""
@@ -35,12 +35,12 @@ _WINDOW = 10
 class FedALA(Averaging):
     """FedAvg, but a client starts at v + (x - v) W instead of x, with its own last model v and weights W in [0, 1].
 
-    Only the last ``layers`` layers start so; all others start at x. The paper takes 1. W has a number for each
-    parameter, and begins at 1. It makes steps W <- W - ``weight_learning_rate`` (gradient at the start) (x - v), cut to
-    [0, 1]. ``weight_learning_rate``: 1 in the paper; 0 is FedAvg. The steps use batches of a random ``record_share`` of
-    the client's records, 0.8 in the paper. In the client's second round they make passes until the standard deviation
-    of the last 10 losses is below ``threshold`` (0.1 in the released code), and in later rounds one pass. A loss is the
-    mean of a pass. The start is the client's own model.
+    Only the last ``layers`` layers start at this mixture; all other layers start at x. The paper takes 1. W has a
+    number for each parameter, and begins at 1. It makes steps W <- W - ``weight_learning_rate`` (gradient at the start)
+    (x - v), cut to [0, 1]. ``weight_learning_rate``: 1 in the paper; 0 is FedAvg. The steps use batches of a random
+    ``record_share`` of the client's records, 0.8 in the paper. In the client's second round they make passes until the
+    standard deviation of the last 10 losses is below ``threshold`` (0.1 in the released code), and in later rounds one
+    pass. A loss is the mean of a pass. The start is the client's own model.
 
     In the released code ``layers`` counts tensors, the loss is that of a pass's last batch, and a client that joins
     late mixes x with the initial model in its first round; here it starts at x.
@@ -61,7 +61,7 @@ class FedALA(Averaging):
         return [off("algorithm fedala", first)] if experiment.rounds == 1 else []
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the mixture as its start; the received model is added to the client state."""
+        """Return the task so that training starts at the mixture; the received model is added to the client state."""
         state = {**task.state, _RECEIVED: task.params}
         if _OWN not in task.state or not len(client.records):
             return replace(task, state=state)
@@ -77,13 +77,13 @@ class FedALA(Averaging):
         return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state if trained.num_steps else {})
 
     def _mixed(self, params: Params) -> Sequence[str]:
-        """Return the names of the parameters of the last layers."""
+        """Return the parameter names of the last ``layers`` layers, which start at the mixture."""
         layer_of = {name: name.rpartition(".")[0] for name in params}
         last = list(dict.fromkeys(layer_of.values()))[-self.layers :]
         return [name for name in params if layer_of[name] in last]
 
     def _learned(self, task: LocalTask, client: OnClient) -> Params:
-        """Return the weights after the steps of this round."""
+        """Return the mixing weights W after this round's steps of W."""
         inputs, labels = client.records.tensors()
         generator = rng(client.seed, "fedala", task.client, task.server_round)
         chosen = generator.permutation(len(labels))[: math.ceil(self.record_share * len(labels))]
@@ -110,7 +110,7 @@ class FedALA(Averaging):
 def _one_step(
     task: LocalTask, weights: Params, batch: tuple[torch.Tensor, torch.Tensor], generator: np.random.Generator
 ) -> LocalJob:
-    """Return a job of one step from the mixture, whose momentum buffers are the gradient of the last layers."""
+    """Return a training job of one step from the mixture. Its momentum buffers then hold the last layers' gradient."""
     from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
 

@@ -1,4 +1,4 @@
-"""FedAvg: the mean of the clients' models (McMahan et al. 2017, algorithm 1); and the centralized upper bound."""
+"""FedAvg, the mean of the clients' models (McMahan et al. 2017, algorithm 1), and centralized training."""
 
 from typing import ClassVar, Literal
 
@@ -19,7 +19,7 @@ class FedAvg(Averaging):
 
 
 class Centralized(Averaging):
-    """The upper bound without federation: one client holds all training records and runs plain SGD.
+    """Centralized training, the upper bound of tables: one client holds all training records and runs plain SGD.
 
     Model and optimiser are the same as in federated training. The client keeps its momentum from round to round, so
     that this is exactly SGD over ``rounds * local epochs`` epochs. The setting ``devices`` has no effect: there is no

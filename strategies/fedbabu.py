@@ -20,7 +20,7 @@ class FedBABU(Averaging):
     title: ClassVar[str] = "FedBABU"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark if clients do not fine-tune the model: its head then has its initial values."""
+        """Return a remark if clients do not fine-tune the model: the evaluated head then has its initial values."""
         if experiment.evaluate.fine_tune_epochs:
             return []
         why = "the head keeps its initial values; set evaluate.clients=class-shares and evaluate.fine_tune_epochs=5"

@@ -47,7 +47,7 @@ class ClientMomentum(Averaging):
         return LocalPlan(gradient_scale=self.alpha, gradient_offset=carried)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: model plus mean update. Clients receive the mean update in the next round."""
+        """Return the next server state: model plus mean update. Clients receive this mean update in the next round."""
         delta = aggregate.payloads["delta"]
         return ServerState(add(server.params, delta), broadcast={"last": delta})
 

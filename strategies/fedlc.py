@@ -22,9 +22,9 @@ class FedLC(Averaging):
     n_c is the client's number of records of class c. ``tau``: the paper tries 0.01, 0.1, 0.5 and 1; with 0, absent
     classes still leave the softmax. The loss of a client with one class is 0, so that 1-Label clients learn nothing.
     ``exclude_true``: leave a record's own class out of the softmax's denominator, as the paper's equation does (from
-    memory, not read again). All released code that was read keeps the class. Without the class the loss,
-    log(sum over the other classes of exp f_c) - f_y, has no lower bound. PyTorch trains this loss: the compiled trainer
-    does not support it.
+    memory, the paper was not read again). All released code that was read keeps the class. Without the class the loss,
+    log(sum over the other classes of exp f_c) - f_y, has no lower bound. The compiled C++ trainer does not support this
+    loss, so PyTorch computes it.
     """
 
     kind: Literal["fedlc"] = "fedlc"
@@ -48,7 +48,7 @@ class FedLC(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that shifts the logits; a shift of minus infinity removes a class from the softmax."""
+        """Return the local plan that shifts the logits; minus infinity removes an absent class from the softmax."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shift = torch.where(counts > 0, -self.tau * counts.clamp(min=1) ** -0.25, -torch.inf)
         several = ((counts > 0).sum() > 1).float()
@@ -57,7 +57,9 @@ class FedLC(Averaging):
 
 
 def without_true(batch: Batch) -> torch.Tensor:
-    """Return a loss term per record, shape (n,), that removes the record's own class from the softmax's denominator.
+    """Return a loss term for each record, shape (n,).
+
+    The term removes the record's own class from the denominator of the softmax.
 
     The term is 0 for a client with one class.
     """

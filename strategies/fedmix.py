@@ -1,6 +1,6 @@
 """FedMix and NaiveMix: mixup with averaged records of other clients (Yoon et al. 2021, algorithms 1 and 2).
 
-The averages leave the clients without noise: neither method has a privacy guarantee, with any aggregator.
+Clients send averages of their records without noise. So neither method has a privacy guarantee, with any aggregator.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class FedMix(_Mixing):
     (x, y) is a record of the client, (x_bar, y_bar) an average, and lam is ``mixing_weight``. The loss approximates
     NaiveMix's loss by an expansion at (1-lam)x, with an error of second order in lam (derived, and tested). The exact
     first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>. It also differs by lam^2, so
-    the factors lam and lam (1-lam) are equally good. From memory, as the paper's text was not available: its equation
-    has lam, as here; its algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has lam
-    (1-lam), and divides by the batch size, which is a mistake. Every client draws from the averages of all clients,
-    including its own. The paper may exclude a client's own averages; this is not known.
+    the factors lam and lam (1-lam) are equally good. The paper's text was not available; what follows is from memory.
+    The paper's equation has the factor lam, as here. The paper's algorithm takes the gradient of (1-lam) l, which gives
+    the factor lam (1-lam). Flower's baseline has lam (1-lam), and divides by the batch size, which is a mistake. Every
+    client draws from the averages of all clients, including its own. The paper may exclude a client's own averages;
+    this is not known.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.

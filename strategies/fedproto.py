@@ -1,4 +1,4 @@
-"""FedProto: local training pulls features towards prototypes, the mean features of a class.
+"""FedProto: local training pulls a record's features towards the prototype of its class: the class's mean features.
 
 Tan et al. 2022, algorithm 1.
 """
@@ -46,7 +46,7 @@ class FedProto(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: prototypes are ratios of sums."""
+        """Return the reason why the server needs the mean, for error messages: prototypes are ratios of sums."""
         return (
             "prototypes are sums of features divided by counts, which only means over the same clients preserve, and "
             "sums of features have a larger norm than the update, so they would decide distances between clients"
@@ -81,7 +81,7 @@ class FedProto(Averaging):
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the update: y_i - x, and each class's feature sum and record count, divided by the number of records.
 
-        The server's mean is weighted by records, which cancels this division.
+        The server weights its mean by the number of records, which cancels this division.
         """
         update, like = super().finish(task, trained), task.broadcast["prototypes"]
         sums = like["z"] * 0 if trained.feature_sums is None else trained.feature_sums

@@ -1,4 +1,4 @@
-"""FedRep: a client first fits its own head to the body, then makes a step of the body (Collins et al. 2021)."""
+"""FedRep: a client first trains its own head on the received body, and then trains the body (Collins et al. 2021)."""
 
 from collections.abc import Collection
 from typing import ClassVar, Literal

@@ -16,8 +16,8 @@ class FedSAM(Averaging):
     w is the client's model and g its gradient. ``rho``: 0 is FedAvg; Caldarola et al. take 0.1 (FedSAM) and 0.7
     (FedASAM) on CIFAR-10. The norm is over the whole model, and weight decay is computed at w. The released FedASAM has
     |w| + eta in place of |w|, with eta 0.2 on CIFAR-10, and scales only weights: a bias moves by rho g / norm. Here eta
-    is 0 and biases are scaled like weights, so ``rho`` 0.7 is a different radius here than in the released code, and
-    gives different models.
+    is 0 and biases are scaled like weights, so the same ``rho`` of 0.7 gives a different distance from w, and different
+    models, than in the released code.
     """
 
     kind: Literal["fedsam"] = "fedsam"

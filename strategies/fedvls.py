@@ -23,8 +23,8 @@ class FedVLS(Averaging):
     exp [y != c] (f_c - log pi_c - log C)).
 
     The third term and its weight follow the released code. In the paper it is log(mean of [y != c] exp f_c) with weight
-    1: that has no lower bound, and training diverges. The paper's lambda is 0.1, and 0.5 on CIFAR-100. The released
-    code has log 1e-9 in place of log pi for an absent class.
+    1. That term has no lower bound, and training diverges. The paper's lambda is 0.1, and 0.5 on CIFAR-100. The
+    released code has log 1e-9 in place of log pi for an absent class.
     """
 
     kind: Literal["fedvls"] = "fedvls"

@@ -42,11 +42,11 @@ class FederatedStrategy(Strategy):
     """A Flower Strategy made of one algorithm, one aggregator, one sampler, and the layers around them.
 
     ``server``: the server state after the last round; Flower's own ``arrays`` argument is the same model and is not
-    read. ``order``: the settings in every message to clients; round number and learning rate are set in each round.
-    ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``: the seed of the
-    cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the clients whose
-    updates count in the last round. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client
-    that is known to hold training records, shape (clients,); None: all clients hold records.
+    read. ``order``: the training task that every client receives: its settings; round number and learning rate are set
+    in each round. ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``:
+    the seed of the cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the
+    clients whose updates were used in the last round. ``layer``: the outermost layer of ``layers``. ``holders``: True
+    for each client that is known to hold training records, shape (clients,); None: all clients hold records.
     """
 
     algorithm: Algorithm
@@ -101,7 +101,7 @@ class FederatedStrategy(Strategy):
         """Check every reply, aggregate the updates in the order of clients, and let the algorithm merge the aggregate.
 
         Raises RunError, which names client and round, if a client failed, did not answer or sent an invalid update.
-        Under privacy such a client counts as the zero vector, until no client sends a valid update any more.
+        Under Global DP such a client counts as the zero vector, until no client sends a valid update any more.
         """
         if self._sent is not None:  # clients in this process share the server's tensors and must not change them
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
@@ -174,7 +174,7 @@ class FederatedStrategy(Strategy):
         return self.num_clients if self.members is None else len(self.members)
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
-        """Return the number of clients that hold records, or None if all clients do.
+        """Return the number of clients that hold records, or None if all clients hold records.
 
         ``answers``: updates. A client whose update was trained on at least one record is noted as a client with
         records.
@@ -194,12 +194,12 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _packed(self) -> dict[str, Size]:
-        """Return {name: compressed size} of the payloads that clients send in compressed form."""
+        """Return {payload name: compressed size} of the payloads that clients send in compressed form."""
         sizes = (half.packs(self._template, self.server.params) for half in self.on_clients)
         return {name: size for one in sizes for name, size in one.items()}
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
-        """Return the valid updates of the cohort. Under privacy, missing or malformed updates are left out."""
+        """Return the valid updates of the cohort. Under Global DP, missing or malformed updates are left out."""
         answers = by_client(replies, self.population.client_of, strict=not self.layer.hides_clients)
         updates: list[Reply] = []
         failed: dict[int, Malformed] = {}
@@ -293,7 +293,10 @@ class _Innermost(Layer):
 
 
 def _both(groups: Payloads, more: Payloads) -> Payloads:
-    """Return the payloads ``groups`` and a layer's payloads ``more``. Raises RunError if a name occurs in both."""
+    """Return one mapping with the payloads ``groups`` and a layer's payloads ``more``.
+
+    Raises RunError if a name occurs in ``groups`` and in ``more``.
+    """
     if twice := sorted(groups.keys() & more.keys()):
         raise RunError(
             f"a layer adds a payload {twice[0]!r}, and the algorithm or another layer has one of this name: give it "
@@ -321,10 +324,10 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 class Round:
     """The outcome of a round, without evaluation.
 
-    ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: the privacy cost of
-    all rounds so far for a client, None without accounting. With a virtual clock: ``virtual_seconds`` is the round's
-    duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness`` the mean
-    staleness of the updates in server steps.
+    ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: a client's privacy
+    cost of all rounds so far, None where no ledger accounts for it. With a virtual clock: ``virtual_seconds`` is the
+    round's duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness`` the
+    mean staleness of the updates in server steps.
     """
 
     server_round: int
@@ -341,7 +344,10 @@ class Round:
 def run_round(
     strategy: FederatedStrategy, grid: Grid, server_round: int, learning_rate: float, timeout: float
 ) -> Round:
-    """Run one round: charge the privacy ledger, sample, send, check replies, aggregate, merge. Return its outcome.
+    """Run one round and return its outcome.
+
+    The steps are: book the privacy cost in the privacy ledger, sample clients, send tasks, check replies, aggregate
+    updates, and merge the aggregate into the global model.
 
     ``timeout``: seconds for the whole exchange. Raises Stop, as its first action, if a layer ends the run before
     the round.

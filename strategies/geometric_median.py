@@ -16,9 +16,9 @@ from strategies.algorithm import Weighting
 class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
 
-    ``smoothing``: the paper's nu; a smaller distance is replaced by it, so that no division by 0 occurs. Every client
-    has the same weight, because the server cannot verify a client's number of records (the paper weights by it). No
-    privacy guarantee.
+    ``smoothing``: the paper's nu, the least distance that the algorithm divides by; so no division by 0 occurs. Every
+    client has the same weight, because the server cannot verify a client's number of records (the paper weights clients
+    by records). No privacy guarantee.
     """
 
     kind: Literal["geometric-median"] = "geometric-median"

@@ -53,9 +53,9 @@ FROM_EPSILON: Final = "from-epsilon"
 """The value of ``noise_multiplier`` for the smallest noise multiplier that the budget ``epsilon`` allows."""
 
 MOST_COUNT_NOISE: Final = 2.0**20
-"""Upper bound of the count noise: larger noise is rounded to a grid of whole numbers.
+"""Upper bound of ``count_noise``: larger noise would be rounded to a grid of whole numbers.
 
-One client changes the centred count by one half, which this grid would round to one.
+One client changes the centred count of updates by one half, which such a grid would round to one.
 """
 
 
@@ -74,7 +74,7 @@ class AdaptiveClipping(Settings):
 
 @runtime_checkable
 class Amplifying(Protocol):
-    """A sampler, such as Poisson, whose effect on the privacy cost of a round is known (amplification by sampling)."""
+    """A sampler, such as Poisson, with a known effect on the privacy cost of a round (amplification by sampling)."""
 
     def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
         """Return the privacy event of a round: mechanism ``event`` on a cohort that this sampler draws."""
@@ -83,15 +83,18 @@ class Amplifying(Protocol):
 
 @runtime_checkable
 class Releasing(Protocol):
-    """A preprocessing stage with releases under Global DP before the first round."""
+    """A preprocessing stage that publishes noisy sums under Global DP before the first round."""
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanisms of all releases, in order. ``aggregator``: the mechanism of the rounds."""
+        """Return the mechanisms of all noisy sums that the stage publishes, in order.
+
+        ``aggregator``: the mechanism of the rounds.
+        """
         ...
 
 
 def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-    """Return the mechanisms of the releases under Global DP before the first round, in the order of the releases."""
+    """Return the mechanisms of all noisy sums that a stage publishes before the first round, in order."""
     return preprocess.releases(aggregator) if isinstance(preprocess, Releasing) else ()
 
 
@@ -105,23 +108,20 @@ def _no_raw_median(value: Any) -> Any:
 
 
 class GlobalDP(Settings):
-    """Client-level differential privacy for any algorithm whose clients send tensors.
+    """Client-level differential privacy (Global DP) for any algorithm whose clients send tensors.
 
     ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm (with adaptive
     clipping the updates get more noise, so that updates and counts together cost z); 0 clips only and guarantees
     nothing. "from-epsilon" finds the least z with which all rounds together cost no more than ``epsilon``.
     ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
-    the bound in the first round).
-    ``epsilon``: the budget at ``delta``: training stops before the round that would exceed it; rounds that cost less
-    leave a part of it unused; None sets no limit.
-    ``accountant``: the method that computes the epsilon spent. ``noise`` "secret": a fresh key from the operating
-    system, so no two runs have the same noise; "seeded": repeatable, with a guarantee only about the method, not about
-    this run.
+    the bound in the first round). ``epsilon``: the budget at ``delta``: training stops before the round that would
+    exceed it; rounds that cost less leave a part of it unused; None sets no limit. ``accountant``: the method that
+    computes the epsilon spent. ``noise`` "secret": a fresh key from the operating system, so no two runs have the same
+    noise; With "seeded" the noise is repeatable; the guarantee is then only about the method, not about this run.
     ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in the model; 1
     for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the correlation
-    starts again.
-    ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out: the norm is
-    fixed.
+    starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out:
+    the norm is fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -174,7 +174,7 @@ class GlobalDP(Settings):
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a subclass, which a user wrote: the privacy of its changes is not proven."""
+        """Raise UserError for a user's subclass of ``GlobalDP``: nobody has proven that its changes are private."""
         if type(self) is not GlobalDP:
             raise UserError(
                 f"aggregator {kind_of(self)} changes global-dp, so its privacy guarantee is not known and no epsilon "
@@ -231,7 +231,10 @@ class GlobalDP(Settings):
             )
 
     def cost(self, counts: Mapping[dp_event.DpEvent, int]) -> float:
-        """Return the epsilon of releases, for comparison with the budget. ``counts``: {privacy event: number}."""
+        """Return the epsilon of all rounds and other releases, for comparison with the budget.
+
+        ``counts``: {privacy event: number of releases with this event}.
+        """
         from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
 
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
@@ -245,8 +248,8 @@ class GlobalDP(Settings):
         """Return the privacy event of one round before any sampling, with z relative to ONE client's clipping norm.
 
         With correlated noise, the event is the cost of each round in which a client takes part. Adaptive clipping is
-        included: update noise and count noise together have the cost of z. If a client is replaced, the sum changes by
-        2 S. ``amplify_fixed_size`` accounts for that, so z has the same meaning under either adjacency.
+        included: the noised updates and the noised count together have the cost of z. If a client is replaced, the sum
+        changes by 2 S. ``amplify_fixed_size`` accounts for that, so z has the same meaning under either adjacency.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -269,7 +272,9 @@ class GlobalDP(Settings):
         clipping_norm: float,
         correlated: CorrelatedNoise | None = None,
     ) -> tuple[Aggregate, float]:
-        """Return the noised mean of a round and the next round's clipping norm. Charge the ledger BEFORE calling this.
+        """Return the noised mean of a round and the next round's clipping norm.
+
+        Book the cost in the privacy ledger BEFORE this call.
 
         ``template``: the payload template; its values are not read. All clients have the same weight, whatever their
         num_examples is. A client counts as zeros if it is missing, answered twice, or sent payloads that are not finite
@@ -304,7 +309,7 @@ class GlobalDP(Settings):
     def sums(
         self, cohort: Cohort, template: Payloads, clipping_norm: float
     ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
-        """Return the sums before noise: the sum of clipped updates, and the centred count of updates within the norm.
+        """Return the sum of clipped updates and the centred count of updates within the norm, both without noise.
 
         SENSITIVE. If one client's records are added or removed, the sums change by at most ``clipping_norm`` and 1/2;
         if a client is replaced by another, by at most twice as much.

@@ -1,4 +1,4 @@
-"""Krum and Multi-Krum: they select the updates that are closest to their neighbours (Blanchard et al. 2017, sec. 4)."""
+"""Krum and Multi-Krum: aggregators that select the updates closest to other updates (Blanchard et al. 2017, sec. 4)."""
 
 from __future__ import annotations
 

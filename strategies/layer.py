@@ -62,7 +62,8 @@ class Layered(Protocol):
 class Drawn:
     """The cohort of a round.
 
-    ``clients``: the client numbers, ascending. ``most_steps``: {client: the number of local steps it has time for}.
+    ``clients``: the client numbers, ascending. ``most_steps``: {client: the largest number of local steps for which the
+    client has time}.
     """
 
     clients: NDArray[np.int64]
@@ -71,11 +72,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The initial state of a run, from which each layer checks that it fits the run.
+    """The initial state of a run. Each layer reads it to check that the layer fits the run.
 
-    ``plan``: an example of a local plan. ``sent``: the payloads of a client without records. ``kept``: tensors with the
-    names and shapes of the algorithm's client state. ``whole``: names of stages that train the whole model at the
-    server.
+    ``plan``: an example of a local plan. ``sent``: the payloads that a client without records sends. ``kept``: tensors
+    with the names and shapes of the algorithm's client state. ``whole``: names of stages that train the whole model at
+    the server.
     """
 
     server: ServerState
@@ -151,7 +152,7 @@ class Layer:
 
     @classmethod
     def payments(cls, experiment: Any) -> Sequence[Payment]:
-        """Return the privacy costs of all rounds, such as those of Global DP; empty without a private layer."""
+        """Return the privacy costs of all rounds, such as the cost of Global DP; empty if no layer is private."""
         del experiment
         return ()
 
@@ -172,7 +173,7 @@ class Layer:
         """Return warnings for the user before the first round of this process.
 
         ``rounds_done``: number of rounds that an earlier process completed. ``idle``: clients without records; empty if
-        it is private which clients these are.
+        the names of these clients are private.
         """
         del experiment, rounds_done, idle
         return ()
@@ -186,7 +187,10 @@ class Layer:
         """Raise RunError if ``out``, the run directory, has rounds but lacks the layer's files, such as a ledger."""
 
     def ready(self, work: Workload) -> None:
-        """Receive the clients' numbers of records, local settings and bytes. Called once, before the first round."""
+        """Receive the amount of work of the clients: numbers of records, local settings, bytes.
+
+        Called once, before round 1.
+        """
         self.inner.ready(work)
 
     def begin(self, server_round: int) -> None:
@@ -198,11 +202,11 @@ class Layer:
         return self.inner.cohort(server_round, coins)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates, sorted by client, that are aggregated. A layer may leave out or replace updates."""
+        """Return the updates that are aggregated, sorted by client. A layer may leave out or replace updates."""
         return self.inner.received(replies)
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Handle the clients that ``failed`` in a round, {client: error}. Raises RunError to end the run.
+        """Handle the failure of clients in a round. ``failed``: {client: error}. Raises RunError to end the run.
 
         ``answered``: True if at least one client sent a valid update.
         """
@@ -238,7 +242,7 @@ class Layer:
 
     @property
     def hides_clients(self) -> bool:
-        """Return True if it is secret which clients take part; then no file contains the cohort's size or losses."""
+        """Return True if the cohort is secret; then no file contains the size or the losses of the cohort."""
         return self.inner.hides_clients
 
     def state(self) -> Mapping[str, Any]:
@@ -251,7 +255,7 @@ class Layer:
 
 
 def found_in(layer: Layer, kind: type[Kind]) -> Kind:
-    """Return the layer of class ``kind``: either ``layer`` or one of its inner layers. There is exactly one."""
+    """Return the only layer of class ``kind`` among ``layer`` and its inner layers."""
     while not isinstance(layer, kind):
         layer = layer.inner
     return layer
@@ -274,7 +278,7 @@ def layer_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def check_names(experiment: Any, names: Iterable[str]) -> None:
-    """Raise UserError if one of ``names``, an algorithm's payloads and client state, is reserved for a layer."""
+    """Raise UserError if a name of an algorithm's payloads or client state, in ``names``, is reserved for a layer."""
     reserved = [kind.reserved for kind in _all_kinds(experiment) if kind.reserved]
     begin = tuple(name for name in reserved if name.endswith("/"))
     if taken := [name for name in names if name in reserved or name.startswith(begin)]:

@@ -28,7 +28,7 @@ class OwnLayer(Layer):
         self.inner, self._name, self._num_clients = inner, type(inner).__name__, num_clients
 
     def ready(self, work: Workload) -> None:
-        """Pass the clients' numbers of records, local settings and bytes to the user's layer."""
+        """Pass the clients' amount of work (numbers of records, local settings, bytes) to the user's layer."""
         with self._errors_of("ready"):
             self.inner.ready(work)
 
@@ -38,7 +38,10 @@ class OwnLayer(Layer):
             self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the user's layer's cohort. Raises RunError unless it is client numbers of the run, ascending."""
+        """Return the cohort of the user's layer.
+
+        Raises RunError unless it lists client numbers of the run in ascending order.
+        """
         with self._errors_of("cohort"):
             drawn = self.inner.cohort(server_round, coins)
         chosen = np.asarray(drawn.clients) if isinstance(drawn, Drawn) else np.array([0.5])
@@ -49,7 +52,10 @@ class OwnLayer(Layer):
         return drawn
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates that the user's layer keeps. Raises RunError if their names, shapes or order changed."""
+        """Return the updates that the user's layer keeps.
+
+        Raises RunError if names, shapes or order of the updates changed.
+        """
         with self._errors_of("received"):
             answered = tuple(self.inner.received(replies))
         before = {one.client: _layouts(one.payloads) for one in replies}
@@ -107,7 +113,7 @@ class OwnLayer(Layer):
 
     @property
     def hides_clients(self) -> bool:
-        """Return True if it is secret which clients take part; then no file contains the cohort's size or losses."""
+        """Return True if the cohort is secret; then no file contains the size or the losses of the cohort."""
         with self._errors_of("hides_clients"):
             return bool(self.inner.hides_clients)
 

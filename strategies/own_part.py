@@ -1,4 +1,4 @@
-"""Personal parameters: those that never leave their client. An algorithm's ``sends`` names the other parameters."""
+"""Personal parameters: the parameters that never leave their client. An algorithm's ``sends`` names all others."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class ClientOwnPart(ClientLayer):
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
         """Return the plan for the whole model: personal parameters are trained without the method's corrections.
 
-        Offsets and momentum buffers of the sent part get zeros for the personal part. The client's last model in a
-        contrast (MOON) gets the personal part of that round.
+        Gradient offsets and momentum buffers, which the method has for the sent parameters, get zeros for the personal
+        parameters. MOON's loss contains the client's last model; this model gets the personal parameters that it had.
         """
         missing = came.state.get(OWN, self.own)
         zeros = {name: torch.zeros_like(value) for name, value in missing.items()}
@@ -134,7 +134,7 @@ class ClientOwnPart(ClientLayer):
         )
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return task and trained parameters without personal parameters, which the update must not contain."""
+        """Return the task and the trained parameters without personal parameters: the update must not contain these."""
         del came
         params, after = self._without(task.params), self._without(trained.params)
         return replace(task, params=params), replace(trained, params=after)

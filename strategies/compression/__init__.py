@@ -6,7 +6,7 @@ from fl_sim.settings import Settings
 
 
 class NoCompression(Settings):
-    """No compression: clients send updates with four bytes per number."""
+    """No compression: clients send each number of an update as four bytes."""
 
     kind: Literal["none"] = "none"
     keeps_error: ClassVar[bool] = True

@@ -59,7 +59,7 @@ class ErrorFeedback(Settings):
         """Return the compressed update C(update) from its bytes, with zeros for numbers that were not sent."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the bytes of C(e + D), and as client state the new error e + D - C(e + D)."""
+        """Return the bytes of C(e + D), and the client state: the new error e + D - C(e + D)."""
         corrected = _corrected_by(held, update)
         packed = self.encode(corrected, coins)
         return packed, {"error": subtract(corrected, self.unpack(packed, update.layout, coins))}
@@ -134,7 +134,7 @@ class RandK(ErrorFeedback):
         return Size(_count_of(self.share, num_in(layout)))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return k packed numbers, and as client state the new error unless ``correction`` is "scale"."""
+        """Return k packed numbers and the client state: the new error, or nothing if ``correction`` is "scale"."""
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
@@ -196,7 +196,7 @@ class PowerSGD(Settings):
         return Size(sum(self._counts(shape)[0] + self._counts(shape)[1] for _, shape in layout))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return P and Q of e + D, packed; and the new error and Q as client state."""
+        """Return the packed factors P and Q of e + D, and the client state: the new error and Q."""
         corrected = _corrected_by(held, update)
         start = held.get("start") or self._first(update.layout, coins())
         sent, factors = [], {}
@@ -225,7 +225,7 @@ class PowerSGD(Settings):
         return FlatParams(torch.cat(parts), layout)
 
     def _counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the numbers of elements of P and Q, or for an uncompressed tensor (its number of elements, 0)."""
+        """Return (elements of P, elements of Q) for each matrix, and (elements, 0) for each uncompressed tensor."""
         size = math.prod(shape)
         if len(shape) < 2 or self.rank * (shape[0] + size // max(1, shape[0])) >= size:
             return size, 0

@@ -28,7 +28,7 @@ HELD: Final = "held-back/"
 
 
 class Compression(Layer):
-    """The round layer for compression. Its client half compresses and decompresses; the rounds stay unchanged."""
+    """The round layer for compression. Its client half does all of the work; the server's rounds stay unchanged."""
 
     reserved: ClassVar[str] = HELD
 
@@ -44,7 +44,7 @@ class Compression(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if clients send no parameters, which could be compressed."""
+        """Raise UserError if clients send no parameters, because only parameters can be compressed."""
         if not beginning.server.params:
             raise UserError(
                 f"compress {kind_of(experiment.compress)} cannot run with algorithm {kind_of(experiment.algorithm)}, "
@@ -53,7 +53,7 @@ class Compression(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's code on clients, which compresses their updates, and can decompress them."""
+        """Return the layer's client half, which compresses the clients' updates and can decompress these updates."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
@@ -65,7 +65,10 @@ class ClientCompression(ClientLayer):
     packing: Packing
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without compression's tensors in the client state, which the algorithm does not know."""
+        """Return the task without compression's tensors in the client state.
+
+        The algorithm does not know these tensors.
+        """
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:

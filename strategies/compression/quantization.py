@@ -44,7 +44,7 @@ class QSGD(Settings):
         return Size(-(-d // self.bucket_size), num_digit_bytes(d, self._values))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the norms of the buckets and the packed levels of ``update``, and no client state."""
+        """Return the packed ``update`` (norms of the buckets and levels), and an empty client state."""
         del held
         buckets = self._in_buckets(update.flat.numpy())
         with np.errstate(over="ignore"):  # the server reports a norm that is not finite

@@ -1,4 +1,6 @@
-"""Labelling of a public pool by PATE: noisy majority votes, each charged to a ledger before its noise is drawn.
+"""Labelling of a public pool by PATE: noisy majority votes.
+
+A ledger books the cost of each vote before its noise is drawn.
 
 LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise is
 added to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so it
@@ -49,11 +51,11 @@ class VotingMechanism(Protocol):
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return the events to charge: (test, answer), or (None, answer) if all queries are answered without a test."""
+        """Return the privacy events of a query: (test, answer), or (None, answer) for a mechanism without a test."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
-        """Return True if the query passes the noisy test of the teachers' agreement, and so is answered."""
+        """Return True if the query passes the noisy test of the teachers' agreement: only then is it answered."""
         ...
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
@@ -80,7 +82,7 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event to charge to the ledger): two Laplace mechanisms a query, as two counts change by 1."""
+        """Return (None, privacy event of a query): two Laplace mechanisms, as one record changes two counts by 1."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -104,7 +106,7 @@ class GNMax(_AnswersEveryQuery):
         return GNMaxCost(self.sigma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event to charge to the ledger for a query): a Gaussian mechanism of sensitivity sqrt(2)."""
+        """Return (None, privacy event of a query): a Gaussian mechanism of sensitivity sqrt(2)."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
@@ -118,9 +120,9 @@ class GNMax(_AnswersEveryQuery):
 class ConfidentGNMax(Settings):
     """GNMax for queries on which teachers agree: the largest count, with noise, must reach ``threshold`` votes.
 
-    ``sigma_threshold``: the standard deviation of the noise of that test, in votes; every query pays for the test, and
-    its noise is independent of the answer's. ``sigma``: the standard deviation of the noise on the counts of an answer,
-    in votes.
+    ``sigma_threshold``: the standard deviation of the noise of that test, in votes; every query pays for the test. The
+    test's noise is independent of the noise on the counts. ``sigma``: the standard deviation of the noise on the counts
+    of an answer, in votes.
     """
 
     kind: Literal["confident"] = "confident"
@@ -135,7 +137,7 @@ class ConfidentGNMax(Settings):
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
 
     def charges(self) -> tuple["dp_event.DpEvent", "dp_event.DpEvent"]:
-        """Return the events to charge to the ledger: (test, of sensitivity 1; answer, of sensitivity sqrt(2))."""
+        """Return the privacy events of a query: (test, of sensitivity 1; answer, of sensitivity sqrt(2))."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return dp_event.GaussianDpEvent(self.sigma_threshold), GNMax(sigma=self.sigma).charges()[1]
@@ -161,7 +163,10 @@ class NoNoise(_AnswersEveryQuery):
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event of a release without noise). Once this is charged, the ledger guarantees no epsilon."""
+        """Return (None, event of a label without noise).
+
+        Once the ledger has booked this event, it guarantees no epsilon.
+        """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.NonPrivateDpEvent()
@@ -178,12 +183,12 @@ Mechanism: TypeAlias = LNMax | GNMax | ConfidentGNMax | NoNoise
 class Labelling(Settings):
     """The labelling of a public pool, and its budget.
 
-    ``mechanism``: turns the teachers' votes into one noisy label. ``accountant``: the accountant whose epsilon is
-    reported and compared with the budget. ``epsilon``: the budget of all queries together at ``delta``; labelling stops
-    before the query that would exceed it; None sets no limit. ``budget`` "data-dependent" compares the data-dependent
-    epsilon with ``epsilon``. This gives more labels, but then that epsilon and the number of labels are as private as
-    the votes. ``noise`` "secret": a fresh key from the operating system, so no two runs have the same noise; "seeded":
-    repeatable noise, with a guarantee about the method only.
+    ``mechanism``: the rule that turns the teachers' votes on a record into one noisy label. ``accountant``: the
+    accountant whose epsilon is reported and compared with the budget. ``epsilon``: the budget of all queries together
+    at ``delta``; labelling stops before the query that would exceed it; None sets no limit. ``budget`` "data-dependent"
+    compares the data-dependent epsilon with ``epsilon``. This gives more labels. But then the data-dependent epsilon
+    and the number of labels are as private as the votes. ``noise`` "secret": a fresh key from the operating system, so
+    no two runs have the same noise; "seeded": repeatable noise, with a guarantee about the method only.
     """
 
     mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()
@@ -206,8 +211,8 @@ class Labelling(Settings):
     ) -> "Ledger":
         """Return the ledger of the private records; ``path`` is its charge log, None for a ledger in memory.
 
-        ``receipt``: the charges with which the log must begin, because they paid for ``holder``, which error messages
-        name.
+        ``receipt``: a receipt of the charges with which the log must begin. These charges paid for ``holder``, a name
+        for error messages.
         """
         from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
@@ -241,13 +246,13 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries in the planned privacy cost (``planned``); it does not depend on the votes."""
+        """Return the number of queries in ``planned``, the planned privacy cost. It does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
         """Return the privacy cost of labelling ``num_queries`` records, as {event: count}, without reading any vote.
 
-        If the mechanism answers every query, the budget alone decides how many queries are made: ``num_asked``, which
+        If the mechanism answers every query, the budget alone decides the number of queries. Then ``num_asked`` queries
         are counted. If the mechanism leaves queries unanswered, the number of queries within a budget depends on the
         votes. Then all ``num_queries`` are counted. A data-dependent budget stops the labelling by the votes without
         noise, and no epsilon holds for that.
@@ -277,16 +282,16 @@ class Labelled:
 def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", noise: Noise) -> Labelled:
     """Label the queries whose votes are ``counts``, shape (queries, classes), in order, within the budget.
 
-    Every query is charged before its noise is drawn. The same ledger, noise and counts give the same labels again at no
-    cost. Raises UserError if ``counts`` cannot be votes.
+    The cost of every query is booked in the privacy ledger before the query's noise is drawn. The same ledger, noise
+    and counts give the same labels again at no cost. Raises UserError if ``counts`` cannot be votes.
 
-    A query without an answer pays for its test alone, so costs depend on the votes. The budget is a privacy filter,
-    which covers this: fixed beforehand, it bounds the sum of Renyi divergences of releases that are chosen one after
-    the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). The bound holds here at all orders at once: the
-    releases are Gaussian, so their curves are multiples of each other, and the budget always ends at the same order.
-    The epsilon spent in the end depends on the number of answered queries, and so on the votes. It may be reported,
-    since the labels show the answered queries, but it is no guarantee: the guarantee is the budget or the cost of
-    ``Labelling.planned``, whichever is smaller.
+    A query without an answer pays for its test alone, so costs depend on the votes. The budget covers this, because it
+    is a privacy filter. It is fixed beforehand, and it bounds the sum of Renyi divergences of releases that are chosen
+    one after the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). The bound holds here at all orders at
+    once: the releases are Gaussian, so their curves are multiples of each other, and the budget always ends at the same
+    order. The epsilon spent in the end depends on the number of answered queries, and so on the votes. This epsilon may
+    be reported, since the labels show the answered queries. But it is no guarantee. The guarantee is the budget or the
+    cost of ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
@@ -313,7 +318,7 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
 
 def answer_to(query: int) -> str:
-    """Return the release name of the answer to ``query`` in the ledger; queries are counted from 0."""
+    """Return the name under which the ledger books the answer to ``query``; queries are counted from 0."""
     return f"answer to query {query}"
 
 
@@ -328,7 +333,10 @@ def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.
 
 
 def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "dp_event.DpEvent":
-    """Return one event with the cost of a test and an answer together. For noise multipliers z, 1 / z^2 adds up."""
+    """Return one event with the cost of a Gaussian test and a Gaussian answer together.
+
+    For the noise multipliers z of both events, the values 1 / z^2 add up.
+    """
     from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
     if test is None:

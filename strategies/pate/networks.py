@@ -1,4 +1,7 @@
-"""Networks of PATE's students. The students' settings import this module only on use, as torch loads slowly."""
+"""Networks of PATE's students.
+
+The students' settings import this module only when they need a network, because torch loads slowly.
+"""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final

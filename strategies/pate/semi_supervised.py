@@ -1,9 +1,10 @@
 """PATE's students that also learn from unlabelled records, and nearest neighbours among public records.
 
 ``FixMatch`` (Sohn et al. 2020, algorithm 1) predicts pseudo-labels on weakly augmented views of records. Where the
-prediction is confident, the network learns it on strongly augmented views. Two additions: at one step early in
-training, labels that the network disagrees with are left out (a network that has not yet memorised the labels disagrees
-with wrong labels); and pseudo-labels from neighbours replace the network's own where they are confident.
+prediction is confident, the network learns this prediction on strongly augmented views. There are two additions. First,
+at one step early in training, labels with which the network disagrees are left out. (A network that has not yet
+memorised the labels disagrees with wrong labels.) Second, confident pseudo-labels from neighbours replace the network's
+own.
 
 ``FeatureMatchingGan``, PATE-G: the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
 sections 3.1 and 5). A classifier's L logits also tell whether a record is real: D(x) = Z / (Z + 1), where Z is the sum
@@ -14,7 +15,7 @@ the noise between the layers would be larger than the signal.
 Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
 label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles most
 others that no earlier record represents. Labels spread over the graph of nearest neighbours (Zhou et al. 2004). All of
-this reads public records and released labels alone, so it has no privacy cost.
+these steps read only public records and published labels, so they have no privacy cost.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _LATENT: Final = 100  # the generator's input has this many random numbers
 _START: Final = 500  # records of the data-dependent initialisation
 _DIRECTIONS: Final = 8  # bins of a histogram of gradients
 _MOST_COMPARED: Final = 10_000
-"""The largest number of records that are all compared with each other: their distances take 400 MB."""
+"""The largest number of records of which each is compared with each other one: the distances take 400 MB."""
 _MOST_CHOSEN: Final = 1000
 _NEIGHBOURS: Final = 10
 _SPREADING: Final = 0.99  # alpha of Zhou et al.
@@ -63,11 +64,10 @@ class FixMatch(Settings):
 
     ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: before
     training, spread the labels over a graph of similar records; where the result is confident for a record, it is the
-    record's pseudo-label throughout. ``doubt_after``: the share of the steps after which labels that the network
-    disagrees with are left out, once; 1 trusts all labels. ``averaging``: the decay of the moving average of the
-    weights, which is the returned model. ``steps``: the number of optimiser steps, with ``batch_size`` labelled records
-    each. ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the strong
-    views.
+    record's pseudo-label throughout. ``doubt_after``: the share of the steps after which, once, labels with which the
+    network disagrees are left out; 1 trusts all labels. ``averaging``: the decay of the moving average of the weights,
+    which is the returned model. ``steps``: the number of optimiser steps, with ``batch_size`` labelled records each.
+    ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the strong views.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"
@@ -179,7 +179,7 @@ class _FixMatchRun:
     def _agreement(self) -> torch.Tensor:
         """Return 1 for each label that the averaged network predicts, else 0, shape (labelled records,).
 
-        All are 1 where the network predicts less than half of the labels.
+        If the network predicts less than half of the labels, the result is 1 for all labels.
         """
         agrees = (predict(self.average, self.data.labelled) == self.data.labels).float()
         return agrees if agrees.mean() >= 0.5 else torch.ones_like(agrees)
@@ -284,7 +284,8 @@ class _Game:
 def representatives(inputs: torch.Tensor, count: int) -> NDArray[np.int64]:
     """Return ``count`` indices into ``inputs``, shape (n, *shape), n >= ``count``: representative records first.
 
-    At most 1,000 of the first 10,000 records are chosen as representative; the other records follow in their own order.
+    At most 1,000 of the first 10,000 records are chosen as representative. All other records follow in their order in
+    ``inputs``.
     """
     away = _distances(descriptors(inputs[:_MOST_COMPARED]))
     near = away.kthvalue(min(_NEIGHBOURS + 1, len(away)), dim=1).values.median().clamp(min=1e-12)
@@ -337,7 +338,7 @@ def spread(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torc
 def descriptors(inputs: torch.Tensor) -> torch.Tensor:
     """Return a vector of norm 1 for each record, shape (n, d), on the CPU; for images, histograms of gradients.
 
-    For records that are not images of at least 8x8 the vectors are their own numbers, each standardised.
+    For other records than images of at least 8x8 pixels, a vector holds the record's own numbers, each standardised.
     """
     inputs = inputs.cpu()
     if inputs.ndim != 4 or min(inputs.shape[2:]) < 8:

@@ -36,7 +36,7 @@ class TrainingPart(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restore the state from ``state_dict``, the result of the method of this name."""
+        """Restore the state from ``state_dict``, a result of the method ``state_dict``."""
         ...
 
 
@@ -44,15 +44,15 @@ class Watch(Protocol):
     """A callback that follows a student's training, and may checkpoint it."""
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
-        """Restore ``parts`` from the checkpoint, if there is one, and return the number of steps that are already done.
+        """Restore ``parts`` from the checkpoint, if there is one; return the number of training steps already done.
 
-        ``parts``: all objects with state, by name, as they are before the first step. A student that does not call this
-        method starts again from step 0 after an interruption.
+        ``parts``: all objects with state, by name, as they are before the first step. A student whose ``train`` does
+        not call this method starts again from step 0 after an interruption.
         """
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Record a step. ``step``: number of steps so far; ``model``: the result if training ended after this step."""
+        """Record a step. ``step``: the number of steps so far. ``model``: the trained model if training ended now."""
         ...
 
 
@@ -75,8 +75,8 @@ nobody = Nobody()
 class StudentData:
     """The data of a student: all data are public, except for the noise in ``labels``.
 
-    ``labelled``: (n, *input shape), normalised, with ``labels`` (n,) in 0..num_classes-1; ``unlabelled``: (m, *input
-    shape), which may hold the labelled records again.
+    ``labelled``: (n, *input shape), normalised, with ``labels`` (n,) in 0..num_classes-1. ``unlabelled``: (m, *input
+    shape); it may contain the labelled records, too.
     """
 
     labelled: torch.Tensor
