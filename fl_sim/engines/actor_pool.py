@@ -24,13 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fl_sim.engines.version_check import CheckedActor, source_files, versions
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks of the Ray cluster: for nodes that joined or left, and for Ray's head process."""
+"""Seconds between two checks of the Ray cluster. A check finds nodes that joined or left, and a lost head process."""
 
 WAIT_SECONDS = 600.0
 """Seconds that a run waits for a node to join while the Ray cluster has no usable node."""
 
 START_SECONDS = 60.0
-"""Seconds after which the user gets a warning about a worker that has not started; it first imports torch."""
+"""Seconds after which the user gets a warning about a worker that has not started. A worker first imports torch."""
 
 MAX_STARTS = 3
 """The number of actors that may die during their start on one node. After that, the node is not used any more."""
@@ -43,8 +43,8 @@ _pickling.register_pickle_by_value(sys.modules[CheckedActor.__module__])
 class Node:
     """A node (machine) of Ray, and the number of actors that fit on the node.
 
-    ``refused``: the reason for which the node is not used, empty for a usable node. ``died``: the number of actors that
-    died on the node during their start.
+    ``refused``: the reason why the node is not used, empty for a usable node. ``died``: the number of actors that died
+    on the node during their start.
     """
 
     name: str
@@ -89,7 +89,8 @@ class Worker:
     def took(self, seconds: float, steps: int) -> None:
         """Update ``step_seconds`` by the duration of a call in seconds and its number of steps.
 
-        The first call is ignored, because it also loads the data: the worker would seem too slow for another batch.
+        The first call is ignored, because it also loads the data. Otherwise the worker would seem too slow for another
+        batch.
         """
         if not self.is_warm:
             self.is_warm = True

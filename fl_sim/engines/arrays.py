@@ -32,7 +32,7 @@ class TensorArray(Array):
     """A Flower Array that refers to a float32 tensor and serialises the tensor only on access to ``data``.
 
     Inside one process nothing reads ``data``. Flower's own runtime sends a TensorArray as a plain Array. Pickling for
-    Ray keeps the class, and passes the numbers as a buffer that need not be copied.
+    Ray keeps the class TensorArray, and passes the numbers as a buffer that need not be copied.
     """
 
     tensor: torch.Tensor
@@ -62,8 +62,8 @@ def reuse_freed_memory() -> None:
     """Make glibc keep the freed memory of tensors up to 32 MB for later tensors.
 
     This function allocates and frees one block of nearly 32 MB. glibc then raises its threshold for direct requests to
-    the kernel to the size of that block (mallopt(3), M_MMAP_THRESHOLD). Without this, every tensor over 128 kB costs a
-    system call and its page faults, 15 to 30 % of the time of a round.
+    the kernel to the size of that block (mallopt(3), M_MMAP_THRESHOLD). Without this function, every tensor over 128 kB
+    costs a system call and page faults. They take 15 to 30 % of the time of a round.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
@@ -166,7 +166,7 @@ def read_packed(record: object, size: Size) -> Packed:
 
 
 def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: int) -> Params:
-    """Return tensors by name, each of shape (rows, *shape), where ``shapes`` gives the shape of one row by name.
+    """Return tensors by name, each of shape (rows, *shape). ``shapes``: the shape of one row of each tensor, by name.
 
     The number of rows follows from the size of the array. Raises Malformed for more than ``most_rows`` rows, for
     another layout, or for numbers that are not finite.

@@ -25,24 +25,25 @@ BatchHandler: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 """
 
 GroupHandler: TypeAlias = Callable[[Sequence[Message], Callable[[], None]], list[Message]]
-"""A ``BatchHandler`` for tasks that several clients answer in one computation. It calls its second argument from time
-to time, and lets the exceptions of that call pass: so a caller can stop a long computation."""
+"""A ``BatchHandler`` for tasks that several clients answer in one computation. The handler calls its second argument
+from time to time, and does not catch the exceptions of that call. So a caller can stop a long computation.
+"""
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
-"""The codes of error replies for a client that raised an error, whose worker died, or that exceeded the timeout."""
+"""The codes of error replies: the client raised an error, its worker died, or the client exceeded the timeout."""
 
 FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
-"""Minibatch steps in a batch: far more time than the overhead of a batch, and far fewer steps than a round has."""
+"""The number of minibatch steps in a batch of messages. They take far more time than the overhead of a batch."""
 
 _FIRST_STEPS = 4  # minibatch steps in the first batch; each next batch has 4 more, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
-"""Bounds in seconds of the estimated duration of a batch: far more than the overhead of a call (4 ms), but short."""
+"""Bounds in seconds of the estimated duration of a batch of messages. The overhead of a call is only 4 ms."""
 
 MAX_DEATHS = 10
-"""The number of dead workers after which an exchange is given up: each takes seconds to replace."""
+"""The number of dead workers after which an exchange of messages is given up. A new worker takes seconds to start."""
 
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
@@ -58,9 +59,9 @@ class ClientBatching:
 
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round, by the client's number. ``stack``: the number of
-    clients that are trained together in one batch. With ``stack`` 1, batches are filled with clients up to
-    ``STEPS_AT_A_TIME`` or ``least_steps`` minibatch steps, whichever is more, since fewer steps are not worth another
-    thread. ``most_clients``: the largest number of clients in a batch, since all of their models are in memory at once.
+    clients that are trained together in one batch. With ``stack`` 1, a batch gets clients until it has the larger
+    number of ``STEPS_AT_A_TIME`` and ``least_steps`` minibatch steps. Fewer steps are not worth another thread.
+    ``most_clients``: the largest number of clients in a batch, since all of their models are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -134,8 +135,8 @@ class Exchange(Generic[Call]):
 
     ``fresh``: the messages that were not handed out yet. ``running``: the batch of every unfinished call; ``begin``
     adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that a message
-    asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
-    clients that are trained together decide the last bits of the result.
+    asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order. The clients that
+    are trained together decide the last bits of the result.
 
     If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, so that the
     client that kills its worker is found. Running a client twice is safe, since client states are keyed by round.
@@ -165,9 +166,10 @@ class Exchange(Generic[Call]):
     def take(self, step_seconds: float, others: Sequence[float] = ()) -> list[Message]:
         """Remove and return the next batch for one worker; an empty list if the worker should get none.
 
-        ``step_seconds``: this worker's estimated seconds per step; ``others``: the same for all other workers; infinite
-        if unknown. Batches shrink towards the end, so that all workers finish at about the same time. Faster workers
-        get larger batches. A slow worker gets none if the other workers would finish everything sooner.
+        ``step_seconds``: this worker's estimated seconds per step. ``others``: the estimated seconds per step of all
+        other workers. Unknown seconds are infinite. Batches shrink towards the end, so that all workers finish at about
+        the same time. Faster workers get larger batches. A slow worker gets none if the other workers would finish
+        everything sooner.
         """
         if self._again:
             return self._again.popleft()
@@ -196,7 +198,8 @@ class Exchange(Generic[Call]):
     def take_ahead(self, step_seconds: float, others: Sequence[float]) -> list[Message]:
         """Remove and return a batch that a worker can begin right after its present one, without waiting for a call.
 
-        The batch is empty if the next client takes longer than ``LEAST_SECONDS``: then the first free worker gets it.
+        The batch is empty if the next client takes longer than ``LEAST_SECONDS``. Then the first free worker gets this
+        client.
         """
         if self._again or self._suspects or not self.fresh or self._least() * step_seconds > LEAST_SECONDS:
             return []
@@ -254,7 +257,7 @@ class Exchange(Generic[Call]):
             self.give_up(f"not tried again: {self._deaths} workers died in this round")
 
     def node_lost(self, call: Call) -> None:
-        """Schedule the batch of ``call`` again, unchanged: its node was lost, which no client of the batch caused."""
+        """Schedule the batch of ``call`` again, unchanged. Its node was lost, but no client of it is the cause."""
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
@@ -268,8 +271,8 @@ class Exchange(Generic[Call]):
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
         """Answer all messages that are unfinished after ``timeout`` seconds with error replies.
 
-        The reasons name the client that hangs, and for the others the client that they waited behind. ``progress``: the
-        replies so far, for every running call whose worker still responds.
+        The error reply of a client that hangs names this client. The error reply of a waiting client names the client
+        that it waited behind. ``progress``: the replies so far, for every running call whose worker still responds.
         """
         late, hanging = f"no answer within {timeout:g} s", []
         for call, batch in self.running.items():

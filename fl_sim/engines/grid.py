@@ -73,7 +73,7 @@ class LocalGrid(Grid):
         return range(FIRST_NODE_ID, FIRST_NODE_ID + self.num_clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Answer ``messages`` before returning, keep the replies for ``pull_messages``, and return the message ids."""
+        """Answer ``messages`` at once, keep the replies for ``pull_messages``, and return the message ids."""
         replies = self.send_and_receive(messages)
         self._inbox.update({reply.metadata.reply_to_message_id: reply for reply in replies})
         return [reply.metadata.reply_to_message_id for reply in replies]
@@ -83,7 +83,7 @@ class LocalGrid(Grid):
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send messages; return one reply per message, an error reply for a client that exceeds ``timeout`` seconds."""
+        """Send messages; return one reply per message. It is an error reply after more than ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex  # as Flower's own grids do
@@ -93,7 +93,7 @@ class LocalGrid(Grid):
         """Release the resources of the engine."""
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
-        """Return one reply per message, in any order; an error reply for a client that exceeds ``timeout`` seconds."""
+        """Return one reply per message, in any order. A client that exceeds ``timeout`` seconds gets an error reply."""
         raise NotImplementedError
 
 

@@ -20,14 +20,15 @@ MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Two environment variables that Ray reads: the authentication mode ("token" if required), and the token."""
 
 DONE = b"done"
-"""The last message from the run's process to the cleanup process at a normal end. The first is host:port of Ray's
-node."""
+"""The last message from the run's process to the cleanup process at a normal end. The first message is host:port of
+Ray's node.
+"""
 
 CONNECT_SECONDS = 2.0
 """Seconds that Ray's node may take to accept a connection."""
 
 MOST_SECONDS = 8.0
-"""Seconds that the killing of processes may take: the kernel delays it for a process that waits for a disk."""
+"""Seconds that the killing of processes may take. The kernel kills a process that waits for a disk only later."""
 
 _chosen: set[str] = set()
 
@@ -35,8 +36,8 @@ _chosen: set[str] = set()
 def choose_token() -> None:
     """Set the environment so that a Ray started by this process requires a new random token.
 
-    If the user has set Ray's variables already, nothing changes. Raises UserError if Ray is imported already, since Ray
-    would then ignore the token.
+    If the user has set Ray's variables already, nothing changes. Raises UserError if Ray is imported already. Ray would
+    then ignore the token.
     """
     if MODE in os.environ:
         return

@@ -34,8 +34,9 @@ import ray  # after ray_start, which sets the environment variables that Ray rea
 from ray.exceptions import RayActorError, RayError
 
 MOST_WITH_A_CALL = 2**20
-"""The size in bytes up to which a shared message content is sent inside a worker's first call of a round. Ray's object
-store, the other way, takes 9 ms, but sends a content once per node instead of once per worker."""
+"""The size in bytes up to which a shared message content is sent inside a worker's first call of a round. Larger
+contents go through Ray's object store. The store takes 9 ms, but sends a content once per node, not once per worker.
+"""
 
 ASK_SECONDS = 1.0
 """Seconds that an actor has to report its replies so far, after the deadline of a round."""
@@ -149,7 +150,7 @@ class RayGrid(LocalGrid):
             check_head(self._head)
 
     def _collect(self, exchange: Exchange[Any], call: Any) -> None:
-        """Store the replies of the worker's earlier calls, and then the replies of ``call``, which is finished."""
+        """Store the replies of the worker's earlier calls, and then the replies of the finished call ``call``."""
         worker = self._pool.calls[call]
         while call in worker.calls:
             first = worker.calls[0]
@@ -221,7 +222,7 @@ class RayGrid(LocalGrid):
 
 
 class _Outbox:
-    """Prepares messages for workers: encrypts a content that messages share once per round, and sends files once a run.
+    """An object that prepares messages for workers: shared contents once per round, and files once per run.
 
     ``put`` encrypts a value and returns a Ray reference. ``share`` returns the number of a content and the value that
     is sent in calls. ``files``: Ray references to files by name; new files are added to this dictionary.

@@ -20,11 +20,12 @@ with importing():  # Ray imports this file in a new process, which has imported 
 
 
 class MessageHandler:
-    """Answers messages in an actor, and keeps the experiment's data for later messages.
+    """An object that answers messages in an actor, and keeps the experiment's data for later messages.
 
     ``factories``: a reference to the source files of the user's own modules and the pickled values (app_factory,
-    num_clients, threads, batching) of ``RayGrid``. ``setup``: None, or, if this process does not share a disk with the
-    driver, a reference to the argument of ``app_factory`` and of ``batching.handler``. Both are encrypted.
+    num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a disk with the driver.
+    Otherwise a reference to the argument of ``app_factory`` and of ``batching.handler``. The values behind
+    ``factories`` and ``setup`` are encrypted.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:

@@ -37,8 +37,9 @@ for _name, _value in ENVIRONMENT.items():
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a Ray of our own listens on 127.0.0.1, as on Linux
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
-"""Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger ones go
-through the object stores of the nodes, which takes two more copies, and 9 ms more for a call."""
+"""Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger calls
+and answers go through the object stores of the nodes. That takes two more copies, and 9 ms more for a call.
+"""
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 

@@ -1,9 +1,9 @@
 """Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
-This file defines the form of their messages, the encryption, signed tickets (proofs that a release was charged to a
-privacy ledger), and the import of the user's own modules, which are sent to workers. It does not import Ray. Messages
-are encrypted because Ray keeps objects in the memory of a node, and writes them to the node's disk if memory runs
-short.
+This file defines the form of their messages, the encryption, signed tickets, and the import of the user's own modules,
+which are sent to workers. A ticket is the proof that a client's privacy ledger contains the cost of a private output.
+This file does not import Ray. Messages are encrypted because Ray keeps objects in the memory of a node, and writes them
+to the node's disk if memory runs short.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ NO_TICKET: Final = (
 )
 """The error message for a ticket that is refused.
 
-A ticket is the driver's proof that a release was charged to a ledger.
+A ticket is the driver's proof that a client's privacy ledger contains the cost of a private output.
 """
 
 
@@ -91,7 +91,7 @@ class RemoteWorkers:
 
 @dataclass(frozen=True)
 class Encryption:
-    """Encrypts and decrypts values by AES-GCM. With an empty ``key`` values stay unchanged.
+    """An object that encrypts and decrypts values by AES-GCM. With an empty ``key`` values stay unchanged.
 
     Nobody without the key can read an encrypted value, or make a value that ``decrypt`` accepts.
     """
@@ -162,10 +162,11 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The driver's proof that a release, which a worker makes, was charged to the client's privacy ledger.
+    """The driver's proof that the client's privacy ledger contains the cost of a private output that a worker makes.
 
-    ``key``: the secret key of the release's noise. ``simulation_only``: True if the noise has a seed. ``counts``: for
-    synthetic records, the number of records to make of each class. Only a ``Signer`` reads a ticket from a message.
+    ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise has a seed.
+    ``counts``: for synthetic records, the number of records to make of each class. Only a ``Signer`` reads a ticket
+    from a message.
     """
 
     key: bytes = field(repr=False)
@@ -178,8 +179,8 @@ class Signer:
     """Signs and verifies the tickets of one run. Only the driver and the workers that it started have ``secret``.
 
     A signature is valid for one message only: its client task, its client and its whole content, which includes the run
-    and the round. So neither a server nor another run nor a repeated old message can make a worker release anything
-    that its client's ledger was not charged for.
+    and the round. A server, another run or a repeated old message cannot make a valid signature. So a worker sends no
+    private output whose cost is missing in its client's privacy ledger.
     """
 
     secret: bytes = field(repr=False)
@@ -249,7 +250,7 @@ def importable(sources: Mapping[str, bytes]) -> None:
 
 
 class _ModulesInMemory(MetaPathFinder, InspectLoader):
-    """Finds and loads modules from a dictionary of source files. Python asks this finder last."""
+    """An import finder that finds and loads modules from a dictionary of source files. Python asks this finder last."""
 
     def __init__(self, sources: Mapping[str, bytes]) -> None:
         self._sources = sources

@@ -49,7 +49,7 @@ class CheckedActor:
 
 
 def versions(modules: list[str]) -> dict[str, str]:
-    """Return {name: version} of all software that can change the numbers of a run: Python, libraries, this project.
+    """Return {name: version} of all software that can change a run's numbers: Python, libraries and this project.
 
     ``modules``: names of the user's own modules. A module may be missing on a node, since the driver sends its source.
     """
@@ -101,7 +101,7 @@ def _own_version() -> str:
 
 
 def _trainer() -> str:
-    """Return a digest of the compiled trainer for this processor, or "PyTorch's" if it is not installed.
+    """Return a digest of the compiled C++ trainer for this processor, or "PyTorch's" if it is not installed.
 
     The versions must be equal, since the compiled trainer and PyTorch differ in the last bits.
     """

@@ -82,15 +82,15 @@ class TaskConfig:
     def without_paths(self) -> "TaskConfig":
         """Return the configuration for workers that do not share a disk with the driver.
 
-        It has no paths. The pools are named by digests of their content. Client states then travel with the message,
-        and back with the answer.
+        The returned configuration has no paths. The pools are named by digests of their content. Each message to such a
+        worker contains the client state, and so does the answer.
         """
         pool, synthetic = Path(self.pool).name, Path(self.synthetic).name
         return replace(self, data_root="", state_dir="", pool=pool, synthetic=synthetic)
 
 
 BLANK: Final = TaskConfig("", 0, 0.0, "", "")
-"""An empty configuration, for messages that are never sent, but whose size is computed."""
+"""An empty configuration. It is for messages that are never sent; only their size is computed."""
 
 
 def task_content(config: TaskConfig, params: Params, broadcast: Payloads) -> RecordDict:
@@ -141,13 +141,13 @@ def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
 def state_records(state: Payloads) -> Mapping[str, ArrayRecord]:
     """Return a client state as Flower records, to be added to a message.
 
-    This is for messages to and from workers that do not share a disk with the driver.
+    Such messages go to and come from workers that do not share a disk with the driver.
     """
     return {_KEPT + name: pack(group) for name, group in state.items()}
 
 
 def take_state(content: RecordDict) -> Payloads:
-    """Remove the client state from ``content``, and return it. After that, no other reader can see it."""
+    """Remove the client state from ``content``, and return the state. After that, no other reader can see the state."""
     names = [name for name in content if name.startswith(_KEPT)]
     return {name.removeprefix(_KEPT): unpack(content.pop(name)) for name in names}
 
@@ -235,7 +235,7 @@ def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Return a message content with synthetic records from a worker. The driver adds class counts and privacy costs."""
+    """Return a message content with a worker's synthetic records. The driver adds class counts and privacy costs."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 

@@ -265,7 +265,7 @@ class Experiment(Settings):
 
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kind's defaults ``value``, replaced by the user's settings ``given`` where both exist.
+    """Return the default settings ``value`` of a kind, with the user's settings ``given`` in place of equal names.
 
     The default of ``epochs`` is left out if the user sets ``steps``.
     """
@@ -293,7 +293,7 @@ def own_paths(experiment: Experiment) -> list[str]:
 
 
 def paths_in(settings: Mapping[str, Any]) -> list[str]:
-    """Return all import paths (``module:name``) in ``settings``, which consist of JSON values."""
+    """Return all import paths (``module:name``) in ``settings``. Settings here are JSON values."""
     return [text for text in _texts(dict(settings)) if IMPORT_PATH.fullmatch(text)]
 
 

@@ -19,9 +19,9 @@ class Identity:
     """Digests of the records and the code from which a result is computed.
 
     ``records``: the digest of the user's own records, empty for public data sets. ``code``: {module: digest} of the
-    user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is stored only
-    under a secret key: a person who knows all records but one could find the last one from a plain digest. ``data``:
-    the name of the data set. ``root``: the first folder to look for the data set.
+    user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is stored only as
+    a hash with a secret key. From a plain digest, a person who knows all records but one could find the last one by
+    trying. ``data``: the name of the data set. ``root``: the first folder to look for the data set.
     """
 
     records: str

@@ -138,7 +138,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
 def _with_own_tests(job: Job, pooled: float) -> Job:
     """Return ``job`` with test records for each client.
 
-    ``pooled``: if above 0, the share of its records to hold out.
+    ``pooled``: if above 0, the share of each client's records that become its test records.
     """
     dataset, seed = job.dataset, job.experiment.seed_of_partition
     if pooled:
@@ -280,7 +280,7 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
 def _check_sequences(experiment: Experiment) -> None:
     """Raise UserError if a setting, such as a feature skew, computes with the numbers in records.
 
-    Called for records that are texts: their numbers stand for words or letters (tokens).
+    This function is called for records that are texts. Their numbers stand for words or letters (tokens).
     """
     for what in ("algorithm", "preprocess", "partition"):
         part = getattr(experiment, what)
@@ -378,7 +378,7 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
 def public_facts(dataset: Dataset) -> dict[str, Any]:
     """Return the public facts of ``dataset`` that nodes with records of their own need, as JSON values.
 
-    These are the shape of a record, the number of classes, and the constants of normalisation.
+    The public facts are the shape of a record, the number of classes, and the constants of normalisation.
     """
     return {
         "shape": list(dataset.input_shape), "classes": dataset.num_classes, "mean": list(dataset.mean),

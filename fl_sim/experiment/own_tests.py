@@ -18,8 +18,8 @@ FEWEST: Final = 10
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     """Return each client's test records: those of the sources (writers, hospitals) of its training records.
 
-    The result has indices into ``dataset.test``. Raises UserError if the sources are unknown, if two clients share one,
-    or if no test record is from a source of a client.
+    The result has indices into ``dataset.test``. Raises UserError if the sources are unknown, if two clients share a
+    source, or if no test record is from a source of a client.
     """
     if dataset.train.groups is None or dataset.test.groups is None:
         raise UserError(
@@ -46,8 +46,9 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
     """Return each client's test records: records of the test set with the class distribution of its training records.
 
     The result has indices into ``dataset.test``. A client with n training records gets about s n test records, at least
-    ``FEWEST``; s is the smallest ratio of test records to training records over all classes. The test records of a
-    client are all different. Two clients get the same test record only if a class has too few test records.
+    ``FEWEST``; s is the smallest ratio, over all classes, of the number of test records to the number of training
+    records. The test records of a client are all different. Two clients get the same test record only if a class has
+    too few test records.
     """
     tested = dataset.test.labels
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)
@@ -74,8 +75,9 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
     """Round the rows of ``exact``, by cumulative sums, to whole numbers with the same sums.
 
-    ``totals``: above 0 for the rows (clients) that should not share test records. If these rows together need more
-    records of a class than ``there`` are, the rows that were rounded up most get one record less.
+    A row belongs to a client, and its numbers are test records of each class. ``totals``: above 0 for the clients that
+    should not share test records. These clients together may need more records of a class than ``there`` are. Then the
+    clients whose numbers were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
@@ -88,7 +90,7 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 
 
 def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
-    """Return the clients that may take part in rounds, ascending; ``held_out`` others, drawn at random, never do."""
+    """Return the clients that may take part in rounds, ascending, without ``held_out`` randomly drawn clients."""
     return np.sort(rng(seed, "held-out clients").permutation(num_clients)[held_out:])
 
 

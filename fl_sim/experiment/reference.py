@@ -128,7 +128,7 @@ def _documentation(settings: type) -> str:
 def meaning(documentation: str, field: str, known: set[str]) -> str:
     """Return the sentences of a docstring that explain ``field``; empty if there are none.
 
-    These are the sentence that begins with the name of the field and the sentences after it. They end at the end of the
+    The explanation begins with the sentence that starts with the name of the field. It ends at the end of the
     paragraph, or before a sentence that names another one of the fields ``known``. If no sentence begins with the name
     of the field, all sentences that contain the name are returned.
     """

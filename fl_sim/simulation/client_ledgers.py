@@ -1,15 +1,15 @@
 """The privacy ledgers of simulated clients.
 
 The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
-of synthetic records, because a user may delete a pool, but must keep the ledgers. One folder holds all ledgers about
-one file content (``fl_sim.data.content_of``), no matter how the file is read. It has one subfolder for each deal. A
-deal is one reading of the file with one assignment of its records to clients; its name is a digest of both. A run with
-other settings, another generator or a deleted pool finds the same ledger. Another seed, label column, range or test
-part makes another deal. The costs of all deals are added up.
+of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
+one data file, no matter how the file is read. This folder has one subfolder for each deal. A deal is one reading of the
+file, with one assignment of its records to clients. The name of the subfolder is a digest of the deal. A run with other
+settings, another generator or a deleted pool finds the same ledger. Another seed, label column, range or test part
+makes another deal. The privacy costs of all deals are added up.
 
 Earlier versions named the outer folder by the reading of the file, and the deal by its settings. Such ledgers are still
-used. When a run needs the ledger of a client from an old folder, it notes that folder in the subfolder ``earlier``.
-From then on, the costs in the old folder are added, too.
+used. When a run needs the ledger of a client in an old folder, the run notes the old folder in the subfolder
+``earlier``. From then on, the privacy costs in the old folder are added, too.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ _EARLIER: Final = "earlier"
 
 @dataclass(frozen=True)
 class JointCost:
-    """The privacy cost for one record, of all releases about the records of a data set together.
+    """The privacy cost to one record, of everything that was published from the records of a data set.
 
-    ``shares``: the largest number of releases about one record. A client's synthetic records for one pool count as one
-    release.
+    ``shares``: the largest number of releases (published outputs) about one record. A client's synthetic records for
+    one pool count as one release.
     """
 
     epsilon: float
@@ -62,17 +62,17 @@ def ledger_path(job: Job, client: int) -> Path:
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return two names for the job's deal (its records and their clients): in this version, and in old versions."""
+    """Return two folder names for the job's assignment of records to clients: the present and the old name."""
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
 
 def joint_cost(job: Job, delta: float) -> JointCost:
-    """Return the joint cost of all releases in the privacy ledgers about the job's data set, under any settings.
+    """Return the joint privacy cost of all entries in the ledgers about the job's data set, under any settings.
 
-    In each deal (assignment of records to clients) a record belongs to one client. So the cost of a deal to a record is
-    at most the maximum of its clients' RDP curves, at each order. The curves of all deals are added. Raises RunError if
-    a ledger is damaged.
+    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. So a deal costs a
+    record at most the maximum of the clients' RDP curves, at each RDP order. The curves of all deals are added. Raises
+    RunError if a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
@@ -85,9 +85,9 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 
 
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
-    """Return a sentence on the joint cost, to be added to the privacy statement about one release.
+    """Return a sentence on the joint privacy cost, for the privacy statement about one set of synthetic records.
 
-    ``together``: the joint cost of all releases about the same records; None if it is not known on this machine.
+    ``together``: the joint privacy cost of all releases about the same records. None if this machine does not know it.
     """
     if together is None:
         return (
@@ -112,7 +112,7 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders that may hold ledgers about the job's records, including folders of earlier versions."""
+    """Return all folders that may hold privacy ledgers about the job's records, also folders of earlier versions."""
     folder, earlier = _folder(job), _earlier_deal(job).parent
     joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
     return {folder, earlier, *(ledgers_root() / name for name in joined)}
@@ -128,7 +128,7 @@ def _link_earlier(folder: Path, earlier: Path) -> None:
 
 
 def _deal(job: Job) -> str:
-    """Return a digest of the data and of the assignment of records to clients."""
+    """Return a digest of the records and of their assignment to clients."""
     data = job.experiment.data
     digest = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
     for array in (job.shards.records, job.shards.bounds):

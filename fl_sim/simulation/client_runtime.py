@@ -36,13 +36,13 @@ from partitions import EvaluationSkew, FeatureSkew
 from strategies.layer import Relabel, Workload, layer_kinds
 
 PADDING = 4
-"""Pixels of padding on every side of an image before a window is cut out, as in He et al. 2016."""
+"""Pixels of padding on every side of a training image, before a random crop is cut out, as in He et al. 2016."""
 
 KEEP_BYTES = 256 * 2**20
-"""Training sets of up to this many bytes stay in memory, ready for training, with one copy in each process."""
+"""A training set of at most this many bytes stays in memory. Each process then has its own copy."""
 
 KEEP_ON_GPU = 0.25
-"""Training sets of up to this share of a GPU's memory stay in it; images are stored as bytes (uint8)."""
+"""A training set stays in a GPU's memory if it takes at most this share. Images are stored there as bytes (uint8)."""
 
 
 def runtime_for(
@@ -118,7 +118,7 @@ def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
 
 
 def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
-    """Return every client's numbers of records, local steps and bytes in a round, from which devices compute times.
+    """Return each client's numbers of records, local steps and bytes in a round, for the times of simulated devices.
 
     ``num_synthetic``: the number of synthetic records that all clients train on. ``traffic``: the bytes to and from one
     client.
@@ -130,7 +130,8 @@ def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
     """Return the number of training records of every client, shape (clients,).
 
-    Depending on the settings, a client trains on its own records, on the ``num_synthetic`` records of a pool, or both.
+    The settings decide whether a client trains on its own records, on the ``num_synthetic`` synthetic records of a
+    pool, or on both kinds.
     """
     own: NDArray[np.int64] = job.shards.sizes
     if not num_synthetic:
@@ -175,7 +176,7 @@ def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
-    """Convert records in [-1, 1] to the form of a pool file: images to uint8 in 0..255, features without a change."""
+    """Convert synthetic records in [-1, 1] to the form of a pool file: images to uint8, features unchanged."""
     if job.experiment.features != "none":
         return records
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -203,7 +204,7 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
 
 
 def _in_memory(job: Job) -> Callable[[int], Records]:
-    """Return a function client -> records, like ``_own_records``, that slices one array of all clients' records."""
+    """Return a function (client) -> records. The function slices one array with the records of all clients."""
     bounds = job.shards.bounds
     everybody = job.dataset.train.take(job.shards.records)
     if changed := _relabels(job):
@@ -254,7 +255,8 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 def validation_records(job: Job) -> Source:
     """Return the validation records on the job's device, with the feature skew of the client that holds each record.
 
-    If the data set contains validation records of its own, they belong to no client and are treated like test records.
+    A data set may contain validation records of its own. Such records belong to no client and are treated like test
+    records.
     """
     if job.dataset.validation is not None:
         return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
@@ -326,7 +328,7 @@ def cores() -> int:
 
 @contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Fix the number of threads of torch and of numpy's linear algebra, and restore the old numbers afterwards.
+    """Fix the numbers of threads of torch and of numpy's linear algebra; restore the old numbers afterwards.
 
     The number of threads changes the rounding of every sum. On busy cores the threads of OpenBLAS wait for each other
     in busy loops: decompositions of 60 x 60 matrices took up to 25 times as long with two threads as with one.
@@ -362,10 +364,10 @@ def threads_of(engine: Engine, job: Job) -> int:
 def stack_of(engine: Engine, job: Job) -> int:
     """Return the number of clients that ``engine`` trains together as one computation, called a stack.
 
-    1 means that every client is trained by itself. The result is always 1 in two cases. First, if the aggregator hides
-    clients: in a stack the rounding of one client's update depends on the other clients, so one client would change
-    every update. Second, if rounds are not synchronous: the stacks would depend on the round after which a run resumes.
-    Raises UserError if the settings ask for a stack and the model does not allow one.
+    1 means that every client is trained by itself. The result is always 1 in two cases. First, the aggregator hides
+    clients (a privacy promise): in a stack, one client would change the rounding of every other client's update.
+    Second, the rounds are not synchronous: the stacks would depend on the round after which a run resumes. Raises
+    UserError if the settings ask for a stack and the model does not allow a stack.
     """
     experiment = job.experiment
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):

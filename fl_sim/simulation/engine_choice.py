@@ -1,4 +1,4 @@
-"""The choice of a run's engine: the one in the settings, or for ``auto`` the one that is faster in a short timing."""
+"""The choice of a run's engine: the engine in the settings, or for ``auto`` the faster engine in a short timing."""
 
 import importlib.util
 import math
@@ -75,7 +75,7 @@ FLOWER = EngineChoice(
 
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
-    """Start the job's engine, yield its grid and a description of the choice, and close the grid afterwards."""
+    """Start the job's engine; yield its Grid (Flower's class that delivers messages) and the choice; close the Grid."""
     check_trainer(job)  # before choose() times steps, which could take a minute
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
@@ -137,7 +137,7 @@ def client_app() -> ClientApp:
 
 
 def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
-    """Return the settings for training several clients in one call of a worker; None if this would not save time.
+    """Return the settings for training several clients in one call of a worker; None if such calls would save no time.
 
     ``stack``: the number of clients in one computation.
     """
@@ -190,7 +190,7 @@ def _why_alone(job: Job, workers: int) -> str:
 
 
 def trains_natively(job: Job) -> bool:
-    """Return True if the native trainer (compiled, for CPUs) supports the local training of this job."""
+    """Return True if the native trainer (the compiled C++ trainer, for CPUs) supports this job's local training."""
     if job.device.type != "cpu":
         return False
     plan = procedure_of(job).typical_plan()
@@ -218,7 +218,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
 
 
 def _not_native(job: Job) -> str:
-    """Return a phrase with the settings of ``job`` that the native trainer does not support; empty if unknown."""
+    """Return a phrase with the settings of ``job`` that the native (compiled C++) trainer lacks; empty if unknown."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):

@@ -27,7 +27,8 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment of the run configuration on Flower's grid.
 
     ``experiment``: TOML text, the path of a TOML file, or empty for the default experiment. ``out``: the absolute path
-    of the run directory. Raises UserError if one of these two is invalid; RunError if the run cannot continue.
+    of the run directory. Raises UserError if ``experiment`` or ``out`` is invalid. Raises RunError if the run cannot
+    continue.
     """
     experiment = read_experiment(str(context.run_config["experiment"]))
     run(experiment, read_out(str(context.run_config["out"])), grid=grid)

@@ -42,11 +42,11 @@ from fl_sim.types import LocalTask, Traffic
 class Estimate:
     """The forecast of a whole run.
 
-    ``seconds``: the time of the run on this machine without other load; None without a timing; a lower bound if
-    ``at_least`` is True. ``synthetic_seconds``: the part of ``seconds`` for making synthetic records, which several
-    runs share. ``traffic``: the bytes of arrays to and from all clients in all rounds; None without rounds (PATE and
-    TSTR), or if the bytes were not counted. ``once``: the approximate bytes before or after the rounds, {purpose:
-    bytes}. ``left_out``: descriptions of the computations that were not timed, or timed only in part.
+    ``seconds``: the time of the run on this machine without other load; None without a timing. If ``at_least`` is True,
+    the run takes at least ``seconds``. ``synthetic_seconds``: the part of ``seconds`` for making synthetic records,
+    which several runs share. ``traffic``: the bytes of arrays to and from all clients in all rounds. It is None without
+    rounds (PATE and TSTR), or if the bytes were not counted. ``once``: the approximate bytes before or after the
+    rounds, {purpose: bytes}. ``left_out``: descriptions of the computations that were not timed, or timed only in part.
     """
 
     seconds: float | None
@@ -116,7 +116,7 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
     """Return the computation of a run with rounds: local training, training at the server, evaluation and stages.
 
-    ``trainings``: the number of times that an expected cohort trains, which is the number of synchronous rounds.
+    ``trainings``: the number of times that a cohort of expected size trains. It is the number of synchronous rounds.
     """
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
@@ -133,7 +133,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
-    """Return the amount of local training in a run: the numbers of trainings of a client, and of minibatch steps.
+    """Return the amount of local training in a run: the numbers of local trainings, and of minibatch steps.
 
     ``trainings``: the number of times that a cohort of expected size trains.
     """
@@ -180,7 +180,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return a key (``Work.kind``) that two computations share if a step takes equally long in both."""
+    """Return a key (``Work.kind``). Two computations have the same key if a step takes equally long in both."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

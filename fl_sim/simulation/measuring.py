@@ -44,12 +44,12 @@ _LONGEST_NAME: Final = 100
 class Measured:
     """The measures of one model.
 
-    ``test``: the scores on the test records, and ``confusion`` their confusion matrix; both are None if the model is
-    not tested. ``validation``: the scores on the validation records; None without validation records. ``clients``:
-    statistics of the client accuracies; None if the accuracies are private or no client has records. ``clients_by``:
-    the data from which client accuracies are computed: the owner of each test record, or the class counts of each
-    client. ``by_client``: the accuracy of each client, NaN if undefined; clients after the last defined accuracy may be
-    missing.
+    ``test``: the scores on the test records. ``confusion``: the confusion matrix on the test records. Both fields are
+    None if the model is not tested. ``validation``: the scores on the validation records; None without validation
+    records. ``clients``: statistics of the client accuracies; None if the accuracies are private or no client has
+    records. ``clients_by``: the data from which client accuracies are computed. They are the owner of each test record,
+    or the class counts of each client. ``by_client``: the accuracy of each client, NaN if undefined. Clients after the
+    last defined accuracy may be missing.
     """
 
     test: Scores | None
@@ -82,7 +82,7 @@ class Measured:
         return cls(test, validation, confusion, clients, clients_by, found)
 
     def noted_in(self, record: RoundRecord) -> RoundRecord:
-        """Return a copy of the round's record that contains these measures."""
+        """Return a copy of ``record``, the result of a round, with these measures added."""
         if (validation := self.validation) is not None:
             record = replace(record, validation_accuracy=validation.accuracy, validation_loss=validation.loss)
         if (test := self.test) is None or self.confusion is None:
@@ -176,8 +176,9 @@ class Measuring:
 def _clients_by(job: Job) -> Holdings | OwnTests | None:
     """Return the data from which client accuracies are computed: owners of test records, or class counts of clients.
 
-    Owners are used if both the data set and the partition group records by owner. None if one client holds all records:
-    its accuracy is then the accuracy of the model.
+    An owner is the source of a record, such as its writer. Owners are used if both the data set and the partition
+    group records by owner. The result is None if one client holds all records: its accuracy is then the accuracy of the
+    model.
     """
     if job.experiment.is_central:
         return None

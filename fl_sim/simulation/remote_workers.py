@@ -33,8 +33,9 @@ class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
     ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``: as in ``Job``. ``digest``: the
-    digest of all arrays. ``signer``: checks the signature of a ticket, the driver's signed proof that a private release
-    was charged to the client's privacy ledger. ``files``: {name: content} of files that the worker received later.
+    digest of all arrays. ``signer``: an object that checks the signatures of tickets. A ticket is the driver's signed
+    proof that a client's privacy ledger contains the cost of a private output. ``files``: {name: content} of files that
+    the worker received later.
     """
 
     experiment: str
@@ -51,7 +52,8 @@ class WorkerSetup:
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
         """Return ``job`` in the form that is sent to workers.
 
-        Workers accept a ticket, the driver's proof that a privacy ledger was charged, only if ``signer`` signed it.
+        A ticket is the driver's proof that a client's privacy ledger contains the cost of a private output. Workers
+        accept a ticket only if ``signer`` signed it.
         """
         # The driver evaluates models, so workers need no validation records.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
@@ -106,9 +108,9 @@ def _digest(dataset: Dataset, *splits: Parts) -> str:
 class ClientStore:
     """The driver's files of all remote clients of a run: client states, noise keys and privacy ledgers.
 
-    A run whose workers use the driver's disk has the same files with the same content. A private release is charged
-    here to the client's ledger, before a worker makes it. ``signer``: signs a ticket, the proof of this charge; workers
-    check the signature.
+    A run whose workers use the driver's disk has the same files with the same content. Before a worker makes a private
+    output, this class writes the privacy cost into the client's ledger. ``signer``: an object that signs a ticket, the
+    proof that the cost was written. Workers check the signature.
     """
 
     job: Job
@@ -119,7 +121,8 @@ class ClientStore:
     def before(self, message: Message) -> Parcel | Message:
         """Return the message for a worker: ``message`` without file paths, and with the client's state.
 
-        If the answer is known without a worker (a stored release, or an error), the answer is returned instead.
+        The client's answer may be known without a worker, such as stored synthetic records or an error. Then this
+        method returns the answer.
         """
         order, content = self._without_paths(message.content)
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
@@ -130,7 +133,7 @@ class ClientStore:
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Store the client state, or the release, from a worker's answer; return the answer for the server."""
+        """Store the client state, or the private output, from a worker's answer; return the answer for the server."""
         if answer.has_error():
             return answer
         order, client = self._without_paths(message.content)[0], partition_of(message)
@@ -152,9 +155,9 @@ class ClientStore:
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
         """Return the part of a message that only this client gets: its client state, or a signed ticket.
 
-        A ticket is the proof that a release was charged to the client's privacy ledger. If the client's answer is known
-        already, such as a stored release, return this answer: then no worker computes anything. ``content``: the part
-        of the message that all clients share.
+        A ticket is the proof that the client's privacy ledger contains the cost of a private output. If the client's
+        answer is known already, such as stored synthetic records, the method returns this answer. Then no worker
+        computes anything. ``content``: the part of the message that all clients share.
         """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)

@@ -27,7 +27,7 @@ from fl_sim.store.tensors import open_state_checksum
 from strategies.layer import layer_kinds
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
-"""The files from which a later run of the same settings would continue. Without them, a run starts anew."""
+"""The files from which a later run of the same settings would continue. Without these files, a run starts anew."""
 
 
 def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[str, Any] | None:
@@ -105,8 +105,8 @@ def on_trust(out: Path, now: Identity) -> str:
 def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) -> Experiment | None:
     """Return the stored experiment of the run in ``out``; None if there is no run.
 
-    Its number of rounds may differ from that of ``experiment``. The path of the user's own files may differ, too, if
-    the digest of the records in ``now`` (the present identity) is the stored one. Raises UserError if ``out`` holds a
+    The run may have another number of rounds than ``experiment``. The path of the user's own files may differ, too.
+    Then the stored digest of the records must equal the present digest, in ``now``. Raises UserError if ``out`` holds a
     run with other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
@@ -173,8 +173,9 @@ def has_leftovers(experiment: Experiment, out: Path) -> bool:
 def clean_up(experiment: Experiment, out: Path) -> None:
     """Remove the files that a finished run does not need.
 
-    These are private errors and warnings, and the checkpoint of PATE's student. The run's checkpoint and client states
-    stay, so that the run can be extended. If they are large, or the run promises privacy, they are removed, too.
+    Such files hold private errors and warnings, and the checkpoint of PATE's student. The run's checkpoint and client
+    states stay, so that the run can be extended. If the checkpoint and client states are large, or the run promises
+    privacy, they are removed, too.
     """
     if not _stays_extendable(experiment, out):
         if (out / run_directory.STATE).exists():
@@ -215,8 +216,8 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
 def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: Identity | None) -> str:
     """Return a phrase with the settings that differ from ``found``, the stored experiment of the run in ``out``, or "".
 
-    The settings ``engine``, ``round_timeout`` and ``rounds`` are not compared: a run may continue with other values.
-    A path of the user's own files may differ, too, if the digest of the records is the stored one.
+    The settings ``engine``, ``round_timeout`` and ``rounds`` are not compared: a run may continue with other values. A
+    path of the user's own files may differ, too, if the digest of the records is equal to the stored digest.
     """
     compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
     settings, earlier = compared
@@ -230,7 +231,8 @@ def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: I
 def _clear(out: Path) -> None:
     """Remove the files of a run without a finished round.
 
-    The ledger stays: earlier releases remain charged, and a repetition with other noise is charged in addition.
+    The privacy ledger stays, with the costs of everything that was published. If the run is repeated with other noise,
+    its privacy cost is added.
     """
     if (out / run_directory.STATE).exists():
         shutil.rmtree(out / run_directory.STATE)
@@ -258,8 +260,8 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     """Change the number of rounds of the run in ``out`` from that of ``earlier`` to that of ``procedure``.
 
     The extended run ends bit-identical to a run that had all rounds from its beginning. Raises UserError, with the
-    reason, if this is impossible: a setting depends on the number of rounds, or a promise was made for this number.
-    After a crash in the middle, the same command completes the change.
+    reason, if the run cannot be extended. For example, a setting depends on the number of rounds, or a privacy promise
+    was made for this number. After a crash in the middle, the same command completes the change.
     """
     experiment = procedure.job.experiment
     _check_promises(experiment, out, earlier)
@@ -337,10 +339,10 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
     """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, or None.
 
-    None means that ``out`` holds no run. The run's settings and the ledger of Global DP also stay in ``out``: a
-    repetition with other noise is another release about the same clients, and is charged in addition to the earlier
-    one. Raises UserError if ``out`` holds another run or other files. A run with another number of rounds is refused,
-    too, unless ``of_any_length`` is True. Raises RunError if ``out`` is in use or cannot be written.
+    None means that ``out`` holds no run. The run's settings and the privacy ledger of Global DP also stay in ``out``.
+    The reason: a repetition with other noise publishes another model about the same clients, and its privacy cost is
+    added to the earlier one. Raises UserError if ``out`` holds another run or other files. A run with another number of
+    rounds is refused, too, unless ``of_any_length`` is True. Raises RunError if ``out`` is in use or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:

@@ -1,4 +1,4 @@
-"""The main loop of a run with federated rounds. A settings class with ``procedure = "module:Class"`` replaces it."""
+"""The main loop of a run with federated rounds. The attribute ``procedure`` of a settings class names another loop."""
 
 import json
 import time
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 Exchange: TypeAlias = Callable[[int, float], Round]
 """A function (number of the round, learning rate) -> ``Round`` that executes one round.
 
-It stores the new server state in the strategy, and raises the same errors as ``strategies.flower.run_round``.
+The function stores the new server state in the strategy. It raises the same errors as ``strategies.flower.run_round``.
 """
 
 
@@ -195,7 +195,7 @@ class Rounds(Procedure):
     def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
         """Return the bytes of ``updates`` client updates and of all stages, by purpose.
 
-        ``more_sent``: the number of models that the server sends and for which no update comes back.
+        ``more_sent``: the number of models that the server sends without receiving an update for them.
         """
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(
@@ -212,7 +212,7 @@ class Rounds(Procedure):
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan, from which callers find out which trainers support the algorithm."""
+        """Return a typical local plan. From this plan, callers find out which trainers support the algorithm."""
         dataset, pool = self.job.dataset, {}
         if isinstance(self.algorithm, Sharing):
             template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
@@ -367,7 +367,7 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
 
 
 def planned_bill(job: Job) -> "RunPayments":
-    """Return the planned privacy costs of a run of ``job``, as far as they are known before the run begins.
+    """Return the planned privacy costs of a run of ``job``, as far as these costs are known before the run begins.
 
     For a private run this call takes seconds, because it computes the privacy loss distribution (PLD).
     """

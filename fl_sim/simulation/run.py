@@ -44,11 +44,11 @@ def run(
 ) -> dict[str, Any]:
     """Run ``experiment`` in the run directory ``out`` and return the content of ``result.json``.
 
-    ``grid``: Flower's grid, if Flower's own runtime started this process; without it the experiment's engine is
-    started. If ``out`` holds an unfinished run of the experiment, or a run with fewer rounds, the run continues after
-    its last finished round. A finished run is not repeated and has no further privacy cost: its stored result is
-    returned. Raises RunError if the run cannot continue; finished rounds stay on the disk. Raises UserError for
-    settings that cannot be run, and for files that do not fit together.
+    ``grid``: Flower's Grid (it delivers messages), if Flower's own runtime started this process. Without ``grid``, this
+    function starts the experiment's engine. If ``out`` holds an unfinished run of the experiment, or a run with fewer
+    rounds, the run continues after its last finished round. A finished run is not repeated and has no further privacy
+    cost: its stored result is returned. Raises RunError if the run cannot continue; finished rounds stay on the disk.
+    Raises UserError for settings that cannot be run, and for files that do not fit together.
     """
     observer = observer or Silent()
     if grid is not None and experiment.is_timed:
@@ -178,8 +178,8 @@ def _first_lines(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
     """Return the seconds that the run took in earlier processes.
 
-    The log of a private run contains no seconds. For a private run the result is the time since its oldest file was
-    last written, including all pauses between processes.
+    The log of a private run contains no seconds. For a private run, the result is the time since its oldest file was
+    last written. This time includes all pauses between processes.
     """
     if not experiment.is_private:
         return sum(record.seconds or 0.0 for record in log.rounds)

@@ -1,9 +1,10 @@
 """Base classes of stages and procedures.
 
-A stage is code that runs before the first round or after the last one, such as the making of synthetic records. Its
-class also gives its warnings, its result fields and its privacy costs. A settings class names its stage in the
-attribute ``stage``, as "module:Class"; a user's own class may do the same. General code calls the methods of ``Stage``
-and knows no stage by name. A procedure executes the whole run of an algorithm, in rounds or without rounds.
+A stage is code that runs before the first round or after the last one, such as the making of synthetic records. The
+class of a stage also gives the stage's warnings, result fields and privacy costs. A settings class names its stage in
+the attribute ``stage``, as "module:Class". A user's own settings class may do the same. General code calls the methods
+of ``Stage`` and knows no stage by name. A procedure executes the whole run of an algorithm, in rounds or without
+rounds.
 """
 
 import json
@@ -62,14 +63,14 @@ RESULT: Final = frozenset({
 """The field names that every ``result.json`` uses. A stage may not use them for its own fields (``Stage.facts``)."""
 
 VALIDATION_ACCURACY: Final = "validation_accuracy"
-"""A measure of a stage that replaces the validation accuracy of the server's model (``Stage.validates``)."""
+"""The name of a stage's measure that replaces the validation accuracy of the server's model (``Stage.validates``)."""
 
 _SHARES: Final = "fl_sim.stages.shares:Shares"  # the stage of every algorithm with the interface Sharing
 
 
 @dataclass(frozen=True)
 class Run:
-    """The server's side of a run, as stages receive it. Stages reach clients only through ``ask``."""
+    """The server's side of a run, as an object for stages. Stages reach clients only through its method ``ask``."""
 
     job: Job
     strategy: FederatedStrategy
@@ -101,9 +102,9 @@ class Run:
         """Send the task named ``task`` to every client; return the list of answers, in the order of clients.
 
         ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
-        sent. ``quoted``: True if an error message may quote a client's message; it must be False if answers are
-        private. ``order``: a task configuration that replaces the run's. Raises RunError, with the number of the first
-        client that has no valid answer.
+        sent. ``quoted``: True if an error message may quote a client's message. It must be False if answers are
+        private. ``order``: a task configuration that replaces the run's own. Raises RunError, with the number of the
+        first client that has no valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
@@ -152,7 +153,7 @@ class Stage:
         return {}
 
     def validates(self) -> bool:
-        """Return True if ``measured`` gives the validation accuracy of a round, as ``VALIDATION_ACCURACY``."""
+        """Return True if the method ``measured`` returns the validation accuracy, as ``VALIDATION_ACCURACY``."""
         return False
 
     def after(self, run: Run) -> None:
@@ -195,7 +196,7 @@ class Stage:
         return {}
 
     def payments(self) -> "Iterable[Payment]":
-        """Return the privacy costs of the releases that the stage itself makes."""
+        """Return the privacy costs of the outputs that the stage itself publishes, such as synthetic records."""
         return ()
 
     def warnings(self) -> list[str]:
@@ -220,7 +221,7 @@ class Procedure(ABC):
 
     job: Job
     has_rounds: ClassVar[bool] = False
-    """True if the procedure has rounds: an observer may then end the run after a round and compute its own metrics."""
+    """True if the procedure has rounds. An observer may then end the run after a round, and compute its own metrics."""
 
     @abstractmethod
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
@@ -243,7 +244,7 @@ class Procedure(ABC):
         """
 
     def payments(self) -> "tuple[Payment, ...] | None":
-        """Return the privacy costs of the procedure's own releases; None if the costs depend on votes (PATE)."""
+        """Return the privacy costs of the procedure's published outputs; None if the costs depend on votes (PATE)."""
         return ()
 
     def typical_plan(self) -> LocalPlan:
@@ -327,7 +328,7 @@ def tasks_of(job: Job) -> dict[str, ClientTask]:
 
 
 MOST_HELD = 10**9
-"""The largest number of records that a node of Flower's own runtime may report, as it may have records of its own."""
+"""The largest number of records that a node of Flower's own runtime may report about its own data."""
 
 
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
@@ -415,8 +416,8 @@ def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
 def start_from(run: Run, pool: Path, epochs: int) -> None:
     """Train the initial model at the server for ``epochs`` epochs on the synthetic records in the file ``pool``.
 
-    This is post-processing of released records, so it has no privacy cost. Raises Diverged if a trained parameter is
-    not finite.
+    The training only post-processes synthetic records that clients have sent already, so it has no privacy cost. Raises
+    Diverged if a trained parameter is not finite.
     """
     job, log, seed = run.job, run.log, run.job.experiment.seed
     records = resident(read_pool(pool), job.dataset, job.device)

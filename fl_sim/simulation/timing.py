@@ -18,8 +18,8 @@ from fl_sim.types import Examples
 Ready = Callable[[int, int], Callable[[], object]]
 """A function that prepares one turn of a computation, such as one client's local training (see ``Work``).
 
-Its arguments are the number of records in a piece, such as a minibatch step, and the number of pieces in the turn. It
-loads the input and returns the turn as a function, so that loading is not timed.
+Its arguments are the number of records in a piece, such as a minibatch step, and the number of pieces in the turn. The
+function loads the input and returns the turn as a second function, so that loading is not timed.
 """
 
 
@@ -69,7 +69,7 @@ _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
 """The smallest such factor. If the remaining time allows less, the timing ends."""
 _FLAT: Final = 1.5
-"""If a timed piece took less than this many times the seconds of the piece before, the next factor is _GROWTH**2."""
+"""If a timed piece takes less than this many times the seconds of the piece before, the next factor is _GROWTH**2."""
 _CHEAP: Final = 0.25
 """A whole piece is timed at once if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
@@ -148,9 +148,10 @@ class Stopwatch:
 class _GrowingTiming:
     """The timing of one kind of computation, first with few records, so that a slow one stays in the time budget.
 
-    It times pieces of more and more records up to a whole piece, then a turn of several pieces. ``_size``: the number
-    of records of the largest piece so far. ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece
-    and of the piece before. ``_least``: a lower bound of the seconds of a piece in a turn of several pieces.
+    A piece is one step, and a turn is one call of several steps. The object times pieces of more and more records up to
+    a whole piece, then a turn of several pieces. ``_size``: the number of records of the largest piece so far.
+    ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece and of the piece before. ``_least``: a
+    lower bound of the seconds of a piece in a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:

@@ -129,7 +129,7 @@ def write_all(file: FileIO, content: bytes | memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the directory entries (file names) of ``folder`` are on the disk."""
+    """Wait until the file names in ``folder`` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -173,7 +173,7 @@ def readable_os_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def explain(error: OSError) -> str:
-    """Return one sentence with the file, the reason and the cure of an OSError."""
+    """Return one sentence that names the file, the reason and the cure of an OSError."""
     said = error.strerror or str(error) or type(error).__name__
     cure = _CURES.get(error.errno or 0)
     where = f"{error.filename}: " if error.filename is not None else ""
@@ -201,7 +201,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run directory ``folder`` for this process in this block, after a few tries at most.
 
-    Raises RunError if another process has locked it; the message names that process and its start time.
+    Raises RunError if another process has locked ``folder``. The message names that process and its start time.
     """
     with ExitStack() as stack:
         try:
@@ -213,7 +213,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return True if the process that locked ``folder`` still runs; this function neither locks nor changes anything.
+    """Return True if the process that locked ``folder`` still runs. This function itself locks and changes nothing.
 
     Returns None if that process is on another machine, or if this system cannot tell. The start time of the process is
     compared with the time of the lock, because a new process may have the process id of a dead one.
@@ -292,7 +292,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 
 
 class _RemovedError(Exception):
-    """The last holder removed the lock file after this process opened it (NFS renames it instead): try again."""
+    """The last holder removed the lock file (on NFS: renamed it) after this process had opened it: try again."""
 
 
 def _is(path: Path, status: os.stat_result) -> bool:

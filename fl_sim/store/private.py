@@ -1,7 +1,7 @@
 """Private data of the machine's owner: the secret key for published digests, and the output of private runs.
 
 Warnings of libraries may quote numbers, and the user's code may print a record. A run's epsilon does not cover such
-output, so the output goes to a file that only the owner can read, not to the screen or to the log of a job.
+output. So the output goes to a file that only the owner can read, and not to the screen or to the log of a job.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ MOST_CHARACTERS: Final = 2**20
 def keyed(digest: str) -> str:
     """Return a keyed hash (HMAC) of ``digest`` with the machine's key and a new salt; empty if there is no key.
 
-    Without the key nobody can test whether given records have this digest, nor compare two results. There is no key if
+    Without the key, nobody can test whether given records have this digest, or compare two hashes. There is no key if
     the key file can be neither read nor created.
     """
     key = machine_key()
@@ -39,7 +39,7 @@ def keyed(digest: str) -> str:
 
 
 def matches(recorded: str, digest: str) -> bool | None:
-    """Return True if ``recorded`` is the keyed hash of ``digest``; None if it was made with another machine's key."""
+    """Return True if ``recorded`` is the keyed hash of ``digest``; None if another machine's key made ``recorded``."""
     found, key = _KEYED.fullmatch(recorded), machine_key()
     if found is None or found[1] != _name(key):
         return None

@@ -48,14 +48,14 @@ class RoundRecord:
     """One line of ``rounds.jsonl``.
 
     ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the clients' mean.
-    ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. Under privacy ``train_loss``,
-    ``cohort`` and ``seconds`` may be secret, and are then None. Other measures exist in the same rounds as the test
-    accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
+    ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. If the run promises privacy,
+    ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. Other measures exist in the same rounds
+    as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
     ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records; and mean, standard deviation
-    and worst tenth of the client accuracies (None under privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays
-    sent to and received from all clients of the round (None if the cohort is secret). With a virtual clock:
-    ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in server
-    steps. ``metrics``: the user's own metrics by name, in rounds with a test.
+    and worst tenth of the client accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes
+    of the arrays sent to and received from all clients of the round (None if the cohort is secret). With a virtual
+    clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in
+    server steps. ``metrics``: the user's own metrics by name, in rounds with a test.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -172,7 +172,7 @@ def append_round(out: Path, record: RoundRecord, chain: str) -> str:
 def read_rounds(out: Path) -> list[RoundRecord]:
     """Return the rounds in ``rounds.jsonl``, without a last line that a crash left incomplete.
 
-    Raises UserError that names the first line that is not a round.
+    Raises UserError if a line is not a round; the message names the first such line.
     """
     records = []
     for number, line in enumerate(_whole_lines(out), 1):
@@ -195,8 +195,8 @@ def log_chain(out: Path) -> str:
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     """Return rounds 1 to ``last_round``, and remove a later round, which has no checkpoint, from ``rounds.jsonl``.
 
-    A crash can leave one later round. Raises UserError if other rounds are missing or added, or if a round has changed
-    since the hash chain ``chain`` was computed.
+    A crash can leave one later round. Raises UserError if other rounds are missing or were added. Raises UserError,
+    too, if a round has changed since the hash chain ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
@@ -219,8 +219,8 @@ def log_with_settings(
 ) -> tuple[bytes, str]:
     """Return (content, hash chain) of a ``rounds.jsonl`` with the first ``num_rounds`` rounds under other ``settings``.
 
-    Nothing is written. ``unmeasured``: prefixes, as in MEASURED, of the fields that are removed from the last of these
-    rounds, because a run with more rounds would not measure them there.
+    Nothing is written. ``unmeasured``: prefixes, as in MEASURED, of the fields that are removed from the last one of
+    these rounds. A run with more rounds would not measure these fields there.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}

@@ -2,8 +2,8 @@
 
 Client states are private: only their owner may read the files, from the first byte on. A resumed run verifies the
 checksum of all client states: a client whose state is lost would start like a client that has not taken part yet, and
-the results of the run would change. The checksum is computed from the states, so it is as private as they are, and is
-stored in their folder, not in the checkpoint.
+the results of the run would change. The checksum is computed from the client states, so it is as private as the states.
+It is stored in their folder, and not in the checkpoint.
 """
 
 import errno
@@ -74,7 +74,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
-    """Save the state of ``client`` after ``server_round``, and keep the state with which the client began the round.
+    """Save the state of ``client`` after ``server_round``. The state from before this round is kept, too.
 
     All clients of a run have states of the same names, shapes and type. The file has two slots for each client, so a
     repeated round reads the same older state and writes the same numbers: a retry or a resume changes nothing, even if
@@ -213,7 +213,7 @@ class StateChecksum:
 
 
 def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, state: Payloads) -> StateChecksum:
-    """Return the state checksum of a run that continues after ``last_round`` (0: a new run).
+    """Return the checksum of the client states of a run that continues after ``last_round`` (0: a new run).
 
     ``state``: names and shapes of one client's state. Raises UserError if the client states in the folder are not those
     after ``last_round``. States of later rounds are deleted.
@@ -233,7 +233,7 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the position of the first written byte at or after ``place``; at least the file size if there is none."""
+    """Return the position of the first written byte at or after ``place``, or else at least the file size."""
     if not hasattr(os, "SEEK_DATA"):  # Windows
         return place
     try:
@@ -278,7 +278,7 @@ class _Slots:
 
 
 def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
-    """Return the slot with the newest round before ``server_round``; None if there is none."""
+    """Return the slot (one stored client state) of the newest round before ``server_round``; None if there is none."""
     earlier = [(written_in, slot) for slot, (written_in, _) in enumerate(heads) if 0 < written_in < server_round]
     return max(earlier)[1] if earlier else None
 
