@@ -38,9 +38,9 @@ def drawn_until(
     """Draw numbers of records at random until every client has at least ``min_size`` records; return the last draw.
 
     ``draw`` returns one draw, of shape (clients,) or (clients, classes). There are at most ``num_draws`` draws. If
-    ``min_size`` is None, the minimum is NIID-Bench's 10, and the last draw is returned even if it does not reach
-    10. If no draw reaches a given ``min_size``, ImpossibleSplit is raised with the text ``message(num_draws,
-    most)``. ``most`` is the largest number of records that the smallest client had in any draw.
+    ``min_size`` is None, the minimum is NIID-Bench's 10, and the last draw is returned even if it does not reach 10. If
+    ``min_size`` is given and no draw reaches it, ImpossibleSplit is raised with the text ``message(num_draws, most)``.
+    ``most`` is the largest number of records that the smallest client had in any draw.
     """
     wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
     for _ in range(num_draws):
@@ -76,10 +76,11 @@ def count_classes(labels: Indices, num_partitions: int) -> Indices:
 
 
 def cut(shares: NDArray[np.float64], total: int) -> Indices:
-    """Convert ``shares``, which sum to 1, to whole numbers of records that sum to ``total``.
+    """Convert ``shares``, which sum to 1, to whole numbers of records, which sum to ``total``.
 
-    Cumulative sums are rounded to the nearest integer, so each number differs from its share of ``total`` by at most 1.
-    (NIID-Bench rounds cumulative sums down, which gives the last client one extra record of nearly every class.)
+    Cumulative sums of the shares are rounded to the nearest integer. So each number differs from its share of ``total``
+    by at most 1. (NIID-Bench rounds cumulative sums down, which gives the last client one extra record of nearly every
+    class.)
     """
     bounds = np.rint(np.cumsum(shares) * total).astype(np.int64)
     return np.diff(bounds, prepend=0)
@@ -111,10 +112,10 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 
 
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
-    """Assign the records to clients at random. ``owner`` defines how many records each client receives.
+    """Assign the records to clients at random. ``owner`` defines the number of records of each client.
 
-    ``owner``: an array of client numbers with one entry per record. Client i receives as many records as ``owner``
-    has entries i; the order of the entries is irrelevant.
+    ``owner``: an array of client numbers with one entry per record. Client i receives as many records as ``owner`` has
+    entries i; the order of the entries is irrelevant.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

@@ -1,4 +1,4 @@
-"""Feature skew: clients have different inputs, by noise (NIID-Bench, Li et al. 2022, 4.2) or by the records' origin."""
+"""Feature skew: the inputs of clients differ, because of noise (NIID-Bench, Li et al. 2022, 4.2) or of origin."""
 
 import math
 from dataclasses import dataclass, field

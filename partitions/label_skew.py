@@ -15,9 +15,9 @@ from partitions.scheme import ImpossibleSplit, Indices, Parts
 class LabelK:
     """Each client has records of ``k`` of the L classes: client i has class i mod L and ``k`` - 1 random other classes.
 
-    The records of a class are split equally between the clients that have this class (numbers differ by at most 1). If
-    there are at least L clients, every record belongs to exactly one client. If there are fewer, a class may have no
-    client; its records are then not used.
+    The records of a class are split equally between the clients that have this class (numbers differ by at most 1).
+    With at least L clients, every record belongs to exactly one client. With fewer clients, a class may have no client.
+    The records of such a class are not used.
     """
 
     kind: Literal["label-k"] = field(default="label-k", kw_only=True)
@@ -71,9 +71,10 @@ class Dirichlet:
 
     The shares are drawn again until every client has enough records, at most 1000 times (less often if clients times
     classes exceed 5000). ``min_size``: the minimum number of records of each client; if no draw reaches it, the
-    partition is refused. The default (None) aims at NIID-Bench's 10. If no draw reaches 10, the last draw is used, with
-    small and empty shards. (Dir(0.05) over 100 clients nearly always leaves some clients empty.) ``balanced``: True
-    for NIID-Bench's variant, in which a client with N/K of all N records receives no records of further classes.
+    partition is refused. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the
+    last draw is used, with small and empty shards. (Dir(0.05) over 100 clients nearly always leaves some clients
+    empty.) ``balanced``: True for NIID-Bench's variant, in which a client with N/K of all N records receives no records
+    of further classes.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)
@@ -134,7 +135,7 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class Shards:
-    """Each client receives ``shards_per_client`` random pieces of the records, which are sorted by label before.
+    """Each client receives ``shards_per_client`` random pieces of the records. Before, the records are sorted by label.
 
     For K clients the sorted records are cut into K * ``shards_per_client`` pieces, whose sizes differ by at most 1. A
     piece may contain the end of one class and the start of the next, so a client can have more classes than pieces.

@@ -16,11 +16,11 @@ Inputs: TypeAlias = NDArray[np.float32]
 
 
 class ImpossibleSplit(ValueError):  # noqa: N818 (names what happened)
-    """Raised if a partition cannot assign the records as requested. The message has the numbers and a cure."""
+    """Raised if a partition cannot assign the records as requested. The message contains the numbers and advice."""
 
 
 class Scheme(Protocol):
-    """The method that every partition has, also a user's own: ``split`` assigns records to clients."""
+    """The method that every partition has, also a user's own partition: ``split`` assigns records to clients."""
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.

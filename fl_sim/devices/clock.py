@@ -160,8 +160,9 @@ class ServerStep:
 
 @dataclass
 class Schedule:
-    """Simulates asynchronous training: which clients start and finish when, and which updates each server step merges.
+    """Simulates asynchronous training.
 
+    It computes the times at which clients start and finish, and the updates that each server step merges.
     ``order_of(server_round)``: all clients, in the order in which the server asks them to train before that server
     step. ``concurrency``: the number of clients that train at the same time. ``buffer``: the number of updates that one
     server step merges. It is at most the number of clients. ``now``: the simulated time. ``steps``: the number of

@@ -158,7 +158,10 @@ class Kernel:
         return total
 
     def is_this_versions(self) -> bool:
-        """Return True if the library fits this version of fl-sim: same C++ sources, same request structure."""
+        """Return True if the library fits this version of fl-sim.
+
+        Both must have the same C++ sources and the same request structure.
+        """
         try:
             sources, layout = self.function("sources"), self.function("layout")
         except AttributeError:

@@ -78,7 +78,10 @@ class Shown:
 
 
 def is_perceptron(net: nn.Module) -> bool:
-    """Return True if the compiled code supports a network: float32 linear layers, ReLU or LeakyReLU between them."""
+    """Return True if the compiled code supports a network.
+
+    The network must have float32 linear layers, with ReLU or LeakyReLU between them.
+    """
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False

@@ -273,9 +273,10 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return ``size`` plus at least 16, rounded up to a multiple of 16: the length of a vector in the kernel's memory.
+    """Return the length that a vector of ``size`` numbers has in the kernel's memory.
 
-    The next vector in memory is then aligned to the kernel's widest SIMD vectors.
+    The length is a multiple of 16, and at least 16 more than ``size``. The next vector in memory is then aligned to the
+    kernel's widest SIMD vectors.
     """
     return -(-size // _SPARE) * _SPARE + _SPARE
 

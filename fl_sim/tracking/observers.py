@@ -40,7 +40,10 @@ LONGEST_SECONDS: Final = 60.0
 """Seconds that a run waits at its end for trackers that are still sending."""
 
 METRICS: Final = "metrics"
-"""The name of the optional method of a user's observer that computes own metrics of the model after a round."""
+"""The name of an optional method of a user's observer.
+
+The method computes the user's own metrics of the model after a round.
+"""
 
 EVENTS: Final = (*(name for name in vars(Observer) if not name.startswith("_")), METRICS)
 """The names of all methods of an observer. A user's observer needs at least one of these methods."""

@@ -1,1 +1,1 @@
-"""Local training of one client, or of a stack of clients in one computation; evaluation and feature extraction."""
+"""Local training of one client, or of many clients in one computation; evaluation and feature extraction."""

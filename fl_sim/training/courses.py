@@ -1,6 +1,6 @@
 """Courses: the local training of a client as a sequence of training jobs, for algorithms with special local steps.
 
-A local plan (the local objective as data) cannot describe these steps. An example is a gradient at a mixture of two
+A local plan (the local objective as data) cannot describe such steps. An example is a gradient at a mixture of two
 models. A course trains one job after another, and a job may depend on the results of earlier jobs. The run's trainer
 executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
 """
@@ -27,14 +27,14 @@ Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
 """
 
 _ANY_MOMENTUM = 0.5
-"""The momentum of a ``gradient_job``. After one step the momentum buffer is the gradient, for any momentum but 0."""
+"""The momentum of a ``gradient_job``. With any momentum but 0, the momentum buffer after one step is the gradient."""
 
 
 @runtime_checkable
 class StepByStep(Protocol):
     """The interface of an algorithm that defines its own local steps, by the method ``course``.
 
-    Such an algorithm has no trainers of its own (method ``trainers``) and no further models (method ``further``).
+    Such an algorithm must not also have the methods ``trainers`` (own trainers) and ``further`` (further models).
     """
 
     def course(self, job: LocalJob) -> Course:
@@ -74,7 +74,10 @@ def follow(
 
 
 def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, Any]:
-    """Send ``answer``, the results of the last jobs, to a course. Return (next jobs, None) or (None, result)."""
+    """Send ``answer``, the results of the last jobs, to a course.
+
+    Return (next jobs, None), or (None, result) at the end.
+    """
     try:
         return course.send(answer), None
     except StopIteration as end:
@@ -84,8 +87,8 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
     """Yield one job for every local step of ``job``. Each has one batch of records, and trains for one step.
 
-    ``number``: 0 for the batches that the trainer would draw for ``job``; other numbers give other batches, which
-    are independent. Images are augmented here, so that all jobs with the same batch use the same augmented images.
+    ``number``: 0 for the batches that the trainer would draw for ``job``. Any other number gives other, independent
+    batches. Images are augmented here, so that all jobs with the same batch use the same augmented images.
     """
     task, (inputs, labels) = job.task, job.records.tensors()
     settings, device, draws = task.settings, inputs.device, stream(job, number)
@@ -99,9 +102,10 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
 
 
 def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Generator:
-    """Return the random generator with this ``number`` for a client's ``job``. All generators are independent.
+    """Return the random generator with this ``number`` for a client's ``job``.
 
-    Generator 0 draws the batches. ``inside``: True for random numbers inside of steps, such as dropout.
+    Generators with different ``number`` or ``inside`` are independent. Generator 0 draws the batches. ``inside``: True
+    for random numbers inside of steps, such as dropout.
     """
     bits: Any = job.generator.bit_generator
     return np.random.Generator(bits.jumped(2 * number + inside) if number or inside else bits)
@@ -135,7 +139,7 @@ def gradient_job(
 def gradient_in(trained: Trained) -> Params:
     """Return the gradient that a ``gradient_job`` has computed, from its result ``trained``.
 
-    Parameters without a gradient have zeros.
+    The gradient of a parameter that the loss does not depend on is zero.
     """
     found = trained.momentum_buffers
     if layout_of(found) == layout_of(trained.params):

@@ -13,7 +13,10 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""This number times the mean variance is added to the covariance's diagonal (ridge), so that it is invertible."""
+"""The ridge: this number times the mean variance is added to the diagonal of the covariance matrix.
+
+Then the matrix is invertible.
+"""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
 """For the quadratic form: the weight of a class's own covariance, and the ridge as a multiple of the mean variance.

@@ -1,6 +1,7 @@
 """The predictions of a model on records, and the measures computed from these predictions.
 
-The measures follow the definitions of scikit-learn, in numpy: importing scikit-learn takes longer than computing them.
+The measures follow the definitions of scikit-learn, but are computed with numpy. The import of scikit-learn would take
+longer than the computation.
 """
 
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ def evaluate(
 ) -> Scores:
     """Return the scores of a model with weights ``params`` on inputs (n, *input shape) with labels (n,).
 
-    ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the
-    batches; the scores do not depend on this number. Products are float32 on a GPU, too, even if training uses a
+    ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the batches;
+    the scores do not depend on this number. On a GPU, products are computed in float32, too, even if training uses a
     lower precision.
     """
     network, source = ready(model, params), Source(inputs, labels, scale)
@@ -180,10 +181,9 @@ class OverClients:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """The class distributions of all clients, as numbers of records.
+    """The class distributions of all clients, as the numbers of records of each class.
 
-    Client ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``. Each pair of client and class occurs
-    once.
+    Client ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``. Each pair of client and class occurs once.
     """
 
     owners: NDArray[np.int64]
@@ -206,9 +206,9 @@ class Holdings:
     def by_client(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return each client's accuracy: the mean of the class recalls, weighted by the client's class distribution.
 
-        This equals the test accuracy if test records are weighted by the client's class distribution. No
-        records are sampled. Classes without test records (recall NaN) are ignored. A client whose records all
-        belong to such classes has accuracy NaN. The array ends with the last client that has an accuracy.
+        This equals the test accuracy if test records are weighted by the client's class distribution. No test records
+        are sampled. Classes without test records (recall NaN) are ignored. A client whose records all belong to such
+        classes has accuracy NaN. The array ends at the last client with an accuracy that is not NaN.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)

@@ -47,9 +47,9 @@ class Network:
     ) -> Batch:
         """Return the ``Batch`` (records, logits, features and models) that the loss terms receive.
 
-        ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs
-        them, features, computed with ``params``. The tensors of a loss term itself are added later. A loss term
-        can call the network with other parameters, such as a teacher's; dropout is then off.
+        ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
+        features, computed with ``params``. The own tensors of each loss term are added later. A loss term can call the
+        network with other parameters, such as a teacher's. In such a call dropout is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -132,9 +132,9 @@ def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int
 def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
-    The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode.
-    It raises UserError if the head cannot be trained alone, which the stage ``calibrate`` does: if the head does
-    not compute the logits from features (n, d) only, or has no trainable parameters.
+    The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode. The
+    stage ``calibrate`` trains the head alone. UserError is raised if this is impossible: the head needs other inputs
+    than features (n, d), or has no trainable parameters.
     """
     model.eval()
     head = head_of(model)
@@ -171,10 +171,10 @@ def features_of(
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Fréchet distance between two sets of vectors, of shapes (n, d) and (m, d); at least 0.
 
-    With the means mu and covariances S of the sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1
-    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). It differs from the published measure FID, whose vectors are features
-    of a network that was trained on ImageNet. So the results are not comparable with published values of FID. Sums
-    are float64; n and m must be at least 2.
+    With the means mu and covariances S of the sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2))
+    (Heusel et al. 2017, eq. 6). The published measure FID uses features of a network that was trained on ImageNet. So
+    the distances of this function are not comparable with published values of FID. Sums are float64; n and m must be at
+    least 2.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = _moments(first), _moments(second)
     root = _root(covariance_1)

@@ -49,8 +49,8 @@ Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair (normalised float32 inputs, int64 labels) of ``examples``.
 
-    With the data set's public constants mean and std, a byte b becomes (b / 255 - mean) / std, and a float feature x
-    becomes (x - mean) / std.
+    ``mean`` and ``std`` are public constants of the data set. A byte b becomes (b / 255 - mean) / std. A float feature
+    x becomes (x - mean) / std.
     """
     inputs = torch.from_numpy(np.array(examples.inputs, order="C")).to(torch.float32)
     scale = Scale.of(dataset, examples.inputs.dtype, inputs.ndim)
@@ -85,11 +85,11 @@ def train(
 ) -> Trained:
     """Train one client for ``task.settings.num_steps(n)`` local steps from ``task.params``, and return the result.
 
-    ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``)
-    are not trained. They have the values in ``task.params`` if named there, else those in ``model``. ``inputs``:
-    (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained. ``generator``: the random
-    generator for shuffling, image augmentation and mixing partners. Raises ValueError for tensors that do not fit
-    the model. Raises UserError for a plan with fields that no trainer supports.
+    ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``) are
+    not trained. A frozen parameter has its value in ``task.params``, or its value in ``model`` if ``task.params`` lacks
+    it. ``inputs``: (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained. ``generator``:
+    the random generator for shuffling, image augmentation and mixing partners. Raises ValueError for tensors that do
+    not fit the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
     trained = {
@@ -217,7 +217,7 @@ def _gradients(
     running: dict[str, torch.Tensor],
     ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and the gradients by the weights that the loss depends on, as {name: gradient}.
+    """Return the loss, and its gradients with respect to the weights that it depends on, as {name: gradient}.
 
     With an ``ascent`` (sharpness-aware minimisation), a second gradient is computed at the weights after the ascent
     step, and both are combined. The ``running`` statistics are updated only at the original weights.
@@ -292,8 +292,8 @@ def _step(
 ) -> None:
     """Update one parameter in place by a step of SGD, Adam or AdamW.
 
-    The SGD step equals torch.optim.SGD's in every bit. The classes of torch.optim are not used, because importing
-    them takes over a second. ``drift``: the plan's step offset, empty if the plan has none.
+    An SGD step equals the step of torch.optim.SGD in every bit. The classes of torch.optim are not used, because
+    importing them takes over a second. ``drift``: the plan's step offset, empty if the plan has none.
     """
     if settings.weight_decay and settings.optimizer == "adamw":
         weight.mul_(1 - settings.learning_rate * settings.weight_decay)

@@ -1,7 +1,8 @@
 """The parts of the training loss of a batch. They are used for one client and for several stacked clients.
 
-Stacked training fills smaller batches up with records of weight 0. These records add nothing to the loss. No part of
-the loss computes an infinite number or NaN from them.
+Stacked training means that many clients are trained in one computation. It pads smaller batches with records of weight
+0. These padding records add nothing to the loss. No part of the loss computes an infinite number or NaN from padding
+records.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +25,12 @@ LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Slope: TypeAlias = Callable[
     [LogitsOf, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ]
-"""A function that computes the gradient of the cross-entropy by the input, such as ``by_autograd``."""
+"""A function that computes the gradient of the cross-entropy with respect to the input, such as ``by_autograd``."""
 
 _FAR_BELOW = -1e30
 """A finite number in place of minus infinity, for the logits of excluded classes.
 
-If all classes are excluded, the softmax of minus infinities would be NaN.
+If all classes are excluded, a softmax of minus infinities would be NaN.
 """
 
 
@@ -46,7 +47,8 @@ def by_autograd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
 
-    The results can be differentiated by the weights. FedMix needs this, because its loss contains the gradient.
+    The results can be differentiated with respect to the weights. FedMix needs this, because its loss contains the
+    input gradient.
     """
     records = inputs.requires_grad_()
     logits = logits_of(records)
@@ -113,7 +115,7 @@ def outputs_for(
 def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
     """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf removes a class from softmax.
 
-    If ``scale`` or ``shift`` is None, this step is left out.
+    If ``scale`` is None, logits are not scaled. If ``shift`` is None, logits are not shifted.
     """
     if scale is not None:
         _check("logit_scale", scale, logits.shape[1:])
@@ -178,7 +180,7 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
     """Return the loss term ``Suppression``: one number for the batch, shape (), not one for each record.
 
-    The reason is that the term contains the logarithm of a mean over the batch.
+    The term is one number, because it contains the logarithm of a mean over the batch.
     """
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
@@ -218,8 +220,8 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
 class _With:
     """A loss term: the call ``function(batch, *settings)`` with fixed settings.
 
-    Two such objects are equal if function and settings are equal. So clients with equal loss terms can be trained
-    in one stack.
+    Two such objects are equal if function and settings are equal. So clients with equal loss terms can be trained in
+    one stack, that is in one computation.
     """
 
     function: Callable[..., torch.Tensor]

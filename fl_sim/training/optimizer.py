@@ -42,7 +42,10 @@ class Moments:
         return cls(torch.zeros_like(tensor), torch.zeros_like(tensor), num_steps)
 
     def of_first(self, width: int) -> Self:
-        """Return the moments of the first ``width`` clients of a stack, as views without a copy."""
+        """Return the moments of the first ``width`` clients of a stack, as views without a copy.
+
+        The clients of a stack are trained together, in one computation.
+        """
         return type(self)(self.first[:width], self.second[:width], self.num_steps)
 
     def direction(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -56,9 +59,10 @@ class Moments:
 
 
 def ascent_of(plan: LocalPlan) -> Ascent | None:
-    """Return the plan's ascent step (sharpness-aware minimisation). Return None if it has none, or one without effect.
+    """Return the plan's ascent step (sharpness-aware minimisation).
 
-    An ascent step has no effect if its radius or share is 0.
+    Return None if the plan has no ascent step, or an ascent step without effect. An ascent step has no effect if its
+    radius (which sets its length) is 0, or if its share (weight of the second gradient) is 0.
     """
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None
@@ -69,7 +73,7 @@ def uphill(
 ) -> dict[str, torch.Tensor]:
     """Return the weights after the ascent step of sharpness-aware minimisation, as {name: weight}.
 
-    The second gradient of the method is computed at these weights. Weights without a gradient are left out.
+    The method computes its second gradient at these weights. Weights without a gradient are left out.
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
@@ -84,8 +88,8 @@ def blended(
 ) -> dict[str, torch.Tensor]:
     """Return (1 - share) * ``gradients`` + share * ``above``; exactly ``above`` if the share is 1.
 
-    ``gradients``: at the current weights. ``above``: at the weights after the ascent step (``uphill``). ``ascent``:
-    contains the share.
+    ``gradients``: the gradients at the current weights. ``above``: the gradients at the weights after the ascent step
+    (``uphill``). ``ascent``: the ascent step, which contains the share.
     """
     if ascent.share == 1:
         return dict(above)

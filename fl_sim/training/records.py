@@ -35,8 +35,8 @@ class Scale:
     def to(self, device: torch.device) -> "Scale":
         """Return the same normalising constants on ``device``.
 
-        They stay tensors: PyTorch would multiply by the reciprocal of a Python number instead of dividing, with
-        other rounding.
+        The constants stay tensors. By a Python number PyTorch would not divide: it would multiply by the reciprocal,
+        with other rounding.
         """
         return Scale(self.offset.to(device), self.divisor.to(device))
 
@@ -49,8 +49,9 @@ class Scale:
 class Source:
     """Read-only records on a device, of one client or of all clients.
 
-    ``inputs``: (n, *input shape). They are normalised float32, or bytes, which need a quarter of the memory.
-    ``labels``: (n,), int64. ``scale``: for bytes, the constants that normalise them to the same float32 numbers.
+    ``inputs``: (n, *input shape). The inputs are normalised float32, or bytes, which need a quarter of the memory.
+    ``labels``: (n,), int64. ``scale``: if the inputs are bytes, the constants that normalise them to the same float32
+    numbers.
     """
 
     inputs: torch.Tensor
@@ -123,7 +124,7 @@ class Records:
 def merged(sources: list[Source]) -> Source:
     """Return the concatenation of ``sources``, without a copy if there is only one.
 
-    Their inputs must be all bytes or all normalised.
+    Either all sources have inputs of bytes, or all have normalised inputs.
     """
     first = sources[0]
     if len(sources) == 1:
@@ -141,9 +142,9 @@ def black_of(augment: Augment, device: torch.device) -> torch.Tensor:
 def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: torch.Tensor) -> torch.Tensor:
     """Return augmented ``images``: each image is cropped and mirrored by its own row of ``moves``.
 
-    ``images``: (..., channels, height, width), normalised. ``moves``: (..., 3), drawn by ``augment``: the offsets
-    of the cropping window down and to the right, and 1 for mirroring. ``black``: see ``black_of``. Without
-    augmentation, records may have any shape and are returned unchanged.
+    ``images``: (..., channels, height, width), normalised. ``moves``: (..., 3), drawn by ``augment``: the offsets of
+    the cropping window down and to the right, and 1 for mirroring. ``black``: see ``black_of``. Without augmentation,
+    inputs may have any shape and are returned unchanged.
     """
     if not augment.moves:
         return images

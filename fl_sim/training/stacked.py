@@ -1,8 +1,10 @@
-"""Local training of many clients in one computation over stacked parameters, for GPUs, where kernel launches dominate.
+"""Trains many clients in one computation on a GPU, where the launches of GPU kernels take most of the time.
 
-For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are sorted by
-their number of steps, the largest first. Clients with few steps finish earlier, so the clients still in training are
-always the first in the stack. Only the smaller last batch of an epoch is padded, with records of weight zero.
+The parameters of these clients are stacked: each parameter is one tensor with an axis for clients. These clients are
+called a stack. For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients
+are sorted by their number of steps, the largest first. Clients with few steps finish earlier. So the clients that are
+still in training are always the first in the stack. Only the smaller last batch of an epoch is padded, with records of
+weight zero.
 """
 
 import warnings
@@ -33,7 +35,7 @@ The step must use the same memory addresses at each call.
 SAME_STEP = 0.01
 """The largest accepted difference between the results of a CUDA graph and of the plain PyTorch step.
 
-The difference is divided by the change that the step makes to the tensors.
+The difference is relative to the change that the step makes to the tensors.
 """
 
 ROUNDING = 2.0**-22
@@ -42,7 +44,7 @@ ROUNDING = 2.0**-22
 PLAIN_STEPS = 8
 """The number of plain PyTorch steps before a CUDA graph is captured, counted for each number of clients in a step.
 
-A capture takes as long as about six plain steps.
+The capture of a graph takes as long as about six plain steps.
 """
 
 WARM_UP_STEPS = 3
@@ -50,12 +52,12 @@ WARM_UP_STEPS = 3
 
 
 class Launcher:
-    """Executes steps for the first clients of a stack, if possible as one launch of a CUDA graph.
+    """Executes optimizer steps for the first clients of a stack, if possible as one launch of a CUDA graph.
 
-    Graphs exist for a few numbers of clients only (``width_for``). A step for another number uses the graph of the
-    next larger number, which leaves the surplus clients unchanged. A graph is captured after ``plain_steps`` plain
-    steps with its number of clients. If a capture fails, or a graph's result differs from the plain step's, the
-    launcher warns and uses plain steps from then on.
+    Graphs exist for a few numbers of clients only (``width_for``). A step for another number of clients uses the graph
+    of the next larger number. This graph leaves the surplus clients unchanged. A graph is captured after
+    ``plain_steps`` plain steps with its number of clients. If a capture fails, or a graph's result differs from the
+    plain step's, the launcher warns and uses plain steps from then on.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -121,8 +123,8 @@ class Launcher:
 def width_for(active: int, capacity: int) -> int:
     """Return a number of clients, at least ``active``, for which there is a CUDA graph.
 
-    These numbers are ``capacity``, its half, its quarter, ... (rounded up), so that few graphs suffice. The
-    smallest that is large enough is returned.
+    CUDA graphs exist for ``capacity`` clients, for a half of it, for a quarter, ... (rounded up), so that few graphs
+    suffice. The smallest of these numbers that is at least ``active`` is returned.
     """
     width = capacity
     while width > 1 and (width + 1) // 2 >= active:
@@ -150,10 +152,10 @@ def capture_on_cuda(step: Callable[[], None]) -> Callable[[], None]:
 class StackedTrainer:
     """Trains all clients of a round together in stacks.
 
-    ``model``: provides the architecture; it must draw no random numbers and treat every record separately (no batch
-    statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by default
-    PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain steps
-    with the same records, kind of plan and number of clients. ``capture``: the function that captures a graph.
+    ``model``: provides the architecture; the model must draw no random numbers, and must treat every record separately
+    (no batch statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by
+    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain
+    steps with the same records, kind of plan and number of clients. ``capture``: the function that captures a graph.
     Several threads must not use one trainer at the same time.
     """
 
@@ -262,7 +264,7 @@ def captures_on(device: torch.device) -> bool:
 
 
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
-    """Return True if plain step and graph have equal results up to rounding; False for results that are not finite.
+    """Return True if plain step and graph have equal results up to rounding. Results that are not finite give False.
 
     ``before``: the tensors before the step.
     """

@@ -1,4 +1,4 @@
-"""One optimizer step for many clients at once, for GPUs, such that a CUDA graph can capture it.
+"""One optimizer step for many clients at once on a GPU. A CUDA graph can capture the step.
 
 For a CUDA graph, a step must use the same memory addresses each time. So all inputs and results are in buffers that
 stay at their addresses for all steps and rounds. The step allocates no lasting memory and never waits for the device.
@@ -101,10 +101,10 @@ class StackedStep:
     """An optimizer step for up to ``capacity`` clients. The clients still in training come first.
 
     The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
-    ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``:
-    (capacity,), indices of averaged records in the mixing pool (FedMix). ``moves``: (capacity, batch, 3), the
-    shifts and mirroring of images. ``active``: the number of clients in training. If ``padded`` is True, a step may
-    include more clients; those from number ``active`` on stay unchanged.
+    ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (capacity,),
+    indices of averaged records in the mixing pool (FedMix). ``moves``: (capacity, batch, 3), the shifts and mirroring
+    of images. ``active``: the number of clients in training. If ``padded`` is True, a step may include more clients;
+    those with numbers from ``active`` on stay unchanged.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Local training and evaluation, by the compiled trainer if it supports the model, else by PyTorch.
 
-Both trainers take a LocalPlan, so an algorithm does not depend on the choice. Their results agree up to float32
-rounding. If the model has dropout, the results agree in distribution only, because each trainer draws its own random
-masks.
+Both trainers receive the local objective as a LocalPlan, so an algorithm does not depend on the choice of trainer.
+Their results agree up to float32 rounding. If the model has dropout, the results agree in distribution only, because
+each trainer draws its own random masks.
 """
 
 import copy
@@ -68,9 +68,10 @@ class LocalJob:
         return self.task.settings.num_steps(len(self.records))
 
     def in_phase(self, number: int) -> Self:
-        """Return the job for one phase of the plan, counted from 0. A phase trains some parameters for some epochs.
+        """Return the job for one phase of the plan, counted from 0.
 
-        If the plan has no phases, return this job unchanged.
+        In a phase, some of the parameters are trained for some epochs. If the plan has no phases, return this job
+        unchanged.
         """
         if not self.plan.phases:
             return self
@@ -104,12 +105,12 @@ class Training(Protocol):
 class Trainer:
     """Trains and evaluates models, by the compiled trainer or by PyTorch.
 
-    ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None
-    means always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports
-    "bfloat16" if ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of
-    them in parallel. So does PyTorch for models that draw no random numbers, with one copy of the model per thread.
-    PyTorch trains one client at a time in two cases: with dropout, which uses the global generator of the process,
-    and with an algorithm's loss that drew random numbers at its first use.
+    ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
+    always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
+    ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of them in parallel.
+    PyTorch also runs in all of them, with one copy of the model per thread, if the model draws no random numbers.
+    PyTorch trains one client at a time in two cases: with dropout, which uses the global generator of the process, and
+    with an algorithm's loss that drew random numbers at its first use.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -137,7 +138,10 @@ class Trainer:
         return self._taken(input_shape, plan, asked) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return the reason why PyTorch trains this model faster than the compiled trainer; empty if it does not."""
+        """Return the reason why PyTorch trains this model faster than the compiled trainer.
+
+        It is empty if PyTorch is not faster.
+        """
         self._stack(input_shape)
         return self._slower[input_shape]
 
@@ -216,10 +220,10 @@ class Trainer:
         scale: Scale | None = None,
         workers: int = 1,
     ) -> Scores:
-        """Return the scores of ``params``, equal to ``fl_sim.training.evaluation.evaluate`` up to float32 rounding.
+        """Return the scores of a model with weights ``params``.
 
-        The scores do not depend on the number of ``workers`` (threads). If the compiled code gives a loss that is not
-        finite, PyTorch computes the scores.
+        They equal the scores of ``evaluation.evaluate`` up to rounding. The scores do not depend on the number of
+        ``workers`` (threads). If the compiled code gives a loss that is not finite, PyTorch computes the scores.
         """
         if (logits_of := self._compiled(params, inputs)) is not None:
             scores = score(logits_of, inputs, labels, workers=workers)
@@ -282,9 +286,10 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the kernel's description of the model, or None if the kernel does not support the training.
+        """Return the kernel's description of the model.
 
-        ``asked``: the names of all fields of settings and ``plan`` that are in use.
+        Return None if the kernel (compiled trainer) does not support the training. ``asked``: the names of all fields
+        of settings and ``plan`` that are in use.
         """
         stack = self._stack(input_shape) if self._kernel is not None else None
         if (
