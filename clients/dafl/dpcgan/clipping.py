@@ -1,21 +1,21 @@
-"""Sums of clipped gradients of the discriminator D, in which a real record and its fake are clipped as one vector.
+"""Sums of clipped gradients of a GAN's discriminator D. A real record and its fake are clipped as one vector.
 
-A pair consists of a real record and a fake, each a row of the inputs of D's layers. One forward and one backward pass
-over all rows are enough. The gradient of a linear layer for one row is the outer product of the layer's input a and the
-error e, the derivative of the loss by the layer's output. Hence the squared norm of a pair's gradient is the sum of
-(e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015, "Efficient per-example gradient computations").
-The clipped sum is one matrix product of weighted rows, so single gradients need not be computed. A convolution is
-treated like a linear layer with one row per output position.
+A pair consists of a real record and a fake. Each of the two is one row of the inputs of D's layers. One forward and one
+backward pass over all rows are enough. The error e is the derivative of the loss by a layer's output. The gradient of a
+linear layer for one row is the outer product of the layer's input a and the error e. Hence the squared norm of a pair's
+gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015, "Efficient per-example
+gradient computations"). The clipped sum is one matrix product of weighted rows. So the gradients of single pairs need
+not be computed. A convolution is treated like a linear layer with one row per output position.
 
-No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32,
-and their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
-float32 exactly. If the two rows of a pair cancel, the norm from scalar products may be rounded down, but by at most
-2 n u times the part that does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1); this amount is added to
-the norm.
+No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32.
+Their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
+float32 exactly. If the two rows of a pair nearly cancel, the norm from scalar products may be rounded down. The error
+is at most 2 n u times the part that does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1). This amount
+is added to the norm.
 
-Opacus' hooks compute every record's gradient of every layer, separately for real and fake, at about three times the
-cost of a step without privacy (``benchmarks/dpcgan_step.py``). The tests compare this module with Opacus' hooks, and
-``clients.dafl.dpcgan.with_opacus`` trains with them on request.
+Opacus' hooks compute the gradient of every layer for every record, separately for real and fake records. They take
+about three times as long as a step without privacy (``benchmarks/dpcgan_step.py``). The tests compare this module with
+Opacus' hooks. The module ``clients.dafl.dpcgan.with_opacus`` trains with the hooks on request.
 """
 
 from collections.abc import Sequence
@@ -29,19 +29,24 @@ from torch.nn import functional
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
 
 MARGIN: Final = 1e-5
-"""Pairs are clipped to (1 - MARGIN) C. The margin covers float64 rounding of a sum, below 1e-6 C for 1,000 pairs."""
+"""Gradients of pairs are clipped to (1 - MARGIN) C, where C is the clipping norm.
+
+The margin covers the float64 rounding of a sum of gradients. This rounding is below 1e-6 C for 1,000 pairs."""
 
 _SLACK: Final = 2.0**-32
-"""A bound on the rounding error of a squared norm of up to 2^20 terms, relative to the rows' summed squared norms."""
+"""A bound on the rounding error of a squared norm of up to 2^20 terms.
+
+The bound is relative to the sum of the squared norms of the rows."""
 
 
 @dataclass(frozen=True)
 class ClientPairs:
     """One client's pairs of a real record and a fake in one training step of its discriminator D.
 
-    ``discriminator``: D. D's score of a row must not depend on other rows; D consists of Linear, Conv2d, InstanceNorm2d
-    without running statistics, and layers without parameters. ``real``, ``fake``: (pairs, *input shape of D).
-    ``clipping_norm``: the bound on the norm of a pair's gradient; inf means no clipping.
+    ``discriminator``: D. D's score of a row must not depend on other rows. The layers of D are Linear, Conv2d,
+    InstanceNorm2d without running statistics, and layers without parameters. ``real``, ``fake``: the records and the
+    fakes of all pairs, (pairs, *input shape of D). ``clipping_norm``: the bound on the norm of a pair's gradient; inf
+    means no clipping.
     """
 
     discriminator: nn.Sequential
@@ -58,11 +63,12 @@ def clipped_sum(
 
 
 def clipped_sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
-    """Return every client's sum of the clipped gradients of loss(D(real), 1) + loss(D(fake), 0) over its pairs.
+    """Return the sum of the clipped gradients over the pairs of each client.
 
-    The gradient of each pair is clipped as one vector. The sums are flat and float64, in the order of
-    ``D.parameters()``. A pair whose gradient is not finite counts as the zero vector; the sum of no pairs is zero. All
-    clients' networks have the same kinds of layers; a client's sum does not depend on other clients.
+    The loss of a pair is loss(D(real), 1) + loss(D(fake), 0). The gradient of each pair is clipped as one vector. The
+    sums are flat float64 vectors, in the order of ``D.parameters()``. A pair whose gradient is not finite counts as the
+    zero vector. The sum of no pairs is zero. All clients' networks must have the same kinds of layers. A client's sum
+    does not depend on other clients.
     """
     found = iter(_sums([one for one in clients if len(one.real)]))
     sizes = [sum(weight.numel() for weight in one.discriminator.parameters()) for one in clients]
@@ -96,7 +102,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
 
 
 def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_LinearGradients | _SeparateGradients]":
-    """Return the layers of D with parameters, each with its input and the derivative of the loss by its output.
+    """Return each layer of D that has parameters, with the layer's input and the derivative of the loss by its output.
 
     ``sizes``: the number of pairs of each client, after padding.
     """
@@ -142,7 +148,7 @@ class _LinearGradients:
         return own + 2 * inputs_across * errors_across + _SLACK * own
 
     def forget(self, pairs: torch.Tensor) -> None:
-        """Set the gradients of some pairs to zero. ``pairs``: a mask, (pairs,)."""
+        """Set the gradients of some pairs to zero. ``pairs``: a mask that is True for these pairs, (pairs,)."""
         both = pairs.repeat_interleave(2)
         self.e = self.e.masked_fill(both[:, None], 0.0)
         sizes = [len(part) for part in self.a]
@@ -151,22 +157,26 @@ class _LinearGradients:
         ]
 
     def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return, for each client and each parameter of the layer, the sum over pairs of factor times gradient."""
+        """Return weighted sums of the pairs' gradients, for each client and each parameter of the layer.
+
+        The gradient of each pair is multiplied by the pair's factor.
+        """
         errors = (self.e.view(-1, 2, self.e.shape[1]) * factors[:, None, None]).flatten(0, 1)
         parts = zip(torch.split(errors, [len(part) for part in self.a]), self.a, strict=True)
         return [[error.T @ entered, *([error.sum(0)] if self.has_bias else [])] for error, entered in parts]
 
 
 def _scalar_products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the squared norm of each row, (2 pairs,), and the scalar product of each real and fake row, (pairs,)."""
+    """Return the squared norm of each row, (2 pairs,), and each pair's scalar product of its two rows, (pairs,)."""
     real, fake = rows.view(-1, 2, rows.shape[1]).unbind(1)
     return torch.linalg.vecdot(rows, rows), torch.linalg.vecdot(real, fake)
 
 
 class _SeparateGradients:
-    """The gradients of a layer other than Linear. Each client is computed separately: joint operations save no time.
+    """The gradients of a layer that is not Linear, for every pair of all clients.
 
-    The methods have the same meaning as those of ``_LinearGradients``.
+    Each client's gradients are computed separately, because joint operations save no time. The methods have the same
+    meaning as the methods of ``_LinearGradients``.
     """
 
     def __init__(self, layers: "Sequence[_ConvolutionGradients | _InstanceNormGradients]") -> None:
@@ -186,7 +196,7 @@ class _SeparateGradients:
 
 
 class _ConvolutionGradients:
-    """The gradients of a convolution, computed like those of a linear layer with one row for every output position.
+    """The gradients of a convolution. It is treated like a linear layer with one row for every output position.
 
     The gradient of a pair is e_r a_r' + e_f a_f', with inputs a and errors e of the real (r) and the fake (f) record.
     """
@@ -244,7 +254,7 @@ def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the real rows and the fake rows of all pairs; they alternate in ``rows``."""
+    """Return the real rows and the fake rows of all pairs. Real and fake rows alternate in ``rows``."""
     return rows[0::2], rows[1::2]
 
 

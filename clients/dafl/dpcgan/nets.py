@@ -1,12 +1,13 @@
-"""The networks of the DP conditional GAN: small perceptrons, or the paper's four convolutions each (Tang et al. 2023).
+"""The networks of the DP conditional GAN, a discriminator and a generator.
 
-No network uses batch statistics, so the score of a record does not depend on other records. Per-record clipping of
-gradients requires this.
+The networks are small perceptrons, or networks of four convolutions each, as in the paper (Tang et al. 2023). No
+network uses batch statistics, so the score of a record does not depend on other records. The clipping of gradients for
+each record requires this.
 
-The networks of several clients compute together as a stack: the rows of all clients are concatenated, and layers
-without weights process all rows at once. Every client's rows are padded to a multiple of 32. Vectorised kernels compute
-the rows beyond such a multiple by other operations, which round differently. With the padding, the bits of a client do
-not depend on the other clients in the stack.
+The networks of several clients compute together as a stack, which is one tensor computation. The rows of all clients
+are concatenated, and layers without weights process all rows at once. Every client's rows are padded to a multiple of
+32. Vectorised code processes rows in groups. It computes the last, incomplete group by other operations, which round
+differently. With the padding, the bits of a client do not depend on the other clients in the stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ _SPREAD: Final = 1.0
 class Networks:
     """A discriminator D, a generator G, and the transforms of their inputs and outputs.
 
-    Classes are one-hot, (n, classes); the width is 0 if there is only one class.
+    Classes are one-hot, (n, classes). If there is only one class, the shape is (n, 0).
     ``view``: records, (n, *shape) in [-1, 1] -> views, the input form for D: a public function of each single record.
     ``join``: (views or latent vectors, classes) -> one tensor, the input of a network.
     ``discriminator``: joined views -> scores, (n, 1), high for real records.
@@ -63,7 +64,10 @@ class Layers:
 
 
 def filled_up(num_rows: int) -> int:
-    """Return ``num_rows`` rounded up to a multiple of 32: a client's number of rows in a stack after padding."""
+    """Return ``num_rows`` rounded up to a multiple of 32.
+
+    It is a client's number of rows after padding, in the joint computation of many clients.
+    """
     return -(-num_rows // _BLOCK) * _BLOCK
 
 
@@ -72,8 +76,8 @@ def stacked(
 ) -> torch.Tensor:
     """Return the outputs of several clients' networks for their own inputs, concatenated.
 
-    ``nets``: the networks, which have the same kinds of layers. ``parts``: the input of each network, with a padded
-    number of rows (see ``filled_up``). ``seen``: a function that is called with each layer that has weights.
+    ``nets``: the networks, one for each client, with the same kinds of layers. ``parts``: the input of each network,
+    with a padded number of rows (see ``filled_up``). ``seen``: a function that is called for each layer with weights.
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = None  # None before the first layer with weights: inputs may have unequal widths
@@ -94,7 +98,7 @@ def stacked(
 
 
 def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the scores (rows, 1) of each discriminator for its own input in ``parts``: views joined with classes."""
+    """Return the scores (rows, 1) from each discriminator for its own input in ``parts``: views joined with classes."""
     return _unpadded(stacked(discriminators, [_padded(part) for part in parts]), parts)
 
 
@@ -124,12 +128,13 @@ def _unpadded(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return the input of a first layer, (n, classes x (d + 1)), for ``values`` (n, d) and one-hot ``classes``.
+    """Return the input of a network's first layer, (n, classes x (d + 1)), for ``values`` (n, d) and ``classes``.
 
-    Each class has d + 1 columns: the columns of the row's class contain its d values and a one, all others zeros. So
-    every class has its own first-layer weights, which records of other classes do not change. If the one-hot class were
-    simply appended to the values, the networks would hardly learn to use it within the privacy budget. Without classes
-    the values are returned unchanged.
+    ``classes`` is one-hot. Each class has d + 1 columns in the result. In every row, the columns of the row's class
+    contain its d values and a one. All other columns contain zeros. So every class has its own weights in the first
+    layer, and records of other classes do not change them. The one-hot class could simply be appended to the values.
+    But then the networks would hardly learn to use the class within the privacy budget. Without classes the values are
+    returned unchanged.
     """
     if not classes.shape[1]:
         return values
@@ -148,10 +153,11 @@ def with_planes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widths: tuple[int, int]) -> Networks:
     """Return perceptrons for images that are averaged down to at most ``resolution`` pixels a side.
 
-    ``widths``: the width of D's two hidden layers, and the width of G's. The networks have few parameters, because the
-    norm of the noise on D's gradient grows with the square root of their number. Images are coarse, because noise hides
-    fine detail first. Rendering interpolates logits and then applies the sigmoid, so edges stay sharp. Records that are
-    not images are used without averaging.
+    ``widths``: the width of the two hidden layers of the discriminator D, and the width of those of the generator G.
+    The norm of the noise on D's gradient grows with the square root of the number of parameters. So the networks have
+    few parameters. Images are coarse, because noise hides fine detail first. To make a full image, the code
+    interpolates the logits and then applies the sigmoid, so edges stay sharp. Records that are not images are used
+    without averaging.
     """
     image = len(shape) == 3
     coarse = (shape[0], *(min(side, resolution) for side in shape[1:])) if image else shape
@@ -209,12 +215,16 @@ class SmallGenerator(nn.Module):
 
 
 def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:
-    """Return the paper's networks for 32x32 images: four convolutions (LeakyReLU), and four transposed (ReLU, tanh).
+    """Return the paper's networks for images of 32x32 pixels.
 
-    The paper states neither widths nor kernels; here the layers have 32, 64 and 128 channels, 4x4 kernels and stride 2.
-    InstanceNorm has scale and shift and keeps no running statistics. It is not used on D's first layer, as in DCGAN,
-    nor on feature maps of one pixel, which it would set to zero. Images of 17 to 32 pixels a side are padded with the
-    lowest value, others resized. Raises UserError for records that are not images.
+    The discriminator has four convolutions with LeakyReLU. The generator has four transposed convolutions with ReLU,
+    and tanh at the end.
+
+    The paper states neither widths nor kernels. Here the layers have 32, 64 and 128 channels, 4x4 kernels and stride 2.
+    InstanceNorm has a scale and a shift, and keeps no running statistics. As in DCGAN, the first layer of the
+    discriminator D has no InstanceNorm. Feature maps of one pixel have none either, because it would set them to zero.
+    Images of 17 to 32 pixels a side are padded with the lowest value. Images of other sizes are resized. Raises
+    UserError for records that are not images.
     """
     if len(shape) != 3:
         raise UserError(f'networks "paper" need images, these records have shape {shape}: choose networks "small"')

@@ -1,17 +1,21 @@
-"""PSG: a conditional GAN under record-level DP (Tang, Wang, Liu 2023; Xie et al. 2018; Bie, Kamath, Zhang 2023).
+"""The private generator (PSG) of DA-FL: a conditional GAN under record-level DP.
+
+The sources are Tang, Wang, Liu 2023; Xie et al. 2018; Bie, Kamath, Zhang 2023.
 
 Only the discriminator D reads records. It is trained by DP-SGD. Each step samples every record independently with
 probability q, and pairs each sampled record with a fake. The gradient of loss(D(real), 1) + loss(D(fake), 0) is clipped
-as one vector to norm C. The step sums the gradients of all pairs, adds N(0, (z C)^2) and divides by the public qn (n
-records). The generator G reads no records: it is trained with D, which is a private release. The noise multiplier z and
-the number of steps follow from the privacy budget, before the first record is read.
+as one vector to norm C. The step sums the gradients of all pairs, and adds noise from N(0, (z C)^2). It divides the
+result by qn, which is public (n is the client's number of records). The generator G reads no records. It is trained
+against D, and the weights of D are already private. The noise multiplier z and the number of steps follow from the
+privacy budget, before the first record is read.
 
-Sampling, and the latent vectors and classes of the fakes of a D step, use secret random numbers. If a fake's latent
-vector were known and assigned by position in the batch, one more record would change the fakes of all later records.
+The sampling of records uses secret random numbers. So do the latent vectors and the classes of the fakes in a step of
+D. Otherwise a fake's latent vector could be known and assigned by its position in the batch. Then one more record would
+change the fakes of all later records.
 
-Many clients train together as one stack (``clients.dafl.dpcgan.nets``). Each client has its own records, sampling,
-noise, bill (privacy cost) and random generator. The stack only saves the overhead of starting operations: a client that
-trains alone gets the same bits.
+Many clients train together as one tensor computation, a stack (``clients.dafl.dpcgan.nets``). Each client has its own
+records, sampling, noise, privacy cost and random generator. The stack only saves the overhead of starting operations. A
+client that trains alone gets the same bits.
 """
 
 from __future__ import annotations
@@ -37,19 +41,22 @@ if TYPE_CHECKING:
 class DpCgan(Settings):
     """The DP conditional GAN, with a discriminator D and a generator G.
 
-    The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread, by the accuracy of a
-    classifier that is trained on the samples and measured on the last sixth of the training records.
+    The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread. The criterion was the
+    accuracy of a classifier that is trained on the synthetic records. It was measured on the last sixth of the training
+    records.
 
-    ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant with noise from the same
-    secret source: the same release up to rounding, several times slower.
+    ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant, with noise from the
+    same secret source. The private gradients are the same up to rounding, but take several times as long.
     ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step costs a hundred times as much).
-    ``discriminator_steps``: the number of D's steps, each a release; 300 are enough for 8x8 digits. ``batch_size``: the
-    expected number of records in a D step; a client with at most this number of records uses all records in every step.
+    ``discriminator_steps``: the number of D's steps, each with a privacy cost; 300 are enough for 8x8 digits.
+    ``batch_size``: the expected number of records in a D step; a client with at most this number of records uses all
+    records in every step.
     ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number of fakes in a step of G.
     ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is clipped. ``averaging``:
-    the decay of the moving average of G's weights; the averaged G makes the samples. ``snapshots``: the number of
-    moments of training at which samples are drawn, because G at a single moment mode-collapses, and its mode moves
-    during training (as in herding, Welling 2009). ``latent_dim``: the length of G's latent vectors. ``resolution``: the
+    the decay of the moving average of G's weights; the averaged G makes the synthetic records. ``snapshots``: the
+    number of moments of training at which synthetic records are drawn. G at a single moment mode-collapses, and its
+    mode moves during training (as in herding, Welling 2009). ``latent_dim``: the length of G's latent vectors.
+    ``resolution``: the
     largest side, in pixels, of the images that D sees, for the small networks only. ``discriminator_width``: the width
     of D's hidden layers, for the small networks only. ``generator_width``: the width of G's hidden layers, for the
     small networks only. ``discriminator_learning_rate``: the learning rate of Adam for D.
@@ -83,9 +90,9 @@ class DpCgan(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
         """Return the privacy cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
-        The release is refused if the noise on a single parameter exceeds the largest norm that the summed gradients of
-        an expected batch can have: the noise of a step would then hide the records. That is z > q n, with the noise
-        multiplier z, the sampling probability q and the number of records n.
+        The bill refuses to make synthetic records if the noise of a step would hide the records. This is the case if
+        z > q n, with the noise multiplier z, the sampling probability q and the number of records n. Then the noise on
+        a single parameter exceeds the largest norm of the summed gradients of an expected batch.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -162,15 +169,15 @@ class DpCgan(Settings):
         return self.networks == "small" and self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
-        """Return this generator with at most ``steps`` D steps, and its number of steps / the original number."""
+        """Return this generator with at most ``steps`` D steps, and its share of the original number of steps."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
     def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
         """Yield (number of steps, function that executes one step) for each set of clients that train together.
 
-        Clients with equal numbers of steps train together. A client trains alone if its steps are long (the paper's
-        networks) or compiled, because its weights then stay in the processor's cache.
+        Clients with equal numbers of steps train together. A client trains alone if its steps are long, as with the
+        paper's networks, or compiled. The weights of a client that trains alone stay in the processor's cache.
         """
         from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 

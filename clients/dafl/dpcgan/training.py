@@ -1,8 +1,9 @@
 """The training of the DP conditional GAN: by PyTorch for many clients together, or by compiled code for one client.
 
-Both get a client's random numbers, records and released class counts from ``GanClient``. D is the discriminator, G the
-generator. Views are records in D's input form, such as coarse images. A class is released if the client makes synthetic
-records of it.
+D is the discriminator, G the generator. Both kinds of training use ``GanClient``. It contains a client's random
+numbers, its records and its private class counts. These are the numbers of synthetic records of each class, which the
+client may publish. Views are records in D's input form, such as coarse images. A class is released if the client makes
+synthetic records of it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ _DISCRIMINATOR_STEPS_AHEAD: Final = 16  # few, so that the data of these draws s
 class GanClient:
     """One client's networks, records and random numbers. SENSITIVE: ``views``, ``places``, ``known``, ``noise``.
 
-    ``views``: the client's records in D's input form. ``places``: the class of each record, as an index into the
-    released classes. ``known``: False for records whose class is not released. ``noise``: the secret noise. Everything
-    else is released.
+    A class is released if the client makes synthetic records of it. ``views``: the client's records in D's input form.
+    ``places``: the class of each record, as an index into the released classes. ``known``: False for records whose
+    class is not released. ``noise``: the secret noise. All other attributes are private results, which may be
+    published.
     """
 
     def __init__(self, settings: DpCgan, request: GeneratorRequest) -> None:
@@ -92,16 +94,19 @@ class GanClient:
         self.views = self.nets.view(records.inputs)
 
     def joined(self, values: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
-        """Return the input of the networks: ``values`` joined to the one-hot classes. ``places``: the class indices."""
+        """Return the input of the networks: ``values`` joined to one-hot classes.
+
+        ``places``: the index of each row's class.
+        """
         classes = (
             torch.eye(self.num_planes)[torch.from_numpy(places)] if self.num_planes else torch.empty(len(places), 0)
         )
         return self.nets.join(values, classes)
 
     def chosen(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of the records of a D step, by Poisson sampling. SENSITIVE.
+        """Return the indices of the records for a step of D, by Poisson sampling. SENSITIVE.
 
-        Sampled records of classes that are not released are left out: their gradient counts as zero.
+        A record is left out if the client makes no synthetic records of its class. Its gradient counts as zero.
         """
         rate = self.bill.sampling_rate
         chosen = np.flatnonzero(
@@ -111,7 +116,10 @@ class GanClient:
         return known
 
     def for_fakes_of_records(self, count: int, step: int) -> Drawn:
-        """Return the inputs of ``count`` fakes for a D step, drawn only from secret noise and the released counts."""
+        """Return the inputs of G for ``count`` fakes of a step of D.
+
+        They are drawn only from secret noise and from the private numbers of synthetic records of each class.
+        """
         latent_dim = self.settings.latent_dim
         latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
         classes = np.zeros(count, np.int64)
@@ -123,12 +131,15 @@ class GanClient:
     def noise_of(self, step: int) -> NDArray[np.float64]:
         """Return the noise for the sum of a step's clipped gradients, in units of the noise grid.
 
-        ``std`` must not be 0.
+        ``std`` of this client's noise must not be 0.
         """
         return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
 
     def for_fakes(self) -> Drawn:
-        """Return the inputs of the fakes for a G step. Inputs for many steps are drawn at once, which is faster."""
+        """Return the inputs of G for the fakes of a step of G.
+
+        Inputs for many steps are drawn at once, which is faster.
+        """
         if not self.ahead:
             size = _GENERATOR_STEPS_AHEAD, self.settings.generator_batch_size
             latents = torch.randn(*size, self.settings.latent_dim, generator=self.random)
@@ -137,7 +148,7 @@ class GanClient:
         return self.ahead.pop()
 
     def draw_samples(self, done: float, generate: Callable[[Drawn], torch.Tensor]) -> None:
-        """Draw the samples that are due when the share ``done`` of the training is finished, and store them.
+        """Draw and store the synthetic records that are due now. ``done``: the finished share of the training.
 
         The client's synthetic records are drawn in equal parts at evenly spaced moments of the training. ``generate``:
         a function that returns views from the averaged G for latent vectors and classes.
@@ -148,9 +159,10 @@ class GanClient:
             self.made.append(generate((latent, classes)))
 
     def samples(self) -> torch.Tensor:
-        """Return the synthetic records of the client, sorted by class; each class has its released number of records.
+        """Return the synthetic records of the client, sorted by class.
 
-        Raises RunError if a weight of the networks is not finite.
+        Private label selection determined the number of records of each class. Raises RunError if a weight of the
+        networks is not finite.
         """
         views = torch.cat(self.made)[torch.cat(self.due).argsort()]
         for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
@@ -185,7 +197,10 @@ class StackTraining:
                 one.check()
 
     def discriminator_step(self, step: int) -> None:
-        """Compute each client's noisy sum of clipped gradients, a private release, and update its D by Adam."""
+        """Compute the noisy sum of clipped gradients for each client, and update the client's D by Adam.
+
+        The noisy sum is differentially private.
+        """
         chosen = [client.chosen(step) for client in self.clients]
         real = [
             client.joined(client.views.index_select(0, torch.from_numpy(rows)), client.places[rows])
@@ -225,8 +240,8 @@ class StackTraining:
 class CompiledTraining:
     """The training of one client's small networks by compiled code. A step consists of a few long compiled calls.
 
-    During such a call, other threads train other clients. There is little Python code between the calls, because
-    waiting for Python's global lock takes more time than the code itself.
+    During such a call, other threads train other clients. There is little Python code between the calls. The wait for
+    Python's global lock takes more time than the Python code itself.
     """
 
     def __init__(self, settings: DpCgan, client: GanClient, kernel: Kernel) -> None:
@@ -246,7 +261,10 @@ class CompiledTraining:
         self.client.draw_samples((step + 1) / self.client.bill.steps, self.views_of_average)
 
     def discriminator_step(self, step: int) -> None:
-        """Compute the noisy sum of clipped gradients, a private release, and update D by Adam."""
+        """Compute the noisy sum of clipped gradients, and update D by Adam.
+
+        The noisy sum is differentially private.
+        """
         client = self.client
         if step not in self.ahead:
             steps = range(step, min(step + _DISCRIMINATOR_STEPS_AHEAD, client.bill.steps))
@@ -256,7 +274,10 @@ class CompiledTraining:
         self.adversaries.discriminator_step(pairs, GradientNoise(noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
-        """Return (record indices, inputs of the fakes, noise or None without noise) of a D step. SENSITIVE."""
+        """Return (record indices, inputs of G for the fakes, noise) for a step of D. SENSITIVE.
+
+        The noise is None if the client adds none.
+        """
         chosen = self.client.chosen(step)
         latents = _shown(self.client.for_fakes_of_records(len(chosen), step))
         return chosen, latents, self.client.noise_of(step) if self.client.std else None
@@ -294,9 +315,9 @@ def adversaries_of(
 class Weights:
     """The parameters of the networks ``nets`` in one ``vector``; the networks' parameters become views of it.
 
-    Each network's part of the vector begins at a multiple of 64 numbers; zeros fill the gaps. Vectorised kernels
-    compute the last few numbers of a vector by other operations, which round differently. With this alignment, the bits
-    of a client do not depend on the other clients in the stack.
+    Each network's part of the vector begins at a multiple of 64 numbers. Zeros fill the gaps. Vectorised code computes
+    the last few numbers of a vector by other operations, which round differently. With this alignment, the bits of a
+    client do not depend on the other clients that train in the same computation.
     """
 
     def __init__(self, nets: Sequence[nn.Module]) -> None:
@@ -346,7 +367,10 @@ def _opacus(client: GanClient) -> OpacusGradients:
 
 
 def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the noisy mean gradient of a step as a flat vector: (clipped sum + noise) / expected batch size."""
+    """Return the noisy mean gradient of a step as a flat vector.
+
+    It is the sum of clipped gradients plus noise, divided by the expected batch size.
+    """
     total = clipped_sum.numpy()
     if client.std:
         total = add_noise(total, client.std, client.noise_of(step))
@@ -356,7 +380,10 @@ def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.
 
 
 def _joined_fakes(clients: Sequence[GanClient], drawn: Sequence[Drawn]) -> list[torch.Tensor]:
-    """Return D's inputs for fakes: the views that each client's G generates from ``drawn``, with their classes."""
+    """Return the inputs of D for fakes: views joined with their classes.
+
+    Each client's G generates the views from the latent vectors and classes in ``drawn``.
+    """
     latents = [client.joined(*parts) for client, parts in zip(clients, drawn, strict=True)]
     made = zip(clients, generated([client.nets.generator for client in clients], latents), drawn, strict=True)
     return [client.joined(views, places) for client, views, (_, places) in made]
