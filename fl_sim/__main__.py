@@ -1,4 +1,4 @@
-"""The command line: ``fl-sim VERB``. Exit code 2 means a mistake of the user, 1 a failed run, 130 an interrupt."""
+"""The command line: ``fl-sim VERB``. Exit codes: 2 for a mistake of the user, 1 for a failed run, 130 for Ctrl-C."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def command() -> None:
-    """Run the command line as a process. Exit without torch's cleanup, which takes a fifth of a second.
+    """Run the command line as a process, and exit without torch's cleanup, which takes a fifth of a second.
 
     The cleanup is not needed: all files are closed, and the command has stopped its Ray instance and its workers.
     """

@@ -23,8 +23,8 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A failed run: the message names client and round. The command line exits with 1.
 
-    ``private``: messages of clients that may contain their records. They are never written to a file that others may
-    read.
+    ``private``: messages of clients. They may contain a client's records, so they are never written to a file that
+    others may read.
     """
 
     def __init__(self, message: str, *, private: str = "") -> None:
@@ -50,7 +50,7 @@ class Malformed(ValueError):  # noqa: N818 (named after the reply)
 
 
 class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error)
-    """The next release would exceed the privacy budget: it was not charged to the ledger, and must not be made."""
+    """The next private output would exceed the privacy budget. Nothing was written to the privacy ledger."""
 
     def __init__(self, *, num_releases: int, spent: float, would_be: float, budget: float, delta: float):
         after = f"{would_be:.4g}" if would_be < math.inf else "none (no guarantee)"
@@ -64,7 +64,7 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
 
 
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-"""Control characters except tab and line feed, Unicode marks that change the writing direction, and surrogates."""
+"""Control characters except tab and line feed, Unicode marks of writing direction, and surrogates (half characters)."""
 
 
 def printable(text: str) -> str:

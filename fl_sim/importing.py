@@ -16,7 +16,7 @@ def importing() -> Iterator[None]:
     """Disable garbage collection in this block, and exclude the imported objects from it until the process ends.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
-    objects again and again, for a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).
+    objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).
     """
     before = len(sys.modules)
     gc.disable()
@@ -58,8 +58,8 @@ def leave_out() -> None:
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection in this block.
 
-    If ``leave_out`` was called before, the objects stay excluded after the block, which saves a garbage collection of
-    most of a second.
+    If ``leave_out`` was called before, the objects stay excluded after the block. This saves a garbage collection,
+    which takes most of a second.
     """
     if _EXCLUDED.is_set():
         yield

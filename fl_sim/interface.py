@@ -113,9 +113,9 @@ def run(
     directory, by default ``results/NAME``, named after the settings. ``data_root``: the first directory in which data
     sets are searched. ``again``: True moves the run in ``out`` to a folder beside it and starts from the beginning.
     ``progress``: True shows the progress on standard error. ``track``: trackers, such as "tensorboard,mlflow".
-    ``observer``: an object with methods such as ``finished_round``, which ends the run by returning True, and
-    ``metrics``, which measures the model (docs/tracking.md). Raises UserError for settings that cannot be run, RunError
-    for a failed run; its finished rounds are kept.
+    ``observer``: an object with methods that the run calls (docs/tracking.md). The method ``finished_round`` ends the
+    run by returning True, and ``metrics`` measures the model. Raises UserError for settings that cannot be run. Raises
+    RunError for a failed run; its finished rounds are kept.
     """
     root = _data_root(data_root)
     tracking = tracking_of(track)
@@ -147,8 +147,8 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     """Return the trained model of the finished run in ``directory``, on the CPU and in evaluation mode.
 
     The model expects records as in training: normalised by the data set's mean and standard deviation. The data set is
-    loaded for its shape and classes; ``data_root`` as for ``run``. Raises UserError if there is no finished run, or if
-    the run saved no model of its own.
+    loaded, because its shape and classes are needed. ``data_root``: as for ``run``. Raises UserError if there is no
+    finished run, or if the run saved no model of its own.
     """
     out, root = Path(directory), _data_root(data_root)
     if not (out / run_directory.CONFIG).exists():
@@ -200,15 +200,15 @@ def table(
     track: str | Iterable[str] = (),
     again: bool = False,
 ) -> TableResult:
-    """Run a grid of experiments in worker processes and return the table; finished runs are not repeated.
+    """Run a grid of experiments in worker processes, and return the table. Finished runs are not repeated.
 
     ``plan``: the name of a preset, the path of a TOML file, or the content of such a file: ``{"base": {...}, "grid":
     {...}}``, which may contain settings objects. ``out``: by default ``results/NAME``, for a plan from Python
     ``results/table-DIGEST``. ``jobs``: the number of runs at the same time (default: one per core). ``budget``: the
-    time limit in hours, after which the table is returned with the cells finished so far; the same call continues from
-    there. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: True
-    moves runs aside and repeats them if they were made with other records or other code. Raises UserError for a plan
-    that cannot be run, and for such runs if ``again`` is False.
+    time limit in hours. After this time the table is returned with the cells finished so far; the same call later
+    continues the table. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``.
+    ``again``: True moves aside and repeats the runs that were made with other records or other code. Raises UserError
+    for a plan that cannot be run. If ``again`` is False, raises UserError, too, for runs with other records or code.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 

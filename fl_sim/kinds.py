@@ -148,7 +148,7 @@ class Staged(Protocol):
 
 
 class Proceeding(Protocol):
-    """The settings class of a server that replaces the usual rounds by another procedure, such as FedBuff's."""
+    """The settings class of a server that runs another procedure in place of the usual rounds, such as FedBuff's."""
 
     procedure: ClassVar[str]
     """Import path of the procedure (fl_sim.simulation.stage.Procedure), as "module:Class"."""
@@ -256,7 +256,7 @@ class Choosing(Protocol):
 class Computing(Protocol):
     """A settings class whose code may do arithmetic with the numbers in records, such as averages.
 
-    If ``computes_with_records``, the class is refused for text: an average of tokens has no meaning.
+    If ``computes_with_records`` is True, the class is refused for text: an average of tokens has no meaning.
     """
 
     computes_with_records: ClassVar[bool]
@@ -265,8 +265,8 @@ class Computing(Protocol):
 def hides_clients(aggregator: object) -> bool:
     """Return True if ``aggregator`` hides which clients take part. The set of clients with records is then secret, too.
 
-    In this case a client without records sends zeros, even if there is a pool of synthetic records. The mean counts it
-    as any other client.
+    In this case a client without records sends zeros, even if there is a pool of synthetic records. The mean counts
+    such a client as any other client.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 
@@ -277,7 +277,7 @@ def is_none(kind: object) -> bool:
 
 
 def path_in(kind: type, name: str) -> str:
-    """Return the import path ``module:Class`` in the attribute ``name`` of a settings class; empty if there is none.
+    """Return the import path ``module:Class`` in the attribute ``name`` of a settings class; empty without such a path.
 
     ``name``: "stage", "layer" or "procedure". A user's own class may have a parameter of this name with another
     meaning; its value is not returned.
@@ -296,7 +296,7 @@ def off(setting: str, instead: str) -> str:
 
 
 def kinds(union: Any) -> dict[str, type]:
-    """Return {name: class} of the members of a union of settings classes (or of one class)."""
+    """Return {name: class} of the settings classes in a union type, or of one class."""
     members = get_args(union) if get_origin(union) is not None else (union,)
     return {field_defaults(member)["kind"]: member for member in members}
 

@@ -1,4 +1,4 @@
-"""Local plans: an algorithm's local objective as data, which every trainer (compiled, stacked, PyTorch) can execute."""
+"""Local plans: an algorithm's local objective as data, for all trainers (compiled C++, stacked, PyTorch)."""
 
 from __future__ import annotations
 
@@ -83,10 +83,11 @@ class LossTerm:
 class Distillation:
     """A distillation term: it keeps the predictions of the trained model close to those of the received model.
 
-    Adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the batch. T is
-    the ``temperature``. The received model is not differentiated. Both softmaxes run over the ``classes``, (C,) bool,
-    or over all classes if ``classes`` is None. If ``exclude_true``, they leave out the record's own class. If no class
-    is left, the term is 0. Logits are the raw outputs of the model: neither shifted nor scaled.
+    The term adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the
+    batch. T is the ``temperature``. The received model is not differentiated. Both softmaxes run over the ``classes``,
+    (C,) bool, or over all classes if ``classes`` is None. If ``exclude_true`` is True, both softmaxes leave out the
+    record's own class. If no class is left, the term is 0. Logits are the raw outputs of the model: neither shifted nor
+    scaled.
     """
 
     weight: float
@@ -99,9 +100,9 @@ class Distillation:
 class Suppression:
     """A suppression term: it lowers the logit of a class on records of other classes (FedVLS, as in its released code).
 
-    Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of e_c). e_c is 1 for a record of
-    class c, else exp(logit c) / (C * ``shares[c]``). ``shares``: (C,), the share of each class in the client's records.
-    A class whose share is not above 0 adds nothing.
+    The term adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of e_c). e_c is 1 for a
+    record of class c, else exp(logit c) / (C * ``shares[c]``). ``shares``: (C,), the share of each class in the
+    client's records. A class whose share is not above 0 adds nothing.
     """
 
     shares: torch.Tensor
@@ -112,10 +113,11 @@ class Suppression:
 class Ascent:
     """Sharpness-aware minimisation: the gradient is taken after a step that increases the loss (Foret et al. 2021).
 
-    Let g be the gradient of the loss at the parameters w. The uphill point is w + ``radius`` * g / (||g|| + 1e-12). If
-    ``adaptive``, it is w + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes (1 -
-    ``share``) * g + ``share`` * (the gradient of the same batch at the uphill point). Norms are over all parameters.
-    The reported loss is the loss at w.
+    Let g be the gradient of the loss at the parameters w. ``radius`` sets the distance from w to the uphill point, at
+    which the loss is usually higher. The uphill point is w + ``radius`` * g / (||g|| + 1e-12). If ``adaptive``, it is w
+    + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes (1 - ``share``) * g +
+    ``share`` * (the gradient of the same batch at the uphill point). Norms are over all parameters. The reported loss
+    is the loss at w.
     """
 
     radius: float
@@ -127,9 +129,10 @@ class Ascent:
 class Contrast:
     """A contrastive term: features move towards the received model's features, away from another model's (MOON, eq. 3).
 
-    The features z of a record are the inputs of the last linear layer, flattened. Adds ``weight`` * softplus((cos(z, z
-    of ``previous``) - cos(z, z of the received model)) / ``temperature``), the mean over the batch. Only z of the
-    trained model is differentiated. A vector of zeros has no direction: its cosines and its gradient are 0.
+    The features z of a record are the inputs of the last linear layer, flattened. The term adds ``weight`` *
+    softplus((cos(z, z of ``previous``) - cos(z, z of the received model)) / ``temperature``), the mean over the batch.
+    Only z of the trained model is differentiated. A vector of zeros has no direction: its cosines and its gradient are
+    0.
     """
 
     weight: float
@@ -141,8 +144,10 @@ class Contrast:
 class Pull:
     """A prototype term: it moves the features of a record towards the prototype of its class (FedProto, eq. 6).
 
-    Adds ``weight`` * ||z - ``prototypes[label]``||^2, the mean over the batch. The term is 0 for classes that are not
-    ``present``. ``prototypes``: (C, d). ``present``: (C,) bool.
+    The features z of a record are the inputs of the model's last linear layer. The term adds ``weight`` * ||z -
+    ``prototypes[label]``||^2, the mean over the batch. The term is 0 for classes that are not ``present``.
+    ``prototypes``: (C, d), one feature vector for each of C classes. ``present``: (C,) bool, the classes that have a
+    prototype.
     """
 
     prototypes: torch.Tensor
@@ -168,18 +173,19 @@ class LocalPlan:
 
     The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf removes
     a class from the softmax), or the loss of ``mix``. The terms ``distillation``, ``suppression``, ``contrast``,
-    ``pull`` and ``loss_term`` are added to the loss. With ``ascent``, its gradient is that of sharpness-aware
-    minimisation. Then
+    ``pull`` and ``loss_term`` are added to the loss. With ``ascent``, the gradient of the loss is that of
+    sharpness-aware minimisation. Then the gradient changes, with w the parameters:
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
     before clipping (``LocalSettings.clip_norm``), weight decay and momentum. The anchor is the model that the client
     received. ``step_offset`` is added to the momentum buffer in each step: w <- w - learning rate * (buffer +
     step_offset). ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks for
-    ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all; the others
-    are frozen and left out of norms. ``phases``: parts of the training, one after another, in place of the setting
-    ``local.epochs``; the anchor of a phase is the model at its beginning. A term of strength 0 (``weight``, ``radius``,
-    ``share``) is left out. A trainer that does not support a field in use passes the client to another trainer.
+    ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all parameters.
+    All other parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in
+    place of the setting ``local.epochs``. The anchor of a phase is the model at its beginning. A term of strength 0
+    (``weight``, ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to
+    another trainer.
 
     Raises UserError for a shift or a scale together with ``mix``: the averaged record with which a batch is mixed may
     come from another client, with classes that this client does not hold. So a correction of logits by the client's own
@@ -225,10 +231,10 @@ class LocalAlgorithm(Protocol):
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """The local training of a further model of a client, such as a personal model, beside the one that is sent.
+    """The local training of a client's further model, such as a personal model, beside the model that is sent.
 
-    ``params``: its initial parameters. ``plan``: its local plan. ``settings``: its local settings; None means the
-    settings of the round.
+    ``params``: the initial parameters of the further model. ``plan``: its local plan. ``settings``: its settings of
+    local training; None means the settings of the round.
     """
 
     params: Params
@@ -266,7 +272,7 @@ class Sending(Protocol):
 
 
 def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
-    """Return the parameters of ``params`` that clients send, all of them by default; possibly none.
+    """Return the parameters of ``params`` that clients send: by default all, possibly none.
 
     ``params``: a model's trained parameters.
 

@@ -24,7 +24,7 @@ Factory: TypeAlias = Callable[[Shape, int], nn.Module]
 def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
     """Return NIID-Bench's CNN: conv5x5(6)-pool-conv5x5(16)-pool-120-84-classes (Li et al. 2022, section 5).
 
-    44,426 parameters on 28x28x1. Images of at least 16x16.
+    The CNN has 44,426 parameters on images of 28x28x1. Images must have at least 16x16 pixels.
     """
     channels, height, width = _image(input_shape, "niid-cnn", 16)
     flat = 16 * math.prod(((side - 4) // 2 - 4) // 2 for side in (height, width))
@@ -237,7 +237,7 @@ _CURE: Final = (
     "not from a generator of its own"
 )
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
-"""Pairs (import path, factory) that are checked already: two calls with one seed gave equal models."""
+"""Pairs (import path, factory) of factories that passed a check: two calls with one seed gave equal models."""
 
 
 def _factory(path: str) -> Callable[..., Any]:
@@ -300,7 +300,7 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of the two records ``trial`` in training mode. Every call seeds the generators alike."""
+    """Return the logits of the two records ``trial`` in training mode. Every call seeds all generators equally."""
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:

@@ -1,4 +1,4 @@
-"""Settings fields with several variants (kinds), such as ``algorithm``. A user may add own variants.
+"""Settings fields with several variants (kinds), such as ``algorithm``. A user may add variants.
 
 A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``. It accepts
 a name (``scaffold``), a name with its first parameter (``dirichlet:0.05``, ``label-2``), an import path
@@ -382,8 +382,8 @@ def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 def _in_checkout() -> list[EntryPoint]:
     """Return fl-sim's entry points from the pyproject.toml beside the code; empty if there is no such file.
 
-    There is one in a checkout, and in Flower's copy of the code for its processes. This code may run without an
-    installation of fl-sim, or beside an installation of another version.
+    A checkout has such a pyproject.toml, and so has Flower's copy of the code for its processes. Such code may run
+    without an installation of fl-sim, or beside an installation of another version.
     """
     if not _PYPROJECT.exists():
         return []

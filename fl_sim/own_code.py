@@ -88,7 +88,7 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the innermost frame of user code in the traceback of ``error``, or empty."""
+    """Return file, line and function of the innermost user code in the traceback of ``error``, or an empty text."""
     for frame in reversed(extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES
@@ -156,7 +156,7 @@ def edited(modules: Iterable[str]) -> list[str]:
 
 
 def remember(module: str) -> None:
-    """Store the digest of a module that this process has just imported, so that a later change of it is detected."""
+    """Store the digest of a module that this process has just imported, so that a later change is detected."""
     known = _imported.get(module)
     if known is None or known[0] is not _spec(module):
         digests([module])

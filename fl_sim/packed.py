@@ -28,7 +28,7 @@ Each compressed group of tensors of an update has its own stream.
 Held: TypeAlias = Mapping[str, Payloads]
 """The tensors that a compressor stores on a client until its next round: {group of the update: {name: tensor}}.
 
-With error feedback it is the part of the update that was not sent: {"delta": {"error": ...}}.
+With error feedback, the stored tensors are the part of the update that was not sent: {"delta": {"error": ...}}.
 """
 
 
@@ -58,8 +58,8 @@ class Packing:
     """The compression of updates in one run. ``seed``: the seed of the random numbers that client and server share.
 
     An update consists of named groups of tensors. A group is compressed if its tensors have the names and shapes of the
-    model's parameters: the model's change, and SCAFFOLD's change of a control variate. Each such group is compressed
-    separately. All other groups are sent uncompressed.
+    model's parameters. Examples are the change of the model, and SCAFFOLD's change of a control variate. Each such
+    group is compressed separately. All other groups are sent uncompressed.
     """
 
     compressor: Compressor

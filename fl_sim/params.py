@@ -61,7 +61,7 @@ class FlatParams(Params):
 
 
 def flattened(params: Params) -> FlatParams:
-    """Return ``params`` as a FlatParams: the same object if it is one already, else a copy without gradients."""
+    """Return ``params`` as a FlatParams: the same object if it is a FlatParams, else a copy without gradients."""
     if isinstance(params, FlatParams):
         return params
     return FlatParams(_joined(params.values()), layout_of(params))
@@ -335,11 +335,11 @@ def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
 class WriteGuard:
     """A guard that detects writes to tensors that an algorithm's code must only read.
 
-    The clients of a process may share these tensors: a write would change the global model for all of them.
-    ``writes``: PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over the bits
-    of each tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums take a
-    hundredth of the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the messages of
-    all detected writes; errors show the first one, which names the code that wrote first.
+    The clients of a process may share these tensors: a write would change the global model for all of them. ``writes``:
+    PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over the bits of each
+    tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums take a hundredth of
+    the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the messages of all detected
+    writes. Errors show the first message, which names the code that wrote first.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]

@@ -71,7 +71,8 @@ def seed_process(seed: int, purpose: str, *keys: int) -> None:
 class _Key(ISeedSequence):
     """A seed sequence that passes a key to Philox unchanged; numpy's SeedSequence would hash the key again.
 
-    The stream is that of ``Philox(key=key)``, which would first ask the operating system for a seed that it never uses.
+    The stream is the same as that of ``Philox(key=key)``. But ``Philox(key=key)`` first asks the operating system for a
+    seed that it never uses.
     """
 
     def __init__(self, key: int) -> None:
@@ -111,7 +112,7 @@ def process_kept() -> Iterator[None]:
 def process_alone() -> Iterator[None]:
     """Lock the global generators of torch, NumPy and Python in this block, and restore their states afterwards.
 
-    For blocks that call a user's own code, which may draw from these generators.
+    This is for blocks that call a user's own code, because such code may draw from the global generators.
     """
     with _LOCK, process_kept():
         yield
@@ -134,6 +135,6 @@ def process_state() -> tuple[object, ...]:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Lock the global generators in this block, which builds a model, and then restore the states of torch's."""
+    """Lock the global generators in this block, which builds a model; then restore torch's generators."""
     with _LOCK, torch_kept():
         yield

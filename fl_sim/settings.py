@@ -109,8 +109,8 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
     """Return the settings class that ``table`` chooses for the field ``name`` of ``settings``, such as FedProx.
 
-    The choice may be a name, a table or an object; a missing one is the default. None for an unknown name, which
-    validation reports later.
+    The choice may be a name, a table or an object. A missing choice is the default. The result is None for an unknown
+    name, which validation reports later.
     """
     field = settings.model_fields[name]
     given, one_of = table.get(name, field.default), _one_of(field)
@@ -196,10 +196,10 @@ def known_model(name: str) -> str:
 
 
 MOST_BYTES: Final = 2**20
-"""The maximum size of a settings file in bytes. A real file with 10,000 numbers has a tenth of this size."""
+"""The maximum size of a settings file in bytes. A real settings file with 10,000 numbers has a tenth of this size."""
 
 MOST_LEVELS: Final = 16
-"""The maximum depth of nested tables. It protects the parser, which is recursive, and is more than settings need."""
+"""The maximum depth of nested tables. It protects the recursive parser. Real settings need fewer levels."""
 
 _DEEP_KEY: Final = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_LEVELS}}}""")
 _INT64: Final = range(-(2**63), 2**63)

@@ -15,7 +15,7 @@ import pytest
 
 
 class SetFineness(Protocol):
-    """A function that sets the resolution of the privacy accountants: coarser ones are faster."""
+    """A function that sets the resolution of the privacy accountants: a coarser accountant is faster."""
 
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
         """Make the PLD accountant's grid of privacy losses ``losses`` times coarser.
@@ -27,7 +27,7 @@ class SetFineness(Protocol):
 class FewerImages(Protocol):
     """A function that makes the module ``fl_sim.data.images_of_features`` faster and coarser, and clears its caches.
 
-    The module fits a regression to made images, and improves images by descent steps.
+    The module fits a regression to artificial images, and improves images by gradient descent steps.
     """
 
     def __call__(
@@ -85,7 +85,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable ``os.fsync``, which takes most of a small run's time: after every round and every charge to a ledger."""
+    """Disable ``os.fsync``, which takes most of a small run's time: after each round and each privacy ledger entry."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 

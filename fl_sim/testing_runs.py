@@ -45,7 +45,7 @@ _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_lo
 
 @dataclass(frozen=True)
 class Without:
-    """The partition ``iid``, but the shard of ``client`` is empty; -1 means no empty shard."""
+    """The partition ``iid``, but the shard of client number ``client`` is empty; -1 means no empty shard."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -63,9 +63,10 @@ def check_run(*, ray: bool = False, **settings: Any) -> None:
 
     1. Written to JSON and read back, the settings are equal. 2. A second run, and a run with two workers, end in the
     same bits; with ``ray``, so does a run on Ray. 3. A run that is interrupted after any round and resumed ends in the
-    same bits: model, log and result. 4. If rounds or stages declare privacy costs, no client is asked before a charge
-    to a ledger. 5. If a run promises privacy, its log and its result do not reveal whether one client has records:
-    texts and whole numbers in them are equal with and without these records, except for measures of the model.
+    same bits: model, log and result. 4. If rounds or stages declare privacy costs, a cost is written to a privacy
+    ledger before any client is asked. 5. If a run promises privacy, its log and its result do not reveal whether one
+    client has records. With and without the client's records, the texts and whole numbers in both files are equal,
+    except for measures of the model.
 
     Settings that are not given are small: three rounds of four clients with a linear model. Noise must be seeded.
     """
@@ -161,7 +162,7 @@ def _changed_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 
 @contextmanager
 def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
-    """Raise BrokenLaw if the run in this block declares privacy costs and asks clients before a charge to a ledger."""
+    """Raise BrokenLaw if a run with privacy costs asks clients before it writes a cost into a privacy ledger."""
     job = job_of(experiment)
     payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
     send = LocalGrid.send_and_receive
@@ -181,7 +182,7 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
 
 
 def _num_charges(folder: Path) -> int:
-    """Return the number of charges in all ledgers in ``folder``. A ledger has one line per charge after its header."""
+    """Return the number of entries in all privacy ledgers in ``folder``: one line per entry, after a header line."""
     lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
     return sum(max(0, number - 1) for number in lines)
 

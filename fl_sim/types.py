@@ -77,8 +77,8 @@ class Examples:
 
     ``inputs``: uint8 images of shape (records, channels, height, width) in 0..255, or float32 features of shape
     (records, features). ``labels``: int64 of shape (records,), values in 0..num_classes-1. ``groups``: int64 of shape
-    (records,), the number of each record's source (its writer, hospital or device), if it is known. Arrays may be
-    read-only memory maps; they must not be written to.
+    (records,), the number of each record's source (its writer, hospital or device), if the sources are known. Arrays
+    may be read-only memory maps, so no code may write to them.
     """
 
     inputs: NDArray[np.uint8] | NDArray[np.float32]
@@ -104,8 +104,8 @@ class Column:
     """The public facts about one column of a table, which is one feature of a record or several neighbouring features.
 
     A column of numbers is one feature, which may be rounded to ``values``, in ascending order and in the units of the
-    records. A column of categories has one feature for each of its ``categories``; at most one of them is 1, and none
-    for an unlisted category.
+    records. A column of categories has one feature for each of its ``categories``. At most one of these features is 1;
+    for an unlisted category, all of them are 0.
     """
 
     name: str
@@ -171,7 +171,7 @@ FINER: Final = {"cifar100-coarse": "cifar100"}
 """{data set: the data set with the same records in more classes}."""
 
 _SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
-"""The colon between the location of a data set and its reading options, as in "table:FILE:label=COLUMN"."""
+"""The pattern of the colon between a data set's location and its reading options, as in "table:FILE:label=COLUMN"."""
 
 
 def called(data: str) -> str:
@@ -192,15 +192,15 @@ class LocalSettings:
     """The settings of one client's training in one round: SGD with momentum, or another ``optimizer``.
 
     Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
-    ``learning_rate``: that of this round, after any schedule. ``momentum``: in [0, 1). ``batch_size``: at least 1; the
-    last batch of an epoch may be smaller. ``epochs``: may have a fraction, which is a part of the last epoch.
-    ``steps``: if not 0, the number of steps, in place of ``epochs``; when all records are used, they are shuffled
-    again. ``label_smoothing``: the share of every label that is distributed evenly over all classes. ``clip_norm``: the
-    maximum L2 norm of a step's gradient over all parameters (0: no maximum). The gradient is clipped after all
-    additions of the local plan, and before weight decay and momentum. So a correction that cancels the gradient at the
-    optimum still cancels it, as in FedDyn's program, which puts the correction into the loss. (That program adds
-    FedDyn's term alpha w, w being the parameters, as weight decay, and so does not clip it.) ``augment``: the random
-    augmentation of images, drawn anew for each use of a record.
+    ``learning_rate``: the learning rate of this round, after any schedule. ``momentum``: in [0, 1). ``batch_size``: at
+    least 1; the last batch of an epoch may be smaller. ``epochs``: may have a fraction, which is a part of the last
+    epoch. ``steps``: if not 0, the number of steps, in place of ``epochs``; when all records are used, they are
+    shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over all classes.
+    ``clip_norm``: the maximum L2 norm of a step's gradient over all parameters (0: no maximum). The gradient is clipped
+    after all additions of the local plan, and before weight decay and momentum. So a correction that cancels the
+    gradient at the optimum still cancels it, as in FedDyn's program, which puts the correction into the loss. (That
+    program adds FedDyn's term alpha w, w being the parameters, as weight decay, and so does not clip it.) ``augment``:
+    the random augmentation of images, drawn anew for each use of a record.
     """
 
     learning_rate: float
@@ -228,7 +228,7 @@ class LocalSettings:
         return -(-num_examples // self.batch_size)
 
     def num_passes(self, num_examples: int) -> int:
-        """Return the number of times that the records are shuffled: once for each epoch, also for a partial one."""
+        """Return the number of times that the records are shuffled: once for each epoch, also for a partial epoch."""
         return -(-self.num_steps(num_examples) // max(1, self.num_batches(num_examples)))
 
 
@@ -237,11 +237,11 @@ class LocalTask:
     """The request to one client in one round, with everything that its algorithm may read.
 
     ``server_round``: from 1. ``client``: the client's number, from 0 to ``num_clients`` - 1. ``settings``: the settings
-    of its training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``: the
-    client state after this client's last round. ``pool``: the tensors that all clients shared before the first round.
-    ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic ones
-    included; only the client knows them. ``initial``: the run's initial model, which every client builds from the seed.
-    ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the client resets its
+    of the client's training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``:
+    the client state after this client's last round. ``pool``: the tensors that all clients shared before the first
+    round. ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic
+    ones included; only the client knows them. ``initial``: the run's initial model, which every client builds from the
+    seed. ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the client resets its
     statistics.
     """
 
@@ -355,7 +355,7 @@ class Cohort:
     num_holders: int | None = None
 
     def participation(self, num_trained: int) -> float:
-        """Return ``num_trained`` divided by the number of clients that can take part, ``num_holders``."""
+        """Return ``num_trained`` divided by ``num_holders``, the number of clients that can take part."""
         return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 
@@ -378,8 +378,8 @@ class Aggregate:
     """The means over clients: the only view of a round that the server side of an algorithm has.
 
     ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients behind the
-    means, divided by the number of clients with records. Under Global DP the set of clients with records is secret:
-    then it is the expected number of clients, which is public, divided by the number of all clients.
+    means, divided by the number of clients with records. Under Global DP the set of clients with records is secret.
+    Then ``participation`` is the expected number of clients, which is public, divided by the number of all clients.
     ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of these updates;
     else empty.
     """
