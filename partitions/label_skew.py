@@ -37,8 +37,8 @@ class LabelK:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client; no client is empty.
 
-        Raises ImpossibleSplit if ``k`` is above the number of classes, for more clients than records, and for a class
-        with fewer records than clients that share it.
+        Raises ImpossibleSplit if ``k`` is above the number of classes, or if there are more clients than records. Also
+        raises ImpossibleSplit if a class has fewer records than clients that share it.
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         num_classes = len(class_sizes)
@@ -69,8 +69,8 @@ class LabelK:
 class Dirichlet:
     """Each class is divided among K clients in random shares from Dir_K(``beta``). A small ``beta`` means strong skew.
 
-    The shares are drawn again until every client has enough records, at most 1000 times (less often if clients times
-    classes exceed 5000). ``min_size``: the minimum number of records of each client; if no draw reaches it, the
+    The shares are drawn again until every client has enough records, at most 1000 times. The limit is lower if clients
+    times classes exceed 5000. ``min_size``: the minimum number of records of each client; if no draw reaches it, the
     partition is refused. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the
     last draw is used, with small and empty shards. (Dir(0.05) over 100 clients nearly always leaves some clients
     empty.) ``balanced``: True for NIID-Bench's variant, in which a client with N/K of all N records receives no records
@@ -135,10 +135,10 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class Shards:
-    """Each client receives ``shards_per_client`` random pieces of the records. Before, the records are sorted by label.
+    """The records are sorted by label and cut into pieces. Each client receives ``shards_per_client`` random pieces.
 
     For K clients the sorted records are cut into K * ``shards_per_client`` pieces, whose sizes differ by at most 1. A
-    piece may contain the end of one class and the start of the next, so a client can have more classes than pieces.
+    piece may contain the end of one class and the start of the next. So a client can have more classes than pieces.
     """
 
     kind: Literal["shards"] = field(default="shards", kw_only=True)

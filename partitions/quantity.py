@@ -34,8 +34,8 @@ class Quantity:
 
     The shares are drawn again until every client has enough records, at most 1000 times. ``min_size``: the minimum
     number of records of each client; if no draw reaches it, the partition is refused. 0 accepts the first draw. The
-    default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10 (because beta is small or
-    clients are many), the last draw is used, with small and empty shards.
+    default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the last draw is used, with
+    small and empty shards. This happens if beta is small or clients are many.
     """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)

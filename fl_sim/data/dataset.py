@@ -79,10 +79,9 @@ def own_dataset(
 ) -> Dataset:
     """Check the user's own records and return them as a data set. ``where``: the file, for error messages.
 
-    ``listed``: the classes in the setting ``data.classes``; empty if it is not set. Raises UserError unless
-    training and test records are non-empty and of one shape and type, with labels 0 to L - 1 for L classes. Without
-    ``listed`` there must be at least two classes, each with training records. A class in ``listed`` may have no
-    record.
+    ``listed``: the classes in the setting ``data.classes``; empty if it is not set. Raises UserError if there are no
+    training or no test records, or if their shapes or types differ. With L classes, labels must be 0 to L - 1. Without
+    ``listed`` there must be at least two classes, each with training records. A class in ``listed`` may have no record.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -170,8 +169,9 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
     """Return True if ``shape`` of an array of images is probably (records, channels, height, width).
 
-    The signs are: axis 1 has length 1 or 3 and the last axis is longer than 4; or axis 1 is at most 4 and the other
-    two are longer; or axes 2 and 3 are equal (square images) and axis 1 is shorter.
+    The result is True in three cases. First: axis 1 has length 1 or 3, and the last axis is longer than 4. Second: axis
+    1 has at most length 4, and axes 2 and 3 are longer. Third: axes 2 and 3 are equal (square images), and axis 1 is
+    shorter.
     """
     _, first, second, last = shape
     return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last
@@ -198,8 +198,8 @@ def most_bytes() -> int:
 def listed_classes(own: OwnName) -> tuple[str, ...]:
     """Return the classes that the setting ``data.classes`` lists, in order; empty if it is not set.
 
-    A single number, such as ``data.classes=10``, means the classes 0 to 9. ``+`` separates classes; commas separate
-    them in a value without ``+``. Raises UserError for fewer than two classes and for a class that is listed twice.
+    A single number, such as ``data.classes=10``, means the classes 0 to 9. ``+`` separates classes. In a value without
+    ``+``, commas separate classes. Raises UserError for fewer than two classes and for a class that is listed twice.
     """
     given = own.options.get("classes", ())
     if len(given) == 1 and "," in given[0]:
@@ -235,9 +235,10 @@ def unlisted(where: str, cure: str = "") -> UserError:
 
 
 def alphabet_set(given: str) -> str:
-    """Return the alphabet that the setting ``data.alphabet`` gives; LEAF's alphabet if its value ``given`` is empty.
+    """Return the alphabet that the setting ``data.alphabet`` gives.
 
-    Raises UserError for a repeated character, and for fewer than 2 or more than 10,000 characters.
+    ``given``: the value of the setting; empty for the alphabet of LEAF. Raises UserError for a repeated character, and
+    for fewer than 2 or more than 10,000 characters.
     """
     if not given:
         return ALPHABET
@@ -278,8 +279,8 @@ def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArr
 def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
     """Return ``array``, whole numbers of shape (records, length), as float32 tokens. ``where``: for error messages.
 
-    Raises UserError for an array of another type or shape, for numbers outside 0 to ``vocabulary`` - 1, and for
-    padding (0) before a token of the same record.
+    Raises UserError for an array of another type or shape, and for numbers outside 0 to ``vocabulary`` - 1. Padding (0)
+    before a token of the same record is an error, too.
     """
     if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
         raise UserError(f"{where}: {array.dtype} {array.shape}; tokens are whole numbers of shape (records, length)")
@@ -316,8 +317,8 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
     """Return a summary of a data set, ready for JSON: number of records, classes, clients, columns.
 
-    ``with_records``: True to include the first five training records of a table, as models receive them, and the
-    minimum and maximum of each number. These values reveal training records.
+    ``with_records``: True to include the first five training records of a table, as models receive them. The minimum
+    and maximum of each number are then included, too. These values reveal training records.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4

@@ -44,7 +44,7 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
 """{kind of the user's own data, such as csv: the names of the settings that it has, such as label}"""
 
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
-"""{kind of data: the word for its location in error messages}; a kind that is not listed here is located in a file."""
+"""{kind of data: the word for its location in error messages}; Data of a kind that is not listed here are in a file."""
 
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
 """The accepted forms of names of the user's own data, ``csv:PATH`` and so on, for error messages."""
@@ -103,8 +103,9 @@ class KnownSet:
     ``torchvision_class``: the name of its class in torchvision.datasets; empty if torchvision cannot download the set.
     ``layout``: the file format. ``files``: {path below the data folder: MD5 of the unpacked file, or None if
     torchvision has the MD5}. ``mean`` and ``std``: the published constants of the training images, one float per
-    channel; pixel values are between 0 and 1. ``merged``: only for a set that merges classes of another set, such as
-    cifar100-coarse of cifar100: entry c is the class in this set of the other set's class c.
+    channel; pixel values are between 0 and 1. ``merged``: only for a set that merges the classes of another set, as
+    cifar100-coarse merges those of cifar100. Entry c is the new class of the records that have class c in the other
+    set.
     """
 
     name: str
@@ -234,7 +235,7 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 
 
 def tuned_on(data: str) -> str:
-    """Return a sentence about fl-sim's default values that were chosen on training records of the data set ``data``.
+    """Return a sentence about fl-sim's default values that were chosen with training records of the data set ``data``.
 
     The sentence, with a space before it, belongs into privacy statements: a value that was chosen on records reveals
     information about them, and no epsilon covers this. The result is empty if no default was chosen on these records.

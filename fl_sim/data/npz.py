@@ -326,7 +326,8 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
 def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
     """Return the shape in the header of one array of the file, without reading the array.
 
-    Raises UserError if the header does not match the size of the array, or if the array is too large for the memory.
+    Raises UserError if header and size of the array do not match. Also raises UserError if the array is too large for
+    the memory.
     """
     where = f"{path}: {info.filename}"
     try:

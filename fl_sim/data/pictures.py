@@ -52,8 +52,8 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
     If ``data.classes`` is set, it gives the classes and their order. Images have one channel if all are grey, else
     three. The images are normalised by mean 0.5 and standard deviation 0.5, never by statistics of the private training
-    images. Raises UserError for a file that cannot be read, for an image with another size than the first, and for a
-    class without training images.
+    images. Raises UserError for a file that cannot be read, and for a class without training images. All images must
+    have the size of the first image, otherwise UserError is raised.
     """
     settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
     root = _training_folder(path, test_part)
@@ -111,8 +111,8 @@ class ImageSettings:
     def read_off(self) -> tuple[str, ...]:
         """The facts about the private images that decide the model's input shape, for ``Dataset.read_off``.
 
-        Every privacy statement lists these facts. One fact is if any image has colour. Without ``size``, another fact
-        is the size of the images.
+        Every privacy statement lists these facts: the presence of colour in any image and, without ``size``, the size
+        of the images.
         """
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 

@@ -4,9 +4,9 @@ A data set is read once per process, and again after its files have changed. A u
 return a data set: ``data=my_package.sets:hospitals``.
 
 A digest of the content (``content_of``) identifies the records. With the digest, a privacy ledger adds up the privacy
-costs of all outputs that were released about the same records. The digest does not depend on paths, copies, the order
-of records, or settings of reading (label column, ranges, test share, merged classes, features). A table with changed
-columns, or a subset of the records, has another digest.
+costs of all outputs that were released about the same records. The digest does not depend on the path of a file or on
+the order of records. It is also independent of settings of reading (label column, ranges, test share, merged classes,
+features). A table with changed columns, or a subset of the records, has another digest.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
     Files are searched in ``data_root``, $FL_SIM_DATA and the user's cache folder, in this order. A missing public data
     set is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files have
     changed; a user's function is called only once. Images stay uint8, and are memory-mapped if possible. ``features``:
-    the representation of images. Raises UserError for an unknown name, for missing or damaged files, for data without
-    classes, and if the chosen ``features`` cannot be computed for these records.
+    the representation of images. Raises UserError for an unknown name, for missing or damaged files, and for data
+    without classes. UserError is also raised if the chosen ``features`` cannot be computed for these records.
     """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     stamps = _stamps(name, source)

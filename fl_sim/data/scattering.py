@@ -1,9 +1,9 @@
 """Wavelet scattering (Bruna and Mallat 2013): image features that are computed without learning from any data set.
 
-The transform has two scales (J = 2), eight orientations and orders 0 to 2, with the Morlet wavelets and the Gaussian
-filter of the library Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups, independent of
-other records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions, with a public
-seed, then reduces the number of features to at most 1000.
+The transform has two scales (J = 2), eight orientations and orders 0 to 2. Its Morlet wavelets and its Gaussian filter
+are those of the library Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups, independent
+of other records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions, with a
+public seed, then reduces the number of features to at most 1000.
 
 Whitening also uses no data set. The privacy noise on released features is equal in all directions. So directions with
 little variance are lost first, although they may separate classes well. Whitening gives all directions about the same

@@ -283,8 +283,8 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
 def rows_of(plan: TablePlan) -> Rows:
     """Convert all rows of the tables to arrays, as ``plan`` says.
 
-    Raises UserError if the arrays need more than half of the memory, if numbers exceed float32, if training or test
-    records are missing, or if a class has no training records.
+    Raises UserError if the arrays need more than half of the memory, or if numbers exceed float32. UserError is also
+    raised if there are no training or test records, or if a class has no training records.
     """
     count, width = sum(plan.survey.rows), sum(feature.width for feature in plan.features)
     if 2 * 4 * count * width > most_bytes():  # all records, and a second copy when they are split

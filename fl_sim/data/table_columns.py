@@ -389,7 +389,10 @@ class Feature:
         return Column(self.name, tuple(step / steps for step in range(steps + 1)))
 
     def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
-        """Encode ``cells`` and write the numbers into ``rows``, shape (cells, numbers of a record), zeros before."""
+        """Encode ``cells`` and write the numbers into ``rows``, (cells, numbers of a record).
+
+        Before, ``rows`` must be zeros.
+        """
         if self.categories:
             values = pyarrow().array(self.categories)
             texts = texts_of(cells) if self.fill is None else texts_of(cells).fill_null(self.fill)

@@ -95,11 +95,11 @@ class NoDevices(Settings):
 class _Typical(Settings):
     """A typical device; each client's device is slower or faster by random factors.
 
-    ``seconds_per_step``: the time of a local step on the typical device. ``records_per_second``: if above 0, the
-    number of records per second that the typical device trains, in place of ``seconds_per_step``. ``download_mbps``
-    and ``upload_mbps``: megabits per second to and from the typical device. ``availability``: the probability that
-    a client is available when the server looks for clients. ``jitter``: the time of a client in a round (download,
-    training, upload) is multiplied by exp(jitter * z), z from the standard normal distribution.
+    ``seconds_per_step``: the time of a local step on the typical device. ``records_per_second``: if above 0, the number
+    of records per second that the typical device trains, in place of ``seconds_per_step``. ``download_mbps`` and
+    ``upload_mbps``: megabits per second to and from the typical device. ``availability``: the probability that a client
+    is available when the server looks for clients. ``jitter``: the time of a client in a round (download, training,
+    upload) is multiplied by exp(jitter * z). z is a standard normal number.
     """
 
     seconds_per_step: Seconds = 0.1
@@ -178,8 +178,8 @@ class Profile(Settings):
     """Devices from a CSV file (docs/heterogeneity.md), with one row for each client or for each class of devices.
 
     ``path``: the CSV file. ``jitter``: the time of a client in a round (download, training, upload) is multiplied by
-    exp(jitter * z), z from the standard normal distribution. ``digest``: the SHA-256 of the file. A run stores the
-    digest at its start, to detect a later change of the file.
+    exp(jitter * z). z is a standard normal number. ``digest``: the SHA-256 of the file. A run stores the digest at its
+    start, to detect a later change of the file.
     """
 
     kind: Literal["profile"] = "profile"

@@ -90,10 +90,10 @@ class Kernel:
 
         ``precision`` "bfloat16" needs ``has_bfloat16``. It rounds the factors of products to 8 bits, and adds the
         products in float32. It applies to linear layers. In convolutions it applies to the output and to the gradient
-        of the input. Without AMX it does not apply to the backward pass through pooling, nor to the gradient of a
-        convolution's weights (unless the convolution reads the records and pools). It also does not apply to
-        convolutions with kernels of 3 x 3 pixels and 8 or more channels, most of which use Winograd's algorithm. With
-        ``has_amx`` these products are rounded, too.
+        of the input. Without AMX it has three exceptions. It does not apply to the backward pass through pooling. It
+        does not apply to the gradient of a convolution's weights (unless the convolution reads the records and pools).
+        It does not apply to convolutions with kernels of 3 x 3 pixels and 8 or more channels. Most of these
+        convolutions use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
 
         Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes. Raises
         ValueError for tensors of wrong length or type, and for an unsupported precision.

@@ -159,7 +159,8 @@ class Perceptron:
 class TwoWays:
     """A generator of two networks: its output for x, (n, inputs), is sigmoid(2 (curved(x) + straight(x))).
 
-    ``num_classes``: the number of blocks in the input of both networks, as in ``Perceptron``.
+    The two networks are ``curved`` and ``straight``. ``num_classes``: the number of blocks in the input of both
+    networks, as in ``Perceptron``.
     """
 
     def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential, num_classes: int = 0) -> None:

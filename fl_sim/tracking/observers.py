@@ -1,8 +1,8 @@
 """Observers of a run: trackers such as MLflow, and the user's own objects.
 
 A command names the user's objects by import paths. Trackers receive the numbers that the run's files contain. They have
-the names that ``rounds.csv`` uses. A background thread sends the numbers, so that a slow tracker never delays a round,
-and a failing tracker never aborts a run.
+the names that ``rounds.csv`` uses. A background thread sends the numbers. So a slow tracker never delays a round, and a
+failing tracker never aborts a run.
 """
 
 import secrets
@@ -201,7 +201,10 @@ class LiveTracker(Silent):
         self._is_private = False
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Start the background thread, which connects to the trackers; a private run starts it at its end."""
+        """Start the background thread, which connects to the trackers.
+
+        In a private run it starts at the end of the run.
+        """
         del engine
         self._is_private = experiment.is_private
         if not self._is_private:

@@ -60,9 +60,9 @@ def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
     """Return the weights of the model ``logistic`` that separate (n, *shape) inputs with (n,) labels by class.
 
-    With the mean mu_c of class c, the covariance S within classes and the share p_c of class c, the logit of class c is
-    x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` keeps S
-    invertible if there are fewer records than features. Sums are float64.
+    mu_c is the mean of class c, S is the covariance within classes, and p_c is the share of class c. Then the logit of
+    class c is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge``
+    keeps S invertible if there are fewer records than features. Sums are float64.
     """
     classes = _classes_of(inputs, labels, num_classes)
     covariance = classes.pooled()

@@ -140,8 +140,8 @@ class Confusion:
 def area_under_roc(scores: Scores) -> float | None:
     """Return the area under the ROC curve, or None unless there are two classes, each with records.
 
-    The area is the share of pairs (record of class 1, record of class 0) in which the record of class 1 has the larger
-    margin; equal margins count half.
+    Consider all pairs (record of class 1, record of class 0). The area is the share of pairs in which the record of
+    class 1 has the larger margin. A pair with equal margins counts half.
     """
     if scores.margins is None:
         return None

@@ -171,10 +171,10 @@ def features_of(
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Fréchet distance between two sets of vectors, of shapes (n, d) and (m, d); at least 0.
 
-    With the means mu and covariances S of the sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2))
-    (Heusel et al. 2017, eq. 6). The published measure FID uses features of a network that was trained on ImageNet. So
-    the distances of this function are not comparable with published values of FID. Sums are float64; n and m must be at
-    least 2.
+    mu are the means and S the covariances of the sets. The distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1
+    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). The published measure FID uses features of a network that was trained on
+    ImageNet. So the distances of this function are not comparable with published values of FID. Sums are float64; n and
+    m must be at least 2.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = _moments(first), _moments(second)
     root = _root(covariance_1)

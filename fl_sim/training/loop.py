@@ -39,7 +39,7 @@ TAKES = frozenset({
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` supports: all of them.
 
-Another trainer calls ``train`` for a client whose settings or plan it does not support.
+The other trainers support fewer fields. They call ``train`` for a client whose settings or plan they do not support.
 """
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]

@@ -14,7 +14,7 @@ BETAS = 0.9, 0.999
 EPSILON = 1e-8
 
 _TINY_ASCENT = 1e-12
-"""A number that is added to the length of a gradient in an ascent step, so that a length of 0 does not give NaN."""
+"""An ascent step divides by the length of a gradient plus this number. So a length of 0 does not give NaN."""
 
 _TINY_NORM = 1e-6
 """A number that clipping adds to the norm of gradients to avoid division by 0.
@@ -62,7 +62,8 @@ def ascent_of(plan: LocalPlan) -> Ascent | None:
     """Return the plan's ascent step (sharpness-aware minimisation).
 
     Return None if the plan has no ascent step, or an ascent step without effect. An ascent step has no effect if its
-    radius (which sets its length) is 0, or if its share (weight of the second gradient) is 0.
+    ``radius`` or its ``share`` is 0. ``radius`` sets the length of the step. ``share`` is the weight of the gradient
+    after the step.
     """
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None

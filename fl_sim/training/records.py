@@ -73,7 +73,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The training records of one client: for each source, the pair (source, range of the client's rows in it)."""
+    """The training records of one client: pairs (source, range of the client's rows in the source)."""
 
     parts: tuple[tuple[Source, range], ...]
 
@@ -190,7 +190,10 @@ _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", tor
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Return pixel indices inside an image of ``size`` pixels for ``places`` that may lie outside, by reflection."""
+    """Return pixel indices inside an image of ``size`` pixels.
+
+    Any of the ``places`` outside of it are reflected at its edges.
+    """
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 
 

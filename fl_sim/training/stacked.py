@@ -56,8 +56,8 @@ class Launcher:
 
     Graphs exist for a few numbers of clients only (``width_for``). A step for another number of clients uses the graph
     of the next larger number. This graph leaves the surplus clients unchanged. A graph is captured after
-    ``plain_steps`` plain steps with its number of clients. If a capture fails, or a graph's result differs from the
-    plain step's, the launcher warns and uses plain steps from then on.
+    ``plain_steps`` plain steps with its number of clients. A capture may fail, or the result of a graph may differ from
+    the result of the plain step. Then the launcher warns and uses plain steps from then on.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -154,9 +154,9 @@ class StackedTrainer:
 
     ``model``: provides the architecture; the model must draw no random numbers, and must treat every record separately
     (no batch statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by
-    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain
-    steps with the same records, kind of plan and number of clients. ``capture``: the function that captures a graph.
-    Several threads must not use one trainer at the same time.
+    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph. Before, it executes
+    ``plain_steps`` plain steps with the same records, kind of plan and number of clients. ``capture``: the function
+    that captures a graph. Several threads must not use one trainer at the same time.
     """
 
     def __init__(

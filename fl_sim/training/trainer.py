@@ -109,8 +109,8 @@ class Trainer:
     always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
     ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of them in parallel.
     PyTorch also runs in all of them, with one copy of the model per thread, if the model draws no random numbers.
-    PyTorch trains one client at a time in two cases: with dropout, which uses the global generator of the process, and
-    with an algorithm's loss that drew random numbers at its first use.
+    PyTorch trains one client at a time in two cases. The first case is dropout, which uses the global generator of the
+    process. The second case is an algorithm's loss that drew random numbers at its first use.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
