@@ -50,7 +50,8 @@ def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, a
     """Return the lines about privacy: the guarantees of each row, their limits, and the rows without a guarantee.
 
     ``rows``: {row: for each run of the row, its privacy statements}. ``are_all``: True if the table has no other rows.
-    The epsilon of a row is the largest epsilon of any single run. These lines do not state the total cost of all runs.
+    The epsilon of a row is the largest epsilon of any single run. The lines do not state the total privacy cost of all
+    runs.
     """
     promises: dict[str, dict[str, tuple[float, tuple[float, float]]]] = {}
     limits: dict[str, dict[str, dict[str, None]]] = {"Covered": {}, "Not covered": {}}
@@ -101,7 +102,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return sentences as one text. A sentence that does not hold for all rows begins with the names of its rows.
+    """Return the sentences in ``said`` as one text. Names of rows stand before a sentence that not all rows share.
 
     ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
     """
@@ -115,9 +116,9 @@ def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str
 
 
 def _warnings(table: Table) -> list[str]:
-    """Return lines with the warnings of the finished runs, the most frequent warning first.
+    """Return lines of text with the warnings of the finished runs, the most frequent warning first.
 
-    Each line names a run. Warnings that the caption contains are left out.
+    Each line names one run that has the warning. If the caption already contains a warning, the warning is left out.
     """
     runs: dict[str, list[str]] = {}
     for one in table.results:
@@ -138,7 +139,10 @@ def _warnings(table: Table) -> list[str]:
 
 
 def _bold(table: Table) -> str:
-    """Return the sentence that explains bold print; empty for a table with fewer than two rows to compare."""
+    """Return the sentence that explains bold print in the table.
+
+    The text is empty for a table with fewer than two rows to compare.
+    """
     seeds = most_seeds(table)
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
         return ""

@@ -1,4 +1,4 @@
-"""Schemas (pydantic models) of the result files that a report reads. Invalid values are refused.
+"""Schemas (pydantic models) of the result files that a report reads. A file with invalid values is refused.
 
 Fields that are not in the schema are ignored. The files may come from an untrusted source. Therefore their size is
 limited, and their numbers must be finite.
@@ -15,7 +15,7 @@ from fl_sim.privacy.terms import rounded_up
 _LARGEST: Final = 2**26
 """Largest size of a file in bytes."""
 _DEEPEST: Final = 32
-"""Largest depth of lists and objects inside each other in a JSON file."""
+"""Largest depth of nested lists and objects in a JSON file."""
 
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
@@ -34,11 +34,12 @@ class PrivacyStatement(FileModel):
     """One privacy statement of ``result.json``.
 
     ``unit``: the privacy unit, such as "client" or "record". ``epsilon``: None if there is no guarantee. ``covers``,
-    ``does_not_cover``: the outputs that the guarantee covers, and those that it does not cover. ``ledger``: the ledger
-    that was charged. ``planned_events``: all releases that were planned before the run. Files of older versions lack
-    ``ledger`` and ``planned_events``. ``budget``: the largest epsilon allowed; if the budget is smaller than the
-    epsilon of the planned releases, ``epsilon`` is the budget. ``epsilon_whole_run``, ``delta_whole_run``: the privacy
-    cost of all releases of the run about the unit, if it differs from ``epsilon`` and ``delta``.
+    ``does_not_cover``: the outputs that the guarantee covers, and those that it does not cover. ``ledger``: the privacy
+    ledger into which the cost was written. ``planned_events``: all noisy outputs that were planned before the run.
+    Files of older versions lack ``ledger`` and ``planned_events``. ``budget``: the largest epsilon allowed. If the
+    budget is smaller than the epsilon of all planned outputs, ``epsilon`` is the budget. ``epsilon_whole_run``,
+    ``delta_whole_run``: the privacy cost of all published outputs of the run about the unit, if it differs from
+    ``epsilon`` and ``delta``.
     """
 
     unit: str
@@ -62,14 +63,14 @@ class PrivacyStatement(FileModel):
 
     @property
     def of_run(self) -> tuple[float | None, float]:
-        """Return (epsilon, delta) of all releases of the run together, for the privacy unit of this statement."""
+        """Return (epsilon, delta) of all published outputs of the run together, for this statement's privacy unit."""
         if self.epsilon is None or self.epsilon_whole_run is None:
             return self.epsilon, self.delta or 0.0
         return self.epsilon_whole_run, self.delta_whole_run or 0.0
 
     @property
     def promise(self) -> str:
-        """Return the guarantee, or its absence, as a sentence."""
+        """Return a sentence that states the privacy guarantee, or that there is no guarantee."""
         if self.epsilon is None:
             return f"No privacy guarantee for a {self.unit}. {self.guarantee}".strip() + "."
         promised = self.guarantee or f"({rounded_up(self.epsilon)}, {self.delta or 0:g})-differential privacy"
@@ -96,7 +97,7 @@ class KindTable(FileModel):
 
 
 class PoolSettings(FileModel):
-    """The settings of DA-FL, whose clients release synthetic records (the pool). ``epsilon`` may be inf."""
+    """The settings of DA-FL, whose clients publish synthetic records (the pool). ``epsilon`` may be inf."""
 
     kind: Literal["da-fl"]
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=True)]
@@ -137,9 +138,10 @@ class RunConfig(FileModel):
 
 
 class ClientShare(FileModel):
-    """The release of one client in DA-FL: its synthetic records. ``counts``: their number in each class.
+    """The synthetic records of one client in DA-FL. ``counts``: the number of synthetic records in each class.
 
-    ``facts``: the mechanisms that made the records, with their noise, from which the privacy cost is computed.
+    ``facts``: the privacy mechanisms that made the records, with their noise. The privacy cost is computed from
+    ``facts``.
     """
 
     counts: list[Count]
@@ -150,7 +152,7 @@ class StageResult(KindTable):
     """The result of a run's preprocessing, such as DA-FL.
 
     ``pool``: name of the file with the synthetic records of all clients; empty if there is none. ``train_on``: the
-    records on which clients train, such as "synthetic". ``clients``: the release of each client.
+    records on which clients train, such as "synthetic". ``clients``: facts about the synthetic records of each client.
     """
 
     pool: str = ""
@@ -159,7 +161,10 @@ class StageResult(KindTable):
 
 
 class MechanismFacts(KindTable):
-    """The noise mechanism of PATE and its parameters, in units of votes. None: the mechanism lacks this parameter."""
+    """The noise mechanism of PATE and its parameters, in units of votes.
+
+    A parameter is None if the mechanism does not have it.
+    """
 
     gamma: Positive | None = None
     sigma: Positive | None = None
@@ -174,7 +179,7 @@ class MechanismFacts(KindTable):
 
 
 class PateFacts(FileModel):
-    """The facts about a run of PATE: the teachers' votes, and the noisy labels on which the student trains.
+    """The facts about a run of PATE: the teachers' votes, and the noisy labels on which the student model trains.
 
     ``queries_asked``: number of records on whose labels the teachers voted. ``queries_answered``: number of records
     that got a label. ``label_accuracy``: the share of right labels, in [0, 1].
@@ -216,8 +221,8 @@ class MeasureFacts(FileModel):
     """Measures of the final model.
 
     ``confusion[i][j]``: the number of test records of class i that the model classifies as class j.
-    ``client_accuracy``: the mean over all clients. ``client_worst_tenth``: the mean over the tenth with lowest
-    accuracy. ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
+    ``client_accuracy``: the mean accuracy of all clients. ``client_worst_tenth``: the mean accuracy of the tenth of the
+    clients with the lowest accuracies. ``client_quantiles``: equally spaced quantiles of client accuracy, ascending.
     """
 
     confusion: list[list[Count]] | None = None
@@ -235,8 +240,8 @@ class MeasureFacts(FileModel):
 class ResultFile(FileModel):
     """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
-    A result without ``is_private``, from an older version, counts as private. ``image_shape``: (channels, height,
-    width) of the images from which the features were computed.
+    A file of an older version may lack ``is_private``; its run then counts as private. ``image_shape``: (channels,
+    height, width) of the images from which the features were computed.
     """
 
     algorithm: str = ""
@@ -266,8 +271,9 @@ class ResultFile(FileModel):
 class CellFile(FileModel):
     """One cell of ``table.json``. Accuracies are in percent. Lists have one value per seed, in the order of ``seeds``.
 
-    ``values``, ``best_values``: accuracy after the last round and in the best round. ``errors``: the errors of failed
-    runs. ``measures``: {name: one value per seed}; empty in files of version 1. ``statuses``: empty in older files.
+    ``values``: the accuracies after the last round. ``best_values``: the accuracies in the best round. ``errors``: the
+    errors of failed runs. ``measures``: {name: one value per seed}; empty in files of version 1. ``statuses``: empty in
+    older files.
     """
 
     row: str

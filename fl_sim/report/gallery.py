@@ -1,8 +1,9 @@
 """The gallery page, which compares finished tables with published accuracies, and the leaderboard page, in Markdown.
 
-The gallery has a folder for each table. Its ``about.toml`` (class ``About``) is written by hand. Its ``table.json`` and
-the optional ``table.csv`` are copies of the files that ``fl-sim table`` wrote. A folder without ``table.json`` is a
-table whose runs are still missing. ``leaderboard.toml`` defines the leaderboard: the questions that its tables answer.
+The gallery has a folder for each table. The file ``about.toml`` in this folder (class ``About``) is written by hand.
+The files ``table.json`` and ``table.csv`` are copies of the files that ``fl-sim table`` wrote; ``table.csv`` is
+optional. If a folder has no ``table.json``, the runs of its table are still missing. The file ``leaderboard.toml``
+defines the leaderboard: the questions that its tables answer.
 """
 
 import csv
@@ -45,9 +46,9 @@ class _FileModel(BaseModel):
 class PublishedFigures(_FileModel):
     """Published accuracies from one source, such as a paper.
 
-    ``confidence``: "read" if the numbers were read in the source, "recalled" if they were quoted from memory.
-    ``measure``: "last" for accuracies after the last round, "best" for the best round. ``accuracies``: {column: {row:
-    accuracy in percent}}, with the names of columns and rows in the table.
+    ``confidence``: "read" if the accuracies were read in the source, "recalled" if they were quoted from memory.
+    ``measure``: "last" for accuracies after the last round, "best" for accuracies in the best round. ``accuracies``:
+    {column: {row: accuracy in percent}}, with the names of columns and rows in the table.
     """
 
     source: str
@@ -62,8 +63,8 @@ class About(_FileModel):
 
     ``file``: path of the TOML file that defines the table, relative to the root of the repository. ``command``: the
     command that ran the table. ``hours``: the total time of all runs, for a table without ``table.csv``.
-    ``hours_at_most``: True if ``hours`` is an upper bound, because times of private runs are rounded up. ``differs``:
-    deviations from the published experiment and their reasons, in Markdown.
+    ``hours_at_most``: True if the true time may be smaller than ``hours``, because times of private runs are rounded
+    up. ``differs``: deviations from the published experiment and their reasons, in Markdown.
     """
 
     title: str
@@ -80,8 +81,8 @@ class About(_FileModel):
 class Entry:
     """One table of the gallery.
 
-    ``name``: name of its folder. ``table``: None if its runs are missing. ``hours``: the total time of all runs in
-    hours, as text; empty if unknown.
+    ``name``: name of the table's folder. ``table``: None if the runs of the table are missing. ``hours``: the total
+    time of all runs in hours, as text; empty if the time is unknown.
     """
 
     name: str
@@ -95,8 +96,8 @@ class Question(_FileModel):
 
     ``title``: the question. ``folder``: the folder of the table in the gallery. ``text``: the answer in words, in
     Markdown. ``columns``: {column of the table: heading on the page}. ``rows``: {row of the table: label on the page}.
-    ``best``: the number of rows with the highest means in the first column, which are shown before ``rows``.
-    ``published``: True adds the published accuracies of the shown rows.
+    ``best``: a number of rows to show before ``rows``: those with the highest means in the first column. ``published``:
+    True adds the published accuracies of the shown rows.
     """
 
     title: str
@@ -206,9 +207,9 @@ def _entry(place: Path) -> Entry:
 def _hours(runs: Path) -> str:
     """Return the total hours of all finished runs as text; empty if the time of any run is unknown.
 
-    ``runs``: the path of ``table.csv``. The larger of ``seconds.total`` and ``seconds.train`` counts. In older files,
-    ``seconds.total`` of a resumed run covers only the time since the last resume, but ``seconds.train`` covers all
-    rounds. If any run is private, the text says that the hours are an upper bound.
+    ``runs``: the path of ``table.csv``. The time of a run is the larger of ``seconds.total`` and ``seconds.train``. In
+    older files, ``seconds.total`` of a resumed run covers only the time since the last resume. ``seconds.train`` covers
+    all rounds. If any run is private, the text says "at most", because times of private runs are rounded up.
     """
     with runs.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
@@ -270,7 +271,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
-    """Yield the Markdown lines of the table. Published accuracies stand below our row of the same method."""
+    """Yield the Markdown lines of the table. The published accuracies of a method stand below our row of the method."""
     yield from _head(table.columns)
     measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
     best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}
@@ -286,7 +287,7 @@ def _rows(about: About, table: Table) -> Iterator[str]:
 
 
 def _answer(question: Question, entry: Entry) -> Iterator[str]:
-    """Yield the Markdown lines of a question: a table with some rows and columns of ``entry``, and the text."""
+    """Yield the Markdown lines of a question: a table with some rows and columns of ``entry``, and the answer."""
     table = entry.table
     assert table is not None, "leaderboard_text refuses a question about a table without runs"
     _check(question.columns, table.columns, "column", question.title)
@@ -327,9 +328,10 @@ def _figures(source: PublishedFigures, row: str, columns: Iterable[str]) -> list
 
 
 def _missed(about: About, table: Table) -> Iterator[str]:
-    """Yield lines that list the published accuracies that are far from our means.
+    """Yield lines that list the published accuracies that are far from the mean accuracies of our runs.
 
-    "Far" means more than three standard deviations over seeds, or more than three percentage points with one seed.
+    "Far" means more than three standard deviations over seeds. With one seed, "far" means more than three percentage
+    points.
     """
     for one in about.published:
         far: dict[str, list[str]] = {}

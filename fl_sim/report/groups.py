@@ -1,6 +1,6 @@
-"""Grouping of runs for figures and pages. A group is the runs that differ only in the seed; a panel is several groups.
+"""Grouping of runs for figures and pages. The runs of a group differ only in the seed. A panel has several groups.
 
-The groups of a panel are drawn on the same axes, with labels that tell them apart.
+The groups of a panel are drawn on the same axes, with labels that distinguish the groups.
 """
 
 import hashlib
@@ -27,9 +27,10 @@ Runs of older versions have no section ``evaluate``. They belong to the same gro
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
 Place: TypeAlias = tuple[str, str]
-"""(dotted name of a setting, kinds of the sections that contain it), such as ("algorithm.mu", " algorithm=fedprox").
+"""A setting, and the kinds of the sections that contain it: (dotted name of the setting, kinds).
 
-Values of ``algorithm.mu`` are compared only between two runs of FedProx, not with another algorithm's parameter ``mu``.
+For example, ("algorithm.mu", " algorithm=fedprox") is the parameter ``mu`` of FedProx. Its values are compared only
+between two runs of FedProx, not with another algorithm's parameter ``mu``.
 """
 
 
@@ -58,18 +59,21 @@ class SeedGroup:
 
     @property
     def is_bound(self) -> bool:
-        """Return True for centralized training, the upper bound for every partition of the same data set."""
+        """Return True if the runs of the group are centralized training.
+
+        Centralized training has no partition. It is shown for every partition of the same data set.
+        """
         return any(split_of(run) == _CENTRALIZED for run in self.runs)
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return the settings that all runs of the group share, and that distinguish the group from other groups."""
+        """Return the settings that all runs of the group share, and by which the group differs from other groups."""
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:
-        """Return for each finished run the costs (bytes, seconds) until a test accuracy of ``accuracy``, in [0, 1].
+        """Return for each finished run the bytes and seconds until it first has a test accuracy of ``accuracy``.
 
-        A run that does not reach this accuracy is left out.
+        ``accuracy`` is in [0, 1]. A run that does not reach this accuracy is left out.
         """
         found = (reached(run.rounds, accuracy, run.spent_beforehand) for run in self.finished)
         return [one for one in found if one is not None]
@@ -89,21 +93,21 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return the title of the panel: the name of its column in a table, or else data set and partition."""
+        """Return the title of the panel: the name of its column in a table. Without a table: data set and partition."""
         return where([one for _, one in self.lines], self.data, self.partition)
 
 
 def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
-    """Return the name of the table's column if all ``groups`` are from one column, else "data, partition"."""
+    """Return the column's name in the table if all ``groups`` are from one column, else "data, partition"."""
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
 
 def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
-    """Return (groups of runs that differ only in the seed, an error message for each duplicate).
+    """Return (groups of runs that differ only in the seed, an error message for each duplicate run).
 
-    Runs with equal settings and the same seed are duplicates. One of the duplicates is kept, a finished run if there
-    is one.
+    Runs with equal settings and the same seed are duplicates. Only one of several duplicates is kept. A finished run is
+    preferred.
     """
     notes: dict[str, set[str]] = {}
     titles: dict[str, str] = {}
@@ -131,7 +135,7 @@ def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
 def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
     """Return one panel for each data set and partition.
 
-    The upper bound (centralized training) is the last line of every panel of its data set.
+    Centralized training is the last line of every panel of its data set.
     """
     bounds = [one for one in groups if one.is_bound]
     lines: dict[tuple[str, str, str], list[SeedGroup]] = {}
@@ -149,7 +153,8 @@ def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
     """Return a label for each group: the label of its row in a table, or else its method and some settings.
 
     A label states only the settings whose values differ between the ``groups``. ``left_out``: a setting that no label
-    may state, such as ``preprocess.epsilon``; then row labels are not used, because they may state this setting.
+    may state, such as ``preprocess.epsilon``. If ``left_out`` is given, the labels of table rows are not used, because
+    these labels may state the setting.
     """
     rows = [names.pop() if len(names := {run.label or run.row for run in one.runs}) == 1 else "" for one in groups]
     if all(rows) and len(set(rows)) == len(rows) and not left_out:
@@ -173,7 +178,7 @@ def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
 
 
 def parameters(one: SeedGroup) -> str:
-    """Return the parameters of the preprocessing and of the algorithm as text, such as ``mu=0.01``."""
+    """Return the parameters of the run's preprocessing and of its algorithm as text, such as ``mu=0.01``."""
     before, own = one.runs[0].preprocess, one.runs[0].settings["algorithm"]
     flat = [*(_flat(before) if before else ()), *_flat(own)]
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
@@ -205,7 +210,8 @@ def _titles(run: SavedRun) -> dict[str, str]:
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
     """Return the name of a run's method: the titles of its preprocessing, algorithm and server.
 
-    If ``titles`` has no title for a kind, such as "fedavg", the kind is shown. The default server is not mentioned.
+    ``titles``: {kind: title}. If a kind such as "fedavg" has no title, the kind itself is shown. The default server is
+    not mentioned.
     """
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
@@ -215,7 +221,7 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the setting ``place`` has different values in the groups that can have this setting.
+    """Return True if the setting ``place`` has different values in those groups that can have this setting.
 
     ``flat``: for each group {setting: value}.
     """

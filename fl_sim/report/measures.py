@@ -1,7 +1,7 @@
 """Measures of runs: names and units, costs until a target accuracy, means and confidence intervals over seeds.
 
-Accuracies and other shares are given in percent, under names that end in ``_percent``. The ± in tables and the bands of
-curves are the sample standard deviation (ddof = 1) over seeds.
+Accuracies and other shares are given in percent. The names of these measures end in ``_percent``. The ± in tables and
+the bands of curves are the sample standard deviation (ddof = 1) over seeds.
 """
 
 import re
@@ -24,7 +24,7 @@ _SHARE: Final = re.compile(
     r"(^|[._])(accuracy(_[a-z_]+)?|([a-z_]+_)?deviation|([a-z_]+_)?worst_tenth|recall|precision|f1|auc|share)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
-"""Numbers in ``result.json`` that are not returned as measures. ``rounds`` is returned as ``rounds_done``."""
+"""Numbers in ``result.json`` that the function ``measures`` leaves out. It returns ``rounds`` as ``rounds_done``."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -32,7 +32,7 @@ LADDER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Target accuracies, in [0, 1]. ``result.json`` states the round and the costs at which a run reaches each of them."""
 
 FEWEST = 3
-"""Smallest number of seeds for a confidence interval. With two seeds, the t interval is 25 standard errors wide."""
+"""Smallest number of seeds for a confidence interval. With two seeds, a t interval is 25 standard errors wide."""
 
 ENOUGH = 20
 """Smallest number of seeds for a bootstrap interval. With fewer seeds the interval is Student's t.
@@ -52,10 +52,11 @@ _SEED: Final = 20_150_903
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of ``result.json`` as {dotted name: value}, such as {"seconds.train": 12.5}.
 
-    ``result``: the content of ``result.json``. The only list whose numbers are returned is the list of privacy
-    statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are the total cost of
-    all releases about the unit. If a unit has several statements, each statement also has its own epsilon:
-    ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get no prefix.
+    ``result``: the content of ``result.json``. Numbers in lists are left out, except those in the list of privacy
+    statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are returned. They
+    are the total privacy cost of all published outputs about the unit. If a unit has several statements, each statement
+    also has an epsilon of its own: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get
+    no prefix.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})
@@ -65,12 +66,12 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
-    """Return the known measures of a round, {name: value}, with the names and units that ``measures`` returns."""
+    """Return the known measures of a round, {name: value}. Names and units are those of the function ``measures``."""
     return _numbers(record.numbers())
 
 
 def share_in(numbers: Mapping[str, float], name: str) -> float | None:
-    """Return the share ``name`` in [0, 1] of the measures ``numbers`` of a run; None if the run does not have it."""
+    """Return the share ``name``, in [0, 1], of a run with the measures ``numbers``; None if the run lacks the share."""
     value = numbers.get(f"{name}_percent")
     return None if value is None else value / 100
 
@@ -86,10 +87,11 @@ def best_of(name: str) -> str:
 
 
 def worse_than(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of clients whose model has a lower accuracy in ``result`` than their own model in ``alone``.
+    """Return the share of clients whose model has a lower accuracy in the run ``result`` than in the run ``alone``.
 
-    Both are contents of ``result.json`` of runs on the same split. The shares are in percent, by name of the measure,
-    and are about clients that both runs tested.
+    In the run ``alone``, each client trains a model of its own. Both arguments are contents of ``result.json``, of runs
+    on the same split. The shares are in percent, by name of the measure. Only clients that both runs tested are
+    counted.
     """
     lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]
     found, before = {}, lists[0].get("own", [])
@@ -119,7 +121,7 @@ def percent(name: str, value: float) -> tuple[str, float]:
 
 
 def as_percent(share: float | None) -> float | None:
-    """Return a share in [0, 1] as percent; None for None."""
+    """Return a share in [0, 1] as percent. The result is None if the share is None."""
     return None if share is None else 100 * share
 
 
@@ -152,17 +154,17 @@ class Reached:
 def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None:
     """Return the mean test accuracy, in [0, 1], of the evaluated rounds among the last ``count`` rounds.
 
-    None if none of these rounds was evaluated.
+    The result is None if none of the last ``count`` rounds was evaluated.
     """
     accuracies = [one.test_accuracy for one in rounds[-count:] if one.test_accuracy is not None]
     return sum(accuracies) / len(accuracies) if accuracies else None
 
 
 def area_under(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the area under the curve of test accuracy over rounds, divided by its length in rounds.
+    """Return the area under the curve of test accuracy over rounds, divided by the length of the curve in rounds.
 
-    The curve begins with the first evaluated round, and is linear between evaluated rounds. None if no round was
-    evaluated.
+    The curve begins with the first evaluated round. Between evaluated rounds the curve is linear. The result is None if
+    no round was evaluated.
     """
     curve = [(one.round, one.test_accuracy) for one in rounds if one.test_accuracy is not None]
     if len(curve) < 2:
@@ -174,8 +176,8 @@ def area_under(rounds: Sequence[RoundRecord]) -> float | None:
 def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = Spent()) -> Reached | None:
     """Return the round and the costs at which the test accuracy first is at least ``accuracy``, in [0, 1].
 
-    None if no evaluated round reaches this accuracy. ``rounds``: all rounds of the run. ``beforehand``: the costs
-    before the first round. If a cost is unknown for one round, the sum is unknown too.
+    The result is None if no evaluated round has this accuracy. ``rounds``: all rounds of the run. ``beforehand``: the
+    costs before the first round. If a cost is unknown for one round, the total cost is unknown too.
     """
     for one, spent in zip(rounds, spent_by(rounds, beforehand), strict=True):
         if one.test_accuracy is not None and one.test_accuracy >= accuracy:
@@ -184,7 +186,7 @@ def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = 
 
 
 def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list[Spent]:
-    """Return the total costs at the end of each round. ``beforehand``: the costs before the first round."""
+    """Return the total costs of a run at the end of each round. ``beforehand``: the costs before the first round."""
     totals, total = [], beforehand
     for one in rounds:
         total = Spent(
@@ -200,7 +202,8 @@ def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list
 class Difference:
     """The mean difference of two table rows, paired by seed, and its 95 % confidence interval.
 
-    ``seeds``: number of pairs. ``low``, ``high``: the ends of the interval. ``method``: the kind of the interval.
+    ``seeds``: number of pairs. ``low``, ``high``: the ends of the interval. ``method``: the kind of the interval, such
+    as Student's t.
     """
 
     seeds: int
@@ -216,9 +219,9 @@ class Difference:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return (mean, sample standard deviation with ddof = 1). Without values the mean is None.
+    """Return (mean, sample standard deviation with ddof = 1) of the values. Without any value, the mean is None.
 
-    With fewer than two values the standard deviation is None.
+    With fewer than two values, the standard deviation is None.
     """
     mean = statistics.fmean(values) if values else None
     return mean, statistics.stdev(values) if len(values) > 1 else None
@@ -237,11 +240,11 @@ def mean_text(values: Iterable[float | None], digits: int = 1) -> str:
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
-    """Return the mean of first minus second value over ``pairs``, with a 95 % confidence interval.
+    """Return the mean difference (first minus second value) of all ``pairs``, with a 95 % confidence interval.
 
-    None for fewer than three pairs. The interval is Student's t for fewer than 20 pairs. Otherwise it is the
-    bias-corrected and accelerated bootstrap (BCa, Efron 1987) with 10,000 resamples of pairs. The interval is not
-    corrected for multiple comparisons, that is, for the number of rows of a table.
+    The result is None for fewer than three pairs. For fewer than 20 pairs, the interval is Student's t. Otherwise it is
+    the bias-corrected and accelerated bootstrap (BCa, Efron 1987) with 10,000 resamples of pairs. The interval is not
+    corrected for multiple comparisons: it does not depend on the number of rows of a table.
     """
     differences = np.array([one - other for one, other in pairs])
     if len(differences) < FEWEST:
@@ -277,7 +280,7 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(table: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a nested dictionary as {dotted name: value}, with shares in percent."""
+    """Return the numbers in a nested dictionary as {dotted name: value}. Shares are converted to percent."""
     numbers = {name: value for name, value in flat(table) if isinstance(value, int | float)}
     return dict(percent(name, value) for name, value in numbers.items() if not isinstance(value, bool))
 

@@ -49,14 +49,14 @@ _MOST_PAGE_BYTES: Final = 2_700_000
 """Largest size in bytes of a page with its pictures, so that the page opens fast. Further pictures are left out."""
 
 _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
-"""Headings of the pictures whose curves the script also draws."""
+"""Headings of those pictures whose curves the page's script also draws."""
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
-"""``_MOST_POINTS``: largest number of points of all curves of a page together. All curves get equal shares of it.
+"""``_MOST_POINTS``: the largest total number of points of all curves of a page.
 
-``_FEWEST_POINTS``: a curve may always have so many points. Of a curve with more points than its share, points are
-left out.
+Each curve may have an equal share of these points. ``_FEWEST_POINTS``: each curve may have at least this many points.
+If a curve has more points, some of its points are left out.
 """
 
 _MOST_CELLS: Final = 200_000
@@ -64,7 +64,7 @@ _MOST_CELLS: Final = 200_000
 
 _MOST_BYTES: Final = 2**63
 _LARGEST: Final = 1e15
-"""Largest number of bytes, and largest other number, in a result file. Larger values are damaged, and ignored."""
+"""Largest number of bytes, and largest other number, in a result file. A larger number is damaged, and is ignored."""
 
 
 def page(
@@ -79,9 +79,9 @@ def page(
     """Return the HTML page of a report. The page does not load any other file.
 
     ``found``: the runs and tables of the report. ``panels``: the runs, grouped for the curves. ``pictures``: the
-    figures. ``costs``: sentences about the total privacy cost of all runs. ``aim``: a target test accuracy in [0, 1];
-    the page then shows the costs until a run reaches this accuracy. ``full_axis``: True if the accuracy axis goes from
-    0 to 100 % when the page opens.
+    figures. ``costs``: sentences about the total privacy cost of all runs. ``aim``: a target test accuracy in [0, 1].
+    If ``aim`` is given, the page shows the costs of a run until it reaches this accuracy. ``full_axis``: True if the
+    accuracy axis goes from 0 to 100 % when the page opens.
     """
     groups = groups_of(panels)
     title, description = escape(title_of(panels)), escape(summary(groups))
@@ -171,7 +171,7 @@ def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
 
 
 def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
-    """Return a page section with ``pictures``. The file name replaces a picture that is not in ``shown``."""
+    """Return a page section with ``pictures``. If a picture is not in ``shown``, its file name stands in its place."""
     figures = []
     for picture in pictures:
         details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
@@ -188,7 +188,7 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
 
 
 class _Matrices:
-    """Sums confusion matrices over seeds, up to a total number of cells for the page.
+    """Sums confusion matrices over the seeds of a method. The sums of a page have a largest total number of cells.
 
     ``left_out``: the number of sums for which there was no room.
     """
@@ -198,9 +198,9 @@ class _Matrices:
         self.left_out = 0
 
     def summed(self, runs: Iterable[SavedRun]) -> list[list[int]]:
-        """Return the sum of the runs' confusion matrices; empty without matrices or without room on the page.
+        """Return the sum of the runs' confusion matrices. It is empty without matrices or without room on the page.
 
-        A matrix of another size than the first matrix is left out.
+        A matrix is left out if its size differs from the size of the first matrix.
         """
         found = [run.result.measures.confusion for run in runs if run.result and run.result.measures.confusion]
         if not found:
@@ -214,7 +214,7 @@ class _Matrices:
 
 
 def _number(methods: list[dict[str, Any]], name: str, label: str, *, is_bound: bool) -> int:
-    """Return the index of the method ``name`` in ``methods``, after adding the method and its ``label`` if new."""
+    """Return the index of the method ``name`` in ``methods``. A new method is first added with its ``label``."""
     for at, one in enumerate(methods):
         if (one["name"], one["bound"]) == (name, is_bound):
             one["label"] = one["label"] if label in one["label"].split(" | ") else f"{one['label']} | {label}"
@@ -315,7 +315,10 @@ def _reached(one: SeedGroup, step: float) -> dict[str, Any]:
 
 
 def _clients(one: SeedGroup) -> dict[str, Any] | None:
-    """Return mean, worst tenth and quantiles of client accuracy, in percent, averaged over seeds; None if unknown."""
+    """Return mean, worst tenth and quantiles of client accuracy, in percent, averaged over seeds.
+
+    The result is None if the client accuracies are unknown.
+    """
     measures = [run.result.measures for run in one.finished if run.result]
     known = [own for own in measures if own.client_accuracy is not None and own.client_worst_tenth is not None]
     if not known:

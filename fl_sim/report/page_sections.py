@@ -38,7 +38,10 @@ _BILL = (
 
 
 def groups_of(panels: Iterable[Panel]) -> Groups:
-    """Return the groups of runs of all ``panels``. The upper bound can be in several panels, and is returned once."""
+    """Return the groups of runs of all ``panels``.
+
+    Centralized training can be in several panels, but is returned once.
+    """
     seen: set[int] = set()
     groups: dict[str, list[tuple[str, SeedGroup]]] = {}
     for panel in panels:
@@ -158,7 +161,7 @@ class HtmlColumn:
 
     If all cells are equal, a line below the table, such as "In all rows: clients 10", replaces the column. ``common``:
     the name of the column in this line; empty: the column always stays. ``is_split``: True if the column describes the
-    partition. An upper bound has no partition, so its cell is not compared.
+    partition. The row of centralized training has no partition, so its cell is then not compared.
     """
 
     head: str
@@ -170,7 +173,7 @@ class HtmlColumn:
 def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
     """Return an HTML table, and a line below it with the values of the columns whose cells are all equal.
 
-    ``bounds``: for each row, True if the row is an upper bound.
+    ``bounds``: for each row, True if the row is centralized training.
     """
     shown, common = [], []
     for column in columns:
@@ -303,7 +306,7 @@ def to_target(groups: Groups, target: float) -> str:
 
 
 def privacy(groups: Groups) -> str:
-    """Return the section "Privacy": each different privacy statement, with the names of the runs that make it."""
+    """Return the section "Privacy": each different privacy statement, with the names of the runs that have it."""
     who: dict[str, list[str]] = {}
     for where, some in groups.items():
         for label, one in some:
@@ -332,7 +335,7 @@ def privacy_in_words(run: SavedRun) -> str:
 
 
 def bill(lines: Sequence[str]) -> list[str]:
-    """Return the section about the total privacy cost of all runs, with ``lines`` as text; empty without lines."""
+    """Return the section about the total privacy cost of all runs. ``lines``: its text; empty: there is no section."""
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
     content = f'{paragraphs}<p class="small">{_BILL}</p>'
     return [section("Privacy cost of all runs together", content)] if lines else []
@@ -404,7 +407,7 @@ def _head(text: str, kind: str = "") -> str:
 
 
 def _row(cells: Sequence[HtmlCell], *, is_bound: bool = False) -> str:
-    """Return a table row as HTML. The style sheet draws a line between the methods and the upper bounds."""
+    """Return a table row as HTML. The style sheet draws a line between the methods and the centralized training."""
     return f"<tr{_class('bound' if is_bound else '')}>{''.join(cell.html for cell in cells)}</tr>"
 
 

@@ -1,7 +1,7 @@
 """The privacy cost of runs on disk, of each run and of all runs together (see ``fl_sim.privacy.bill``).
 
-A payment is the cost of one release, from its privacy statement. A bill is the total cost of several payments. This
-module is imported only when needed, because the accountants take long to import.
+A payment is the privacy cost of one published output, as its privacy statement states it. A bill is the total privacy
+cost of several payments. This module is imported only when needed, because the accountants take long to import.
 """
 
 from collections import Counter
@@ -21,16 +21,17 @@ from fl_sim.types import called
 _MOMENTS: Final = "moments-"
 """Prefix of the field ``ledger`` in privacy statements about feature moments.
 
-Feature moments are numbers and sums of the features of each class. Clients release them after training (stage CCVR).
+Feature moments are, for each class, the number of records and sums of their features. Clients publish noisy feature
+moments after training (stage CCVR).
 """
 
 
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return (bills in JSON form, error messages). A bill is the total privacy cost of all runs on one data set.
 
-    Each privacy unit, such as a client or a record, has its own bill. Runs that the report does not show are included.
-    Each run with damaged statements gives an error message, and counts as a run with unknown releases. Without any
-    privacy statement there are no bills. The computation takes seconds.
+    Each privacy unit, such as a client or a record, has its own bill. The bills also cover runs that the report does
+    not show. A run with damaged privacy statements gives an error message. Such a run counts as a run with unknown
+    published outputs. If no run has a privacy statement, there are no bills. The computation takes seconds.
     """
     if not found.has_statements:
         return [], []
@@ -53,11 +54,11 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
 
 
 def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the privacy ``statements`` of a run with the cost of the whole run for the privacy unit of each.
+    """Return the privacy ``statements`` of a run, each with the privacy cost of the whole run for its privacy unit.
 
-    The added cost is None for a statement without a guarantee, and for a statement that already states the cost of the
-    whole run. ``made``: the section ``preprocess`` of the run's ``result.json``. The computation takes seconds, because
-    it uses PLD accounting.
+    The added cost is None for a statement without a guarantee. It is also None for a statement that already states the
+    cost of the whole run. ``made``: the section ``preprocess`` of the run's ``result.json``. The computation takes
+    seconds, because it uses PLD accounting.
     """
     checked = [PrivacyStatement.model_validate(one) for one in statements]
     payments = _payments(checked, StageResult.model_validate(made))
@@ -83,9 +84,10 @@ def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment])
 
 
 def payments_of(run: SavedRun) -> tuple[Payment, ...] | None:
-    """Return the payments of a run, one for each of its privacy statements; None if the releases are unknown.
+    """Return the payments of a run, one for each of its privacy statements.
 
-    Raises RunError, KeyError, TypeError or ValueError for damaged statements.
+    The result is None if it is unknown what the run published. Raises RunError, KeyError, TypeError or ValueError for
+    damaged privacy statements.
     """
     result = run.result
     if result is None or (not result.privacy and not result.rounds and result.is_private):
@@ -112,9 +114,10 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the releases that were charged to the clients' ledgers when the clients made their synthetic records.
+    """Return the privacy events that clients wrote into their privacy ledgers when they made their synthetic records.
 
-    Equal charges of several clients are returned once. Empty if the releases of any client are unknown.
+    A privacy event is a kind of noisy output, and is returned with the number of times it occurred. If several clients
+    have equal events, these events are returned once. The result is empty if the events of any client are unknown.
     """
     shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):
@@ -141,7 +144,7 @@ def _counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
 
 
 def _is_bare(run: SavedRun) -> bool:
-    """Return True if a run released anything about its records without a privacy guarantee."""
+    """Return True if a run published anything about its records without a privacy guarantee."""
     result = run.result
     if result is None:
         return False

@@ -47,7 +47,7 @@ class Layout:
         }  # fmt: skip
 
     def characters(self, size: float, share: float = 0.85) -> int:
-        """Return the approximate number of characters that fit into a ``share`` of the figure's width.
+        """Return the approximate number of characters that fit into the given ``share`` of the figure's width.
 
         ``size``: font size in points.
         """
@@ -157,7 +157,7 @@ def file_names(titles: Sequence[str]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with escaped dollar signs, so that matplotlib does not take it for a formula."""
+    """Return ``text`` with escaped dollar signs. Without the escapes, matplotlib would read the text as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -211,7 +211,7 @@ def draw_points(
     axes: "Axes", places: Sequence[float], means: Sequence[float], bars: Sequence[float] | None, style: Style,
     layout: Layout, label: str,
 ) -> None:  # fmt: skip
-    """Draw points with error bars, and give them a label in the legend.
+    """Draw points with error bars, and give the points a label in the legend.
 
     ``places``: horizontal positions. ``means``: vertical positions. ``bars``: half lengths of the error bars; None: no
     error bars.
@@ -224,7 +224,10 @@ def draw_points(
 
 
 def with_legend(figure: "Figure", last: str = "") -> "Figure":
-    """Return ``figure``, which has one panel, with a legend below. Labels that begin with ``last`` come last."""
+    """Return ``figure``, which has one panel, with a legend below the panel.
+
+    Labels that begin with ``last`` come last in the legend.
+    """
     entries = zip(*figure.axes[0].get_legend_handles_labels(), strict=True)
     ordered = sorted(entries, key=lambda entry: entry[1].startswith(last))
     figure.legend(

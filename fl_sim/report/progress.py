@@ -22,7 +22,7 @@ from fl_sim.store.run_directory import RoundRecord
 
 _GAP: Final = 2
 _NARROW, _BAR, _WIDE_BAR = 4, 10, 30
-"""Width of a progress bar in terminal cells: the smallest, the smallest on a wide line, and the largest."""
+"""Width of a progress bar in terminal cells: the smallest, the smallest in a wide terminal line, and the largest."""
 _WIDE_LINE: Final = 60
 _SHORTEST_TITLE: Final = 12
 
@@ -36,8 +36,9 @@ _TIMED_ROUNDS = 10
 class LinePart:
     """A part of a progress line.
 
-    ``rank``: if the line is too wide, parts with a higher rank are left out first. ``shortest``: the smallest width, in
-    terminal cells, to which the text may be cut; None: the text is never cut.
+    ``rank``: the importance of the part; 0 is the most important. If the line is too wide, parts with a higher rank are
+    left out first. ``shortest``: the smallest width, in terminal cells, to which the text may be cut; None: the text is
+    never cut.
     """
 
     text: str
@@ -59,7 +60,7 @@ class ProgressLine(ProgressColumn):
         self._console = console
 
     def render(self, task: Task) -> Text:
-        """Return the line, one cell narrower than the console, because some terminals wrap a full line."""
+        """Return the progress line, one cell narrower than the console. Some terminals would wrap a full line."""
         share = task.completed / task.total if task.total else 0.0
         return line(self._console.width - 1, task.description, share, task.fields["parts"]())
 
@@ -98,7 +99,9 @@ def line(width: int, title: str, share: float, parts: Sequence[LinePart]) -> Tex
 
 
 def clock(seconds: float) -> str:
-    """Return a duration, given in seconds, as text: minutes:seconds or hours:minutes:seconds. Negative counts as 0.
+    """Return a duration, given in seconds, as text: minutes:seconds or hours:minutes:seconds.
+
+    A negative duration is shown as 0.
 
     >>> clock(75), clock(3675), clock(-3)
     ('1:15', '1:01:15', '0:00')
@@ -138,7 +141,8 @@ class _Bars:
 class RunProgress(_Bars):
     """Progress display of a run with ``rounds`` rounds.
 
-    ``timed``: False for a private run. No time is then shown, and the printed rounds are chosen by number, not by time.
+    ``timed``: False for a private run. The display then shows no time. Without a terminal, the rounds to print are then
+    chosen by number, not by time.
     """
 
     def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
@@ -155,7 +159,10 @@ class RunProgress(_Bars):
         self._preparing = False
 
     def started(self, first_round: int) -> None:
-        """Show the number of finished rounds, ``first_round`` - 1, and print a line if the run is resumed."""
+        """Show the number of finished rounds, which is ``first_round`` - 1.
+
+        If the run is resumed, also print a line about this.
+        """
         if first_round > 1:
             self.say(f"resuming this run after round {first_round - 1}, where it had stopped")
         self._done = first_round - 1
@@ -191,7 +198,7 @@ class RunProgress(_Bars):
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
     def _parts(self) -> list[LinePart]:
-        """Return the parts of the progress line after the bar; without times for a private run."""
+        """Return the parts of the progress line after the bar. For a private run, the parts contain no times."""
         counted = LinePart(f"{self._done}/{self._rounds}", 0)
         measured = [LinePart(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
         clients = LinePart(self._clients, 7)
@@ -271,7 +278,8 @@ class TableProgress(_Bars):
     def _left(self, before: str) -> str:
         """Return the estimated remaining time as text, after the text ``before``, such as "; about 30 s left".
 
-        Empty if the time is unknown, or hidden because one of the runs is private.
+        The text is empty if the time is unknown. It is also empty if any of the runs is private, because the time is
+        then hidden.
         """
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:

@@ -15,8 +15,8 @@ _SETTING = re.compile(r"[\w.]+=")
 def short_names(labels: Iterable[str]) -> dict[str, str]:
     """Return {label: short name}. A short name has the method, and the settings in which its rows differ.
 
-    A short name always states an aggregator other than the mean. It also keeps text in brackets that is no setting. If
-    two rows would have the same short name, it is their whole label.
+    A short name always states an aggregator other than the mean. A short name also keeps text in brackets that is no
+    setting. If two rows would have the same short name, both rows keep their whole labels.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())
     ['A, b=1', 'A, b=2', 'B + C (ours)']
@@ -40,7 +40,7 @@ def method_of(label: str) -> str:
 
 
 def settings_of(label: str) -> list[str]:
-    """Return the settings in a label: those in brackets and those after a comma.
+    """Return the settings in a label: the settings in brackets and the settings after a comma.
 
     >>> settings_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
     ['b=1', 'c=d (e=2)', 'h=3', 'i=4']
@@ -49,7 +49,7 @@ def settings_of(label: str) -> list[str]:
 
 
 def further_settings(label: str, name: str, parameters: str) -> str:
-    """Return as text the settings of a row that its short name, ``name``, does not state.
+    """Return as text those settings of a row that the short ``name`` of the row does not state.
 
     ``label``: the row's full label. ``parameters``: further settings of the row, separated by commas.
     """
@@ -89,7 +89,7 @@ def _settings_in(part: str) -> Iterator[str]:
 
 
 def _in_brackets(word: str) -> list[str]:
-    """Return the settings in a word such as "(mu=0.1, tau=2)"; an empty list for any other word."""
+    """Return the settings in a word such as "(mu=0.1, tau=2)". The list is empty for any other word."""
     inside = _outside_brackets(word[1:-1], ", ") if word.startswith("(") and word.endswith(")") else []
     return inside if all(map(_SETTING.match, inside)) else []
 

@@ -30,9 +30,9 @@ class SavedRun:
     """The content of a run directory.
 
     ``config``: the settings that a report uses. ``settings``: all settings in ``config.toml``. ``result``: the content
-    of ``result.json``; None if the file is missing. ``row``, ``column``, ``label``: row, column and the row's short
-    label in the table to which the run belongs. Each is empty if there is no table, or if the table has several names
-    for the run. ``identity``: digests of the user's own records and code, if the run directory has them.
+    of ``result.json``; None if the file is missing. ``row``, ``column``, ``label``: the place of the run in its table:
+    row, column and the row's short label. Each of the three is empty if the run is in no table, or if the table has
+    several names for the run. ``identity``: digests of the user's own records and code, if the run directory has them.
     """
 
     path: Path
@@ -72,7 +72,10 @@ class SavedRun:
 
     @property
     def spent_beforehand(self) -> Spent:
-        """Return the bytes and seconds before the first round. The bytes are None if any message's size is unknown."""
+        """Return the bytes and seconds before the first round.
+
+        The bytes are None if the size of any message is unknown.
+        """
         if self.result is None:
             return Spent()
         before = [one for one in self.result.bytes.before.values() if one is not None]
@@ -89,7 +92,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Problem:
-    """A run or table that is missing or incomplete in the report. ``error``: the reason."""
+    """A run or table that is missing or incomplete in the report. ``error``: the reason for this."""
 
     path: Path
     error: str
@@ -99,9 +102,9 @@ class Problem:
 class Found:
     """All runs and tables that were found on disk.
 
-    ``runs``: the runs that the report shows. ``read``: all runs that were read; also the runs that the report does not
-    show have a privacy cost. ``num_unread``: the number of run directories that could not be read. ``tables``:
-    {directory: table}. ``problems``: the reasons for missing or incomplete runs.
+    ``runs``: the runs that the report shows. ``read``: all runs that were read. Runs that the report does not show are
+    among them, because they have a privacy cost too. ``num_unread``: the number of run directories that could not be
+    read. ``tables``: {directory: table}. ``problems``: the reasons for missing or incomplete runs.
     """
 
     runs: list[SavedRun] = field(default_factory=list)
@@ -119,9 +122,9 @@ class Found:
 def find(directories: Sequence[Path]) -> Found:
     """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep, for a report.
 
-    The runs of a table are sorted by its rows. Runs in the folder of a table that do not belong to the table are left
-    out and reported. Raises UserError for a missing directory, for a directory without runs, and if no run has an
-    evaluated round.
+    The runs of a table are sorted by the table's rows. If a run in the folder of a table does not belong to the table,
+    it is left out and reported. Raises UserError for a missing directory, for a directory without runs, and if no run
+    has an evaluated round.
     """
     for directory in directories:
         if not directory.is_dir():
@@ -144,7 +147,7 @@ def find(directories: Sequence[Path]) -> Found:
 def read_all(directories: Sequence[Path]) -> Found:
     """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep.
 
-    Each run is read once. The result may be empty.
+    Each run is read once. There may be no run and no table.
     """
     found = Found()
     seen: set[Path] = set()
@@ -244,7 +247,8 @@ def read_json_table(place: Path) -> Table:
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
     """Yield the result of each seed of a cell of ``table.json``, with accuracies in [0, 1].
 
-    An older file has no status per seed. Each seed without an accuracy then gets the status and all errors of the cell.
+    An older file has one status for the whole cell. Each seed without an accuracy then gets the status and all errors
+    of the cell.
     """
     statuses = cell.statuses or [cell.status] * len(cell.seeds)
     is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
@@ -265,7 +269,8 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
     """Return ``runs`` with the row, column and label that they have in ``tables``, {folder: table}.
 
-    A name is empty if a run is in no table or has several names, such as the columns of an upper bound.
+    A name is empty if a run is in no table or has several names. For example, a run of centralized training belongs to
+    several columns.
     """
     places: dict[Path, list[SeedResult]] = {}
     labels: dict[Path, set[str]] = {}
@@ -284,9 +289,9 @@ def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> 
 
 
 def _apply_tables(found: Found) -> None:
-    """Sort the runs of each table by row. Remove runs in a table's folder that do not belong to the table.
+    """Sort the runs of each table by row. Remove a run if it is in a table's folder but not in the table.
 
-    ``found.problems`` gets an error message for each removed run.
+    For each removed run, an error message is added to ``found.problems``.
     """
     order = dict.fromkeys(place / one.directory for place, table in found.tables.items() for one in table.results)
     position = {path: number for number, path in enumerate(order)}

@@ -42,8 +42,8 @@ class SeedResult:
 
     ``directory``: run directory, relative to the table's folder. ``last``, ``best``: accuracies in [0, 1] after the
     last round and in the best round; None for a run that did not finish. ``statements``: privacy statements of the run.
-    ``warnings``: warnings of the run, with the reason of an early stop. ``settings``, ``measures``: all settings and
-    measures by dotted name. Names and units of measures are those of ``fl_sim.report.measures``.
+    ``warnings``: warnings of the run, with the reason of an early stop. ``settings``: all settings by dotted name.
+    ``measures``: all measures by dotted name, with names and units as in ``fl_sim.report.measures``.
     """
 
     row: str
@@ -61,7 +61,7 @@ class SeedResult:
 
     @property
     def guarantee(self) -> bool:
-        """Return True if any release of the run has a privacy guarantee."""
+        """Return True if any published output of the run has a privacy guarantee."""
         return any(one.protects for one in self.statements)
 
     def accuracy(self, measure: Measure) -> float | None:
@@ -74,10 +74,10 @@ class SeedResult:
 class Table:
     """A table with the results of all or some of its runs.
 
-    ``upper_bounds``: rows that cannot be the best row. ``bill``: the total privacy cost of all runs
-    (``Bill.to_json``); None while runs are missing. ``tuning``: the results of the hyperparameter search by row and
-    column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables. ``reference``: the
-    row with which the other rows are compared; empty: the row with the highest mean.
+    ``upper_bounds``: the rows of centralized training, which cannot be the best row. ``bill``: the total privacy cost
+    of all runs (``Bill.to_json``); None while runs are missing. ``tuning``: the results of the hyperparameter search by
+    row and column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables.
+    ``reference``: the row with which the other rows are compared; empty: the row with the highest mean.
     """
 
     rows: tuple[str, ...]
@@ -121,7 +121,7 @@ class Comparison:
     """The comparison of the rows in one column with a reference row.
 
     ``row``: the reference row; None if there is none. ``others``: {row: difference to the reference row, paired by
-    seed}. A difference is None if too few seeds finished in both rows.
+    seed}. A difference is None if too few seeds finished in the row and in the reference row.
     """
 
     row: str | None
@@ -129,7 +129,10 @@ class Comparison:
 
 
 def title_of_measure(name: str) -> str:
-    """Return the title of a share, given by its dotted name in ``result.json``; the name itself if it has none."""
+    """Return the title of a share, given by its dotted name in ``result.json``.
+
+    If the share has no title, the dotted name is returned.
+    """
     return _FURTHER.get(f"{name}_percent", name)
 
 
@@ -141,7 +144,8 @@ def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
 def cell_text(results: list[SeedResult], measure: Measure) -> str:
     """Return the text of a cell: mean ± standard deviation over seeds, in percent, or ``failed`` if any run failed.
 
-    If only two of three runs are finished, the text is such as ``93.1 ± 0.4 (2 of 3)``; without any it is ``-``.
+    If only two of three runs are finished, the text is such as ``93.1 ± 0.4 (2 of 3)``. If no run is finished, the text
+    is ``-``.
     """
     if any(result.status == "failed" for result in results):
         return "failed"
@@ -151,7 +155,7 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
 def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison:
     """Compare the rows of a column with the row that has the highest mean accuracy.
 
-    Upper bounds are left out. A row with unfinished runs cannot be the row with the highest mean.
+    Rows of centralized training are left out. A row with unfinished runs cannot be the row with the highest mean.
     """
     means = _means(table, column, measure)
     first = max(means, key=lambda row: means[row], default=None)
@@ -159,7 +163,10 @@ def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison
 
 
 def compare(table: Table, column: str) -> Comparison:
-    """Compare the final accuracies of a column with the table's reference row, or else with the highest mean."""
+    """Compare the final accuracies of a column with those of the reference row.
+
+    If the table has no reference row, the row with the highest mean takes its place.
+    """
     if table.reference:
         return _against(table, table.reference, column, "last")
     return compare_with_best(table, column, "last")
@@ -168,8 +175,8 @@ def compare(table: Table, column: str) -> Comparison:
 def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
     """Return a set with the row of the highest mean, if every other row is significantly worse; else an empty set.
 
-    A difference is significant if its 95 % confidence interval excludes 0. Rows with a failed run are ignored. The set
-    is empty for fewer than three seeds, and if there is no other row.
+    A row is significantly worse if the 95 % confidence interval of its difference excludes 0. Rows with a failed run
+    are ignored. The set is empty for fewer than three seeds, and if there is no other row.
     """
     comparison = compare_with_best(table, column, measure)
     rivals = [
@@ -182,9 +189,10 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the rows to print in bold: the result of ``best_rows``, or the highest means if there are too few seeds.
+    """Return the rows to print in bold: the row that ``best_rows`` finds.
 
-    Means are compared as the table shows them, rounded to one decimal place.
+    If there are too few seeds for ``best_rows``, the rows with the highest mean are returned. Means are compared as the
+    table shows them, rounded to one decimal place.
     """
     if most_seeds(table) >= FEWEST:
         return best_rows(table, column, measure)
@@ -211,7 +219,10 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def differences(table: Table) -> Grid | None:
-    """Return a table of the differences to the reference row in each column; None if no interval can be computed."""
+    """Return a table with the difference of each row to the reference row, for each column.
+
+    The result is None if no confidence interval can be computed.
+    """
     comparisons = [compare(table, column) for column in table.columns]
     if not any(found for one in comparisons for found in one.others.values()):
         return None
@@ -228,8 +239,8 @@ def differences(table: Table) -> Grid | None:
 def targets(table: Table) -> Grid | None:
     """Return a table of rounds, MB and virtual seconds until a target accuracy; None if no run reached a target.
 
-    The target of a column is the highest accuracy in ``LADDER`` that all runs of some row reached. If some runs of a
-    row do not reach the target, the row shows the mean and the number of the runs that reach it.
+    The target of a column is an accuracy in ``LADDER``: the highest one that all runs of some row reached. If only some
+    runs of another row reach the target, that row shows their mean and their number.
     """
     if table.settings.get("measure"):  # targets are about the accuracy of the server's model
         return None
@@ -266,14 +277,17 @@ def further(table: Table) -> list[Grid]:
 
 
 def _has(one: SeedResult, name: str) -> bool:
-    """Return True if a run has the measure ``name``. The mean of the last ten rounds needs at least ten rounds."""
+    """Return True if a run has the measure ``name``.
+
+    A run of fewer than ten rounds lacks the mean of the last ten rounds.
+    """
     return name in one.measures and (name != _LAST_TEN or one.measures.get("rounds_done", _TEN) >= _TEN)
 
 
 def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
-    """Return {row: mean accuracy in percent} of the rows of a column that have no unfinished run.
+    """Return {row: mean accuracy in percent} of the rows of a column. Rows with an unfinished run are left out.
 
-    Upper bounds are left out.
+    Rows of centralized training are left out, too.
     """
     means = {}
     for row in table.rows:
@@ -285,7 +299,7 @@ def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
 
 
 def _against(table: Table, first: str, column: str, measure: Measure) -> Comparison:
-    """Compare every row that is not an upper bound with the row ``first``, paired by seed."""
+    """Compare every row with the row ``first``, paired by seed. Rows of centralized training are left out."""
     of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
     others = {}
     for row in table.rows:
@@ -300,7 +314,7 @@ def _mean_text(values: Sequence[float], wanted: int) -> str:
 
 
 def _highest(table: Table, column: str) -> str | None:
-    """Return the highest target that all runs of some row reached, in percent as text; None if there is none."""
+    """Return the highest target accuracy that all runs of some row reached, in percent as text, or None."""
     for accuracy in (f"{100 * step:g}" for step in reversed(LADDER)):
         for row in table.rows:
             results = table.at(row, column)
@@ -311,7 +325,7 @@ def _highest(table: Table, column: str) -> str | None:
 
 
 def _cost(results: Sequence[SeedResult], target: str) -> str:
-    """Return as text the mean rounds, virtual seconds and MB of the runs that reached ``target``.
+    """Return as text the mean costs of the runs that reached ``target``: rounds, virtual seconds and MB.
 
     ``target``: prefix of the names of measures, such as "reached.90".
     """

@@ -52,7 +52,10 @@ _FORMULA: Final = re.compile(rf"(?<![\w.])({_GREEK})( ?= ?| (?=\d))(-?\d+(?:\.\d
 
 
 def write_table(out: Path, table: Table) -> None:
-    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files to ``out``, each atomically."""
+    """Write ``table.md``, ``table.csv``, ``table.json`` and the LaTeX files into the folder ``out``.
+
+    Each file is written atomically.
+    """
     remove_partial(out)  # partial files are from a process that was killed
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
@@ -107,7 +110,7 @@ def latex(table: Table, label: str) -> str:
 def latex_further(table: Table, label: str) -> str:
     """Return the content of ``table-further.tex``: a LaTeX ``table`` environment for each further table.
 
-    Empty if there are no further tables. ``label``: the prefix of the names for references in LaTeX.
+    The text is empty if there are no further tables. ``label``: the prefix of the names for references in LaTeX.
     """
     grids = [grid for grid in (differences(table), targets(table), *further(table)) if grid]
     parts = []
@@ -154,8 +157,8 @@ def csv_text(table: Table) -> str:
 def run_lines(table: Table) -> list[dict[str, Value | None]]:
     """Return for each run {name: value}: its row, column and seed, status, settings, measures and directory.
 
-    All runs have the same names. A value is None if the run has no such setting or measure. A run that belongs to
-    several columns of the table, such as an upper bound, is returned once, with the names of all these columns.
+    All runs have the same names. A value is None if the run has no such setting or measure. A run of centralized
+    training belongs to several columns of the table. Such a run is returned once, with the names of all these columns.
     """
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings,
@@ -289,7 +292,7 @@ def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> di
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
     """Return for each run the list of its results, one for each cell of the table to which the run belongs.
 
-    The run of an upper bound belongs to several columns.
+    A run of centralized training belongs to several columns.
     """
     runs: dict[str, list[SeedResult]] = {}
     for one in table.results:

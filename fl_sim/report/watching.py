@@ -32,9 +32,10 @@ STATES: Final[tuple[State, ...]] = ("running", "failed", "damaged", "stopped", "
 _TIMED_ROUNDS: Final = 10
 """Number of most recent rounds whose mean duration is shown."""
 _SILENCE: Final = 60.0
-"""A run counts as stopped if its files have not changed for this many seconds, or for five rounds if this is longer.
+"""A run counts as stopped if its files have not changed for this number of seconds.
 
-This rule applies if the lock file does not show whether the run is running, for example on another machine.
+If five rounds of the run take longer, the time of five rounds counts instead. This rule applies only if the lock file
+does not show whether the run is running, for example on another machine.
 """
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -53,7 +54,7 @@ class Watched:
     ``place``: data set and partition. ``round``: number of finished rounds. ``rounds``: planned number of rounds.
     ``accuracies``: accuracies of the evaluated rounds, in [0, 1], on the test set or else on the validation records.
     ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds. ``epsilon``: the epsilon spent so
-    far, as text. A value is None if it is unknown, or hidden for privacy.
+    far, as text. Any field is None if its value is unknown, or hidden for privacy.
     """
 
     directory: str
@@ -78,7 +79,7 @@ class Watcher:
     _read: dict[Path, tuple[object, SavedRun | Table | str]] = field(default_factory=dict)
 
     def look(self) -> list[Watched]:
-        """Return all runs in the directory, sorted by state, with the runs of its tables that have not started.
+        """Return all runs in the directory, sorted by state, and those runs of its tables that have not started.
 
         Raises UserError for a missing directory, and for a directory without runs.
         """
@@ -105,7 +106,7 @@ class Watcher:
     def _at(self, place: Path) -> SavedRun | Table | str:
         """Return the run or table in the directory ``place``, or an error message if its files cannot be read.
 
-        An error may be temporary, while a file is being written.
+        An error may be temporary: another process may be writing the file at this moment.
         """
         try:
             now = tuple(_version(place / name) for name in (CONFIG, ROUNDS, RESULT, TABLE))
@@ -147,7 +148,7 @@ class Watcher:
     def _waiting(self, tables: Mapping[Path, Table], begun: set[Path]) -> list[Watched]:
         """Return the runs of ``tables`` that have not started. ``begun``: directories of the other runs.
 
-        The run of an upper bound can be in several columns, and is returned once.
+        A run of centralized training can be in several columns, but is returned once.
         """
         missing = {}
         for place, table in tables.items():

@@ -13,8 +13,9 @@ COMMENTED = Path(__file__).parent / "commented.toml"
 def file_or_preset(name: str) -> tuple[Path, str]:
     """Return the path of a table's TOML file, and a message for the user if ``name`` is ambiguous (else "").
 
-    ``name``: a preset that comes with fl-sim, or the path of the user's own file. The preset has priority, so that its
-    name has the same meaning in every folder. Raises UserError if there is neither a preset nor a file ``name``.
+    ``name``: a preset that comes with fl-sim, or the path of the user's own file. If a preset and a file have the same
+    name, the preset is used. The name of a preset thus has the same meaning in every folder. Raises UserError if there
+    is neither a preset nor a file ``name``.
     """
     presets, there = sorted(path.stem for path in PRESETS.glob("*.toml")), Path(name)
     if name in presets:

@@ -26,12 +26,13 @@ _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 
 
 def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Path | None:
-    """Copy an earlier run with fewer rounds to the new directory ``out``, so that it can be extended there.
+    """Copy an earlier run with fewer rounds to the new directory ``out``, so that the copy can be extended there.
 
-    The earlier run is a finished run in the parent folder of ``out`` with the settings of ``experiment`` but fewer
-    rounds. Its extension must be bit-identical to a run of ``experiment``. Return the directory of the earlier run with
-    the most rounds; None if there is no such run. The earlier run itself is not changed. All defaults in ``experiment``
-    must be filled in (``resolved``). Raises RunError if the copy cannot be written.
+    The earlier run is a finished run in the parent folder of ``out``. It has the settings of ``experiment``, except for
+    fewer rounds. The extended copy must be bit-identical to a run of ``experiment``. If there are several such runs,
+    the run with the most rounds is copied. Return the directory of the earlier run; None if there is no such run. The
+    earlier run itself is not changed. All defaults in ``experiment`` must be filled in (``resolved``). Raises RunError
+    if the copy cannot be written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
@@ -47,8 +48,8 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
     """Return the content of ``result.json`` if ``directory`` has a finished run of ``experiment``, else None.
 
-    Also return None for a damaged run, and for a run with different settings, records or code. The worker that executes
-    the run reports the reason. In ``experiment``, all defaults must be filled in (``resolved``).
+    The result is also None for a damaged run, and for a run with different settings, records or code. The worker that
+    executes the run then reports the reason. In ``experiment``, all defaults must be filled in (``resolved``).
     """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":
@@ -60,11 +61,11 @@ def finished_result(directory: Path, experiment: Experiment, data_root: Path | N
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The outcome of a trial of the hyperparameter search on one rung, the stage of successive halving.
+    """The outcome of a trial of the hyperparameter search on one rung, that is, in one stage of successive halving.
 
-    ``accuracy``: in [0, 1]; None if the trial diverged, with the ``error``. ``trained``: number of rounds trained on
-    this rung, without the rounds of an earlier rung that the run extends. ``seconds``: time of these rounds; only an
-    upper bound for a private run.
+    ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a trial that diverged.
+    ``trained``: number of rounds trained on this rung, without the rounds of an earlier rung that the run extends.
+    ``seconds``: time of these rounds; for a private run, the true time may be smaller.
     """
 
     accuracy: float | None
@@ -77,9 +78,9 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
     """Return the run directory in ``folder`` of a trial of the hyperparameter search.
 
     ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, even
-    if they belong to different rows of the table. The next rung extends this run in the same directory. If the run
-    cannot be extended (``can_extend``), or if its checkpoint was too large to be written, the next rung has a directory
-    of its own.
+    if the trials belong to different rows of the table. The next rung usually extends this run in the same directory.
+    The next rung has a directory of its own if the run cannot be extended (``can_extend``). The same holds if the run's
+    checkpoint was too large to be written.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
@@ -91,7 +92,10 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if a trial can be extended: its training does not depend on the planned number of rounds."""
+    """Return True if the run of a trial can be extended.
+
+    This is possible if the training does not depend on the planned number of rounds.
+    """
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
@@ -103,8 +107,9 @@ def can_extend(experiment: Experiment) -> bool:
 def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> TrialOutcome | None:
     """Return the outcome of the trial ``experiment`` in ``directory``; None if there is no finished run of the trial.
 
-    Also return None for a run with other records or code. ``after``: the number of rounds that an earlier rung (stage
-    of successive halving) already trained. Raises UserError for a damaged ``rounds.jsonl``.
+    The result is also None for a run that was made from other records or with other code. ``after``: the number of
+    rounds that an earlier rung (stage of successive halving) already trained. Raises UserError for a damaged
+    ``rounds.jsonl``.
     """
     result = run_directory.read_result(directory) or {}
     if not (directory / run_directory.CONFIG).exists():
@@ -131,8 +136,9 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
 def check_earlier(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
     """Check that the runs in ``folder`` fit the planned ``runs``, {name: experiment}; return messages for the user.
 
-    A run does not fit if it was made from other records or with other code. ``again``: True moves such runs to another
-    directory, so that they are repeated; False raises UserError. Raises UserError also for a run with other settings.
+    A run does not fit if it was made from other records or with other code. ``again``: True moves a run that does not
+    fit to another directory, so that the run is repeated. False raises UserError for such a run. A run with other
+    settings always raises UserError.
     """
     differing: dict[str, str] = {}
     trusted = []
@@ -158,7 +164,7 @@ def check_earlier(runs: Mapping[str, Experiment], folder: Path, data_root: Path 
 def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Iterator[tuple[Experiment, Path]]:
     """Yield (experiment, directory) of each finished run in the parent folder of ``out`` that has fewer rounds.
 
-    The other settings, the records and the code are those of ``experiment``.
+    All other settings, the records and the code of such a run are those of ``experiment``.
     """
     dataset = load(experiment.data, data_root, experiment.features)
     readable = run_name(experiment, dataset).rpartition("-")[0]

@@ -67,7 +67,7 @@ class TableState:
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
-        """Store the results of the hyperparameter search, and the plan with the chosen values."""
+        """Store the results of the hyperparameter search, and the plan of the table with the chosen values."""
         self.choices, self.plan = choices, plan
         vars(self).pop("_flat_settings", None)  # a cached property of the old plan
 
@@ -76,7 +76,7 @@ class TableState:
         return {name: flat_settings(run.model_dump(mode="json")) for name, run in self.plan.runs.items()}
 
     def table(self) -> Table:
-        """Return the table with the results so far, for its files and for display."""
+        """Return the table with the results so far. It is written to the table's files and displayed."""
         plan = self.plan
         alone = self._alone()
         results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
@@ -100,7 +100,10 @@ class TableState:
         }
 
     def _result(self, cell: Cell, alone: Mapping[str, Any] | None) -> SeedResult:
-        """Return the result of a cell. ``alone``: the result of the clients that train alone, on the same split."""
+        """Return the result of a cell for one seed.
+
+        ``alone``: the result of the run in which every client trains alone, on the same split.
+        """
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
         outcome = self.outcomes.get(cell.name)
@@ -147,8 +150,9 @@ def fill(
     If the table has a section [tune], the hyperparameter search comes first, in separate runs. ``jobs``: number of
     parallel runs; None: one per core. ``progress``: True shows progress and an estimate of the time on standard error.
     ``deadline``: the time at which all runs end, by the clock ``time.monotonic``. ``tracking``: the trackers of the
-    table's runs; the trials of the search are not tracked. ``again``: True repeats earlier runs with other records or
-    other code, after moving them to another directory. A failed run does not stop the table. Finished runs are kept.
+    table's runs; the trials of the search are not tracked. ``again``: True repeats earlier runs that were made from
+    other records or with other code. Such a run is first moved to another directory. A failed run does not stop the
+    table. Finished runs are kept.
 
     Raises TimeIsUp if any run is unfinished at the deadline, and the errors of ``check_earlier``, ``run_all`` and
     ``tune``.
@@ -181,10 +185,11 @@ def fill(
 
 @dataclass
 class _Runner:
-    """Executes experiments in folders below ``out``, and shows their progress.
+    """Executes experiments in folders below ``out``, and shows the progress of their runs.
 
-    ``jobs``: number of parallel runs; None: one per core. ``deadline``: end of all runs, by ``time.monotonic``.
-    ``watch``: stopwatch for the estimate of the time. ``again``: True repeats earlier runs of other records or code.
+    ``jobs``: number of parallel runs; None: one per core. ``deadline``: end of all runs, by the clock
+    ``time.monotonic``. ``watch``: stopwatch for the estimate of the time. ``again``: True repeats earlier runs that
+    were made from other records or with other code.
     """
 
     out: Path
@@ -220,7 +225,10 @@ class _Runner:
             raise TimeIsUp
 
     def announce_search(self, settings: TableSettings, plan: Plan) -> None:
-        """Show the estimated time of the unfinished hyperparameter searches, and of the table's runs after them."""
+        """Show the estimated time of the unfinished hyperparameter searches, and of the table's own runs.
+
+        The table's own runs start after the searches.
+        """
         searches = searches_of(settings, plan, self.data_root)
         if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
             return
@@ -235,7 +243,10 @@ class _Runner:
         return forecast(shared, folder, self.data_root, self.watch, timed_own_models=False)
 
     def _budget(self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress) -> Budget | None:
-        """Show the estimated time of the unfinished runs, and return their time budget; None without a deadline."""
+        """Show the estimated time of the unfinished runs, and return the time budget of these runs.
+
+        The result is None if there is no deadline.
+        """
         missing = [name for name, run in runs.items() if finished_result(folder / name, run, self.data_root) is None]
         is_limited = math.isfinite(self.deadline)
         if not missing:
@@ -271,7 +282,7 @@ def search_caption(
 ) -> tuple[str, ...]:
     """Return the lines of a table's caption about the hyperparameter search: plan, cost and chosen values.
 
-    ``choices``: the results of the searches; empty before they finish. ``labels``: {row: short label}.
+    ``choices``: the results of the searches; empty before the searches finish. ``labels``: {row: short label}.
     """
     if not choices:
         return ("The search for the settings of the methods is not finished, so no run of the table has started.",)
@@ -315,8 +326,8 @@ def search_caption(
 def conclude(state: TableState, out: Path) -> tuple[Table, list[Problem]]:
     """Write the files of a finished table, with its privacy bill, and return (table, problems).
 
-    The bill is the total privacy cost of all runs in ``out``, also of runs that are no longer in the table. There is
-    one problem for each run whose privacy cost could not be read.
+    The bill is the total privacy cost of all runs in ``out``. It also covers runs that are no longer in the table.
+    There is one problem for each run whose privacy cost could not be read.
     """
     found = read_all([out / CELLS])
     bills, problems = bills_of(found)
@@ -364,7 +375,10 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 
 
 def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
-    """Return the numbers of runs, diverged trials, rounds and seconds. A run that trials share counts once."""
+    """Return the numbers of runs, diverged trials, rounds and seconds of the hyperparameter search.
+
+    If several trials share one run, the run counts once.
+    """
     runs = {(one.name, one.rung): one for one in tried}.values()
     return {
         "runs": len({one.name for one in runs}),

@@ -36,8 +36,8 @@ class Forecast:
 
     ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
     the whole run. ``has_pool``: True if the synthetic records of the run exist already, or if an earlier run of the
-    table makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about the
-    privacy of the run.
+    table makes these records. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
+    the privacy of the run.
     """
 
     name: str
@@ -69,13 +69,13 @@ def forecast(
 ) -> list[Forecast]:
     """Return the forecasts of ``runs``, {name of the run directory: experiment}, in the same order.
 
-    ``cells``: the folder with the run directories. ``watch``: the stopwatch that times each kind of work, such as a
-    minibatch step of one model, once on public test records; None: no time is estimated. ``billed``: function that
-    returns True while there is time for a further PLD computation (numerical privacy accounting, which is slow).
-    Private runs without a PLD computation get the privacy cost by RDP. ``billed`` is None: neither privacy costs nor
-    bytes are computed. ``timed_own_models``: False does
-    not time models of the user's own code, which might crash this process. ``say``: function that receives progress
-    messages. No file is written. Raises UserError for a run that cannot train on this machine with its precision.
+    ``cells``: the folder with the run directories. ``watch``: the stopwatch for the time estimate; None: no time is
+    estimated. The stopwatch times each kind of work once, such as a minibatch step of one model, on public test
+    records. ``billed``: a function that returns True while there is time for a further PLD computation (numerical
+    privacy accounting, which is slow). A private run without a PLD computation gets its privacy cost by RDP. If
+    ``billed`` is None, neither privacy costs nor bytes are computed. ``timed_own_models``: False does not time models
+    of the user's own code, which might crash this process. ``say``: function that receives progress messages. No file
+    is written. Raises UserError for a run that cannot train on this machine with its precision.
     """
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
@@ -116,10 +116,10 @@ def forecast(
 
 
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
-    """Return the seconds until all runs are finished, with ``jobs`` runs in parallel, started in their order.
+    """Return the seconds until all runs are finished, with ``jobs`` runs in parallel. Runs start in the given order.
 
-    Runs without a time estimate are left out. Return 0 if all runs are finished; None if no unfinished run has a time
-    estimate.
+    Runs without a time estimate are left out. The result is 0 if all runs are finished. The result is None if no
+    unfinished run has a time estimate.
     """
     left = [one.seconds_left for one in found if not one.is_finished]
     timed = [seconds for seconds in left if seconds is not None]
@@ -132,7 +132,10 @@ def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
 
 
 def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
-    """Return as text the numbers of all and finished runs, and the remaining time with ``jobs`` runs in parallel."""
+    """Return as text the number of all runs, the number of finished runs, and the remaining time.
+
+    ``jobs``: the number of parallel runs.
+    """
     num_finished = sum(one.is_finished for one in found)
     line = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
     if not (seconds := seconds_together(found, jobs)):
@@ -166,7 +169,7 @@ class SearchForecast:
     """The forecast of one hyperparameter search.
 
     ``rounds``: total number of rounds of all trials. ``done``: number of finished rounds. ``seconds_left``: estimated
-    seconds of the unfinished rounds without parallel runs; None without a time estimate.
+    seconds of the unfinished rounds if only one run executes at a time; None without a time estimate.
     """
 
     search: Search
@@ -180,8 +183,8 @@ def search_forecasts(
 ) -> list[SearchForecast]:
     """Return the forecasts of the hyperparameter ``searches`` of the table in ``out``.
 
-    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A round of a
-    trial is assumed to take as long as a round of the run in the same cell.
+    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. The forecast
+    assumes that a round of a trial takes as long as a round of the run in the same cell.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}
@@ -205,7 +208,10 @@ def search_forecasts(
 
 
 def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
-    """Return as text the number of trials, their rounds, and the remaining time with ``jobs`` runs in parallel."""
+    """Return as text the number of trials, the number of their rounds, and the remaining time.
+
+    ``jobs``: the number of parallel runs.
+    """
     rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
     trials = sum(one.search.rungs[0].trials for one in searches)
     line = (
@@ -226,7 +232,7 @@ class _Untimed(NamedTuple):
     """The forecast of a run before its time is estimated. ``known``: the forecast without time.
 
     ``works``: the kinds of work of the run, such as local training, whose time is measured. ``made``: keys of the stage
-    outputs that exist already, so that they need no time. ``traffic``: the bytes that the run transmits.
+    outputs that exist already, so that making them takes no time. ``traffic``: the bytes that the run transmits.
     """
 
     known: Forecast
@@ -242,7 +248,8 @@ class _Untimed(NamedTuple):
 def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
     """Return the bytes that a run transmits.
 
-    ``known``: a cache. Runs without stages that differ only in partition and seeds transmit equal numbers of bytes.
+    ``known``: a cache. Two runs without stages transmit equal numbers of bytes if they differ only in partition and
+    seeds.
     """
     if stages_of(procedure.job):
         return procedure.traffic()
@@ -255,7 +262,8 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
 def _with_privacy_cost(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
     """Return (forecast with its privacy cost, True if no PLD computation was skipped).
 
-    ``may_begin`` is called before each PLD computation. If it returns False, the cost is computed by RDP alone.
+    ``may_begin`` is called before each PLD computation. If ``may_begin`` returns False, the cost is computed by RDP
+    alone.
     """
     refused: list[bool] = []
 
@@ -276,9 +284,9 @@ def _never_called(*_: int) -> Callable[[], object]:
 
 
 def _available_outputs(job: Job, seen: set[str]) -> frozenset[str]:
-    """Return the keys of the outputs of the job's stages that exist, or that an earlier run of the table makes.
+    """Return the keys of the outputs of the job's stages that exist already, or that an earlier run makes.
 
-    ``seen``: the keys of earlier runs, to which the keys of this job are added.
+    ``seen``: the keys of earlier runs of the table. The keys of this job are added to ``seen``.
     """
     needed = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
     there = frozenset(key for key, stage in needed if key in seen or stage.is_made())

@@ -34,7 +34,10 @@ _RARE = {
     "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
     "batch_norm": "BatchNorm",
 }  # fmt: skip
-"""{setting of local training: its text in a caption}. The caption names one only if a run changes it."""
+"""Rarely changed settings of local training, {setting: its text in a caption}.
+
+The caption states such a setting only if a run changes it.
+"""
 
 _LOCAL = tuple(
     f"local.{name}"
@@ -44,7 +47,7 @@ _LOCAL = tuple(
 _IN_SETTINGS = {
     "clients", "rounds", "model", "features", "normalise", *_LOCAL, *(f"local.{name}" for name in _RARE),
 }  # fmt: skip
-"""Settings that the caption states in its line "Settings"."""
+"""The settings that a line of the caption states. The name of this line is "Settings"."""
 
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
@@ -98,8 +101,9 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
     """Return the label of a method: its preprocessing and algorithm, and its ``server`` setting unless default.
 
-    A label states the parameters that differ from their defaults. It also states the parameters ``varied`` of the
-    preprocessing, and the parameters ``own`` of the algorithm and of the server, even with their default values.
+    A label states the parameters that differ from their defaults. Some parameters are stated even with their default
+    values. ``varied``: such parameters of the preprocessing. ``own``: such parameters of the algorithm and of the
+    server.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -166,10 +170,9 @@ def caption(
     The first line says which accuracies the table shows. Each further line starts with a label, such as "Data:".
 
     ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the largest class in its test
-    records}. ``has_bound``: True if the table has the upper bound, centralized training. ``rows`` and ``columns``: the
-    row label and the column name of each experiment. If an experiment does not have the most frequent value of a
-    setting, the caption names its row or column. ``settings``: {row label: settings that no other line of the caption
-    states}.
+    records}. ``has_bound``: True if the table has the row Centralized. ``rows`` and ``columns``: the row label and the
+    column name of each experiment. If an experiment does not have the most frequent value of a setting, the caption
+    names its row or column. ``settings``: {row label: settings that no other line of the caption states}.
     """
     show = partial(_with_places, rows=rows, columns=columns)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -201,7 +204,7 @@ def caption(
 def duration_in_words(result: Mapping[str, Any]) -> str:
     """Return the duration of a run as text.
 
-    The text for a private run is an upper bound, because the exact duration would reveal the number of records.
+    For a private run, the text begins with "at most", because the exact duration would reveal the number of records.
     """
     seconds = result["seconds"]["total"]
     return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
@@ -211,7 +214,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     """Return the directory name of a run in a table, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
 
     The name ends with a hash of the settings and of the numbers of records. The name does not depend on the engine, so
-    that another engine can resume the run. ``experiment`` has all defaults that depend on the data filled in.
+    that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
     if experiment.evaluate == Evaluate():  # keeps the names of runs from before this setting existed
@@ -249,7 +252,7 @@ def seeds_in_words(experiments: Sequence[Experiment]) -> str:
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return {name: value} of the parameters that differ from their defaults or are in ``also``."""
+    """Return {name: value} of the parameters that differ from their defaults, and of the parameters in ``also``."""
     changed: dict[str, Any] = {}
     for name, default in field_defaults(type(settings)).items():
         value = getattr(settings, name)
@@ -269,7 +272,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the value of a parameter as text. The text of settings has their kind and their changed parameters."""
+    """Return the value of a parameter as text. If the value is a group of settings, its kind and changes are stated."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")

@@ -1,8 +1,10 @@
-"""Figure of synthetic records by class (columns) and epsilon (rows), as figure 5 of DA-FL (Tang, Wang, Liu 2023).
+"""Figure of synthetic records: each column is a class, and each row is an epsilon.
 
-A synthetic record may be a feature vector. The figure then shows an image whose features are close to the vector, with
-a note that the image is not real. This module selects the records. The caller gives the function that searches for the
-images (``Finder``), because it depends on the data set. Found images are stored in the run directory.
+The figure is drawn as figure 5 of DA-FL (Tang, Wang, Liu 2023). A synthetic record may be a feature vector, not an
+image. The figure then shows an image whose features are close to the vector. A note says that this image is not real.
+
+This module selects the synthetic records. The caller gives the function that searches for the images (``Finder``),
+because the search depends on the data set. Found images are stored in the run directory.
 """
 
 import hashlib
@@ -50,20 +52,23 @@ _LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12
 PICTURES: Final = "synthetic-pictures.safetensors"
 
 Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
-"""(images, distances), of shapes (records, channels, height, width) and (records,).
+"""Images that were found for synthetic feature vectors, and their distances: (images, distances).
 
-A distance is the distance between the features of the image and the synthetic feature vector, divided by the length of
-the vector.
+The shape of the images is (records, channels, height, width). The shape of the distances is (records,). A distance
+compares the features of an image with the synthetic feature vector, and is divided by the length of the vector.
 """
 
 Finder: TypeAlias = Callable[[SavedRun, NDArray[np.float32]], Images]
-"""A function that finds images for synthetic feature vectors of a run. It raises ValueError if this is impossible."""
+"""A function that finds images for the synthetic feature vectors of a run.
+
+The function raises ValueError if it cannot find such images.
+"""
 
 _VERSION: Final = 1
-"""Version of the image search. Increase it whenever the search changes, so that older images are not used."""
+"""Version of the image search. If the search is changed, increase the version, so that older images are not used."""
 
 _LARGEST: Final = 2**28
-"""Largest size in bytes of a file with found images that is read."""
+"""Largest size in bytes of a file with found images. A larger file is not read."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,9 @@ class Row:
     """A row of the figure: the synthetic records of one run.
 
     ``settings``: the settings of the preprocessing. ``statements``: the run's privacy statements with the unit
-    "record". ``distance``: the mean distance between the features of the found images and the synthetic feature
-    vectors, divided by the vectors' lengths; None if the synthetic records are images.
+    "record". ``distance``: the mean distance between the synthetic feature vectors and the features of the found
+    images. Each distance is divided by the length of its vector. ``distance`` is None if the synthetic records are
+    images.
     """
 
     run: SavedRun
@@ -90,9 +96,11 @@ class Row:
 def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
     """Return (one figure for each data set, partition and generator, a message for each run that cannot be shown).
 
-    Only runs with synthetic records are shown. Each epsilon is shown by one run: the run with the most synthetic
-    records or, among equals, the lowest seed. For feature vectors the figure shows the stored images or, if there are
-    none, images from ``finder``. Without ``finder``, one message is about all runs without stored images.
+    Only runs with synthetic records are shown. The figure shows one run for each epsilon: the run with the most
+    synthetic records. Among runs with equally many records, the run with the lowest seed is shown.
+
+    For feature vectors, the figure shows the stored images. If there are no stored images, ``finder`` searches for
+    images. Without ``finder``, a single message names all runs without stored images.
     """
     kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
     problems: list[Problem] = []
@@ -158,14 +166,15 @@ def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
 
 
 def is_in_features(run: SavedRun) -> bool:
-    """Return True if the synthetic records of ``run`` are feature vectors of images."""
+    """Return True if the synthetic records of ``run`` are feature vectors, not images."""
     return run.config.features != "none"
 
 
 def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
-    """Return ``samples`` with only the feature vectors to draw: ``each`` records of each of the first ``classes``.
+    """Return ``samples`` with only the synthetic feature vectors that the figure needs.
 
-    Raises ValueError if the records are not feature vectors.
+    The result has ``each`` feature vectors of every class. Only the first ``classes`` classes are kept. Raises
+    ValueError if the records are not feature vectors.
     """
     if samples.inputs.ndim != 2 or samples.inputs.dtype != np.float32:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are not feature vectors")
@@ -175,9 +184,10 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
 
 
 def stored_images(run: SavedRun, samples: Samples) -> Images | None:
-    """Return the stored images for the feature vectors in ``samples``.
+    """Return the stored images for the feature vectors in ``samples``, or None.
 
-    None if the file with the images is missing, damaged, or made for other vectors or by another version of the search.
+    The result is None if the file with the images is missing or damaged. It is also None if the images were made for
+    other vectors, or by another version of the search.
     """
     path = run.path / PICTURES
     if not path.is_file() or path.stat().st_size > _LARGEST:
@@ -207,9 +217,10 @@ def _row(run: SavedRun, settings: Mapping[str, Any]) -> Row:
 
 
 def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
-    """Replace feature vectors by images whose features are close to them: by stored images, or by images of ``finder``.
+    """Replace the feature vectors in each row by images whose features are close to the vectors.
 
-    Return ({run directory: row with images}, an error message for each row without images).
+    The images are the stored images or, without stored images, the images that ``finder`` finds. Return ({run
+    directory: row with images}, an error message for each row without images).
     """
     shown: dict[Path, Row] = {}
     problems: list[Problem] = []

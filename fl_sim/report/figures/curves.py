@@ -1,7 +1,7 @@
 """Figures of accuracy and loss over rounds, with a panel for each data set and partition, and a line for each method.
 
-Bands or bars show the standard deviation over seeds. For runs with a virtual clock (simulated devices) there is also a
-figure of accuracy over virtual time.
+Bands or error bars show the standard deviation over seeds. Some runs simulate devices and have a virtual clock. For
+these runs there is also a figure of accuracy over virtual time.
 """
 
 import math
@@ -48,7 +48,10 @@ _UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
 """Approximate number of markers on a line."""
 _MOST_BANDS = 4
-"""Largest number of bands in a panel. More bands would hide each other: bars beside the last round replace them."""
+"""Largest number of bands in a panel. Instead of more bands, which would hide each other, error bars are drawn.
+
+The error bars stand beside the last round.
+"""
 _SKEWED = 20
 """Largest ratio of the highest to the lowest loss on a linear axis. The axis for a larger ratio is logarithmic."""
 
@@ -80,8 +83,9 @@ class Curve:
 def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Picture]:
     """Return the figures of accuracy over rounds, loss over rounds, and accuracy over virtual time.
 
-    Up to four panels are drawn in one figure. Of more panels, each has its own figure. Panels of the same data set have
-    the same vertical axis. ``full_axis``: True if the accuracy axis goes from 0 to 100 %.
+    Up to four panels are drawn together in one figure. If there are more than four panels, each panel is a figure of
+    its own. Panels of the same data set have the same vertical axis. ``full_axis``: True if the accuracy axis goes from
+    0 to 100 %.
     """
     styles, timed = styles_of(panels), _timed(panels)
     pictures = []
@@ -103,7 +107,7 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with only the methods whose runs have virtual times; no panel without such a method."""
+    """Return the panels with only the methods whose runs have virtual times. A panel without any is left out."""
     kept = []
     for panel in panels:
         timed = tuple(line for line in panel.lines if not line[1].is_bound and curve(line[1], "accuracy").times)
@@ -113,15 +117,15 @@ def _timed(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
-    """Return {label of a method: line style}, so that each method has the same style in every figure."""
+    """Return {label of a method: line style}. Each method has the same line style in every figure."""
     names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
     return dict(zip(names, styled(names), strict=True))
 
 
 def curve(group: SeedGroup, measure: Measure) -> Curve:
-    """Return the curve of a ``measure`` of the runs in ``group``. Accuracies are in percent.
+    """Return the curve of a ``measure`` of the runs in ``group``, with accuracies in percent.
 
-    Rounds in which any seed has no finite value are left out.
+    A round is left out if any seed has no finite value in this round.
     """
     seeds = [
         {record.round: value for record in run.rounds if (value := _value(record, measure)) is not None}
@@ -157,8 +161,8 @@ def draw(
     """Return a figure of a ``measure`` in all ``panels``, with the legend below.
 
     ``styles``: {label of a method: line style}. ``over_time``: True if the horizontal axis shows virtual time in place
-    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. The range of the vertical axis covers the
-    values of the panels ``scaled_for`` (empty: of ``panels``), so that several figures can have the same axis.
+    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. ``scaled_for``: the panels whose values
+    the vertical axis covers; empty: the values of ``panels``. Several figures can thus have the same vertical axis.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -272,7 +276,7 @@ def _draw_panel(
 
 
 def x_label(panel: Panel) -> str:
-    """Return the label of the horizontal axis: communication rounds, or epochs of the student for runs of PATE."""
+    """Return the label of the horizontal axis: communication rounds, or training epochs of the student in PATE."""
     voted = [any(run.voted for run in one.runs) for _, one in panel.lines]
     if all(voted):
         return "epoch of the student"

@@ -1,8 +1,10 @@
 """Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over noise, student accuracy over epsilon.
 
-The label of an epsilon axis says whether the epsilon is that of one query or of all queries. The figure of teacher
-agreement is computed from the raw votes, which a run stores only if the user asks for it. The raw votes and this figure
-have no privacy guarantee and must not be published. The caption of the figure says so.
+The label of an epsilon axis says whether the epsilon is the cost of one query or of all queries. The figure of teacher
+agreement is computed from the raw votes. A run stores the raw votes only if the user asks for it.
+
+The raw votes and the figure of teacher agreement have no privacy guarantee, and must not be published. The caption of
+this figure says so.
 """
 
 import re
@@ -35,7 +37,7 @@ _MOST_TICKS = 8
 class PateRun:
     """One finished run of PATE.
 
-    ``accuracy``: test accuracy of the student in percent. ``epsilon``, ``delta``: the privacy cost of all queries
+    ``accuracy``: test accuracy of the student model in percent. ``epsilon``, ``delta``: the privacy cost of all queries
     together, for one training record of a teacher; None without a guarantee.
     """
 
@@ -52,7 +54,7 @@ class PateRun:
 
 
 Axis: TypeAlias = Callable[[PateRun], float | None]
-"""A function that returns the position of a run on an axis; None if the run has none."""
+"""A function that returns the position of a run on an axis; None if the run has no value for the axis."""
 Points: TypeAlias = Mapping[float, Sequence[float]]
 """{x value: y values of the runs with this x value}."""
 
@@ -109,7 +111,10 @@ _PLOTS = (
 
 
 def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
-    """Return (the figures of PATE that have at least two points, an error message for each damaged file with votes)."""
+    """Return (the figures of PATE, an error message for each damaged file with votes).
+
+    A figure with fewer than two points is left out.
+    """
     places: dict[tuple[str, str, str], list[PateRun]] = {}
     for one in groups:
         for run in one.finished:
@@ -127,9 +132,9 @@ def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Prob
 
 
 def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = PAGE) -> "Figure":
-    """Return a figure of ``lines``, {name of a line: its points}, with the mean over the runs at each point.
+    """Return a figure of the given ``lines``. Each point shows the mean over its runs.
 
-    A point with several runs has error bars of one standard deviation.
+    ``lines``: {name of a line: its points}. A point with several runs has error bars of one standard deviation.
     """
     figure, axes = one_panel(layout, len(lines), title)
     for (label, points), style in zip(lines.items(), styled(list(lines)), strict=True):
@@ -186,10 +191,11 @@ def _by_numbers(label: str) -> list[tuple[int, str]]:
 
 
 def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
-    """Return ([figure of the teachers' agreement], error messages about damaged files); no figure without stored votes.
+    """Return ([figure of the teachers' agreement], error messages about damaged files).
 
-    For each query, the agreement is the votes for the most voted class minus those for the second class. The figure
-    shows the distribution over all queries. The figure is PRIVATE: it is computed from the raw votes without noise.
+    The list is empty if no run has stored votes. The agreement on a query is the number of votes for the most voted
+    class minus that for the second class. The figure shows the distribution of the agreement over all queries. The
+    figure is PRIVATE, because it is computed from the raw votes without noise.
     """
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []
@@ -228,7 +234,7 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
 
 
 def _votes(path: Path) -> NDArray[np.int64]:
-    """Return the vote counts, shape (queries, classes). Raise OSError or ValueError if the file is damaged."""
+    """Return the numbers of votes, shape (queries, classes). Raise OSError or ValueError if the file is damaged."""
     try:
         votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a memory map checks that the file is long enough
     except (SyntaxError, TokenError) as error:  # numpy parses the header as Python code

@@ -1,6 +1,6 @@
 """Figures with example images of each class, one row per class: synthetic records of a run, or real records.
 
-Images are enlarged by a whole factor, so that no pixel is blurred. The file ``samples.png`` of a run shows synthetic
+An image is enlarged by a whole number, so that no pixel is blurred. The file ``samples.png`` of a run shows synthetic
 records of as many clients as possible. A figure of real images shows the first training records of each class.
 """
 
@@ -32,7 +32,10 @@ _PAPER = 255
 _TARGET = 52
 """Approximate height or width in pixels to which small images are enlarged."""
 _UNRELATED = 0.2
-"""Correlation of neighbouring pixels below which an image counts as noise. Images of digits have more than 0.28."""
+"""Correlation of neighbouring pixels below which an image counts as noise.
+
+In images of digits, the correlation is more than 0.28.
+"""
 _FRAME = "#d55e00"
 _LINE, _LETTER = 25, 8.4
 """Height of a line and width of a letter in pixels, for a title with a font size of 8 points."""
@@ -56,8 +59,9 @@ _NAMES = 150
 def images(inputs: NDArray[np.uint8]) -> list[Tile]:
     """Return ``inputs``, images of shape (records, channels, height, width), as tiles of a figure.
 
-    Small images are enlarged to about 50 pixels. One channel is shown as grey, three channels as RGB. Any other number
-    of channels is averaged to grey. Raises ValueError if the records are not images.
+    Small images are enlarged to about 50 pixels. Images with one channel are shown in grey, and images with three
+    channels as RGB. For any other number of channels, the mean of all channels is shown in grey. Raises ValueError if
+    the records are not images.
     """
     if inputs.ndim != 4:
         raise ValueError(f"records of shape {inputs.shape[1:]} are not images")
@@ -96,9 +100,10 @@ def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int,
 
 
 def about_noise(number: int, shown: int) -> list[str]:
-    """Return the lines of the caption about images that look like noise; empty without such images.
+    """Return the lines of the caption about images that look like noise.
 
-    ``number``: the number of such images among ``shown`` images.
+    ``number``: the number of images that look like noise, among ``shown`` images. If ``number`` is 0, the text is
+    empty.
     """
     if not number:
         return []
@@ -122,11 +127,11 @@ def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
 def figure_of(
     sheet: Tile, title: Sequence[str], *, left: int, above: int, right: int, narrowest: int = 900
 ) -> "tuple[Figure, Axes]":
-    """Return (figure, its axes). The figure shows the image ``sheet`` under ``title``, without scaling.
+    """Return (figure, its axes). The figure shows the image ``sheet`` without scaling, below the ``title``.
 
     The coordinates of the axes are the pixels of ``sheet``. ``title``: lines of text. ``left``, ``above``, ``right``:
-    widths of the margins for labels, in pixels. The right margin is widened so that the figure is at least
-    ``narrowest`` pixels wide.
+    widths of the margins for labels, in pixels. ``narrowest``: the smallest width of the figure in pixels. The right
+    margin is widened for a narrower figure.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -149,8 +154,9 @@ class Samples:
     """The synthetic records of a run (its pool).
 
     ``labels`` and ``clients``: the class and the client of each record, of shape (records,), for the whole pool.
-    ``places``: indices of some records, ascending: of all records, or only of the records to draw if the records are
-    feature vectors. ``inputs``: the inputs of the records with these indices.
+    ``places``: ascending indices of the records whose inputs are given. ``places`` has all records of the pool if the
+    records are images. For feature vectors, ``places`` may have only the records to draw. ``inputs``: the inputs of the
+    records with the indices ``places``.
     """
 
     inputs: NDArray[Any]
@@ -166,11 +172,11 @@ class Samples:
         return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` images of the class ``label`` as tiles: the records that ``first`` selects."""
+        """Return up to ``most`` images of the class ``label`` as tiles. The function ``first`` selects the records."""
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
-        """Return a flag for each image of the result of ``some``: True if the image looks like noise."""
+        """Return a flag for each image that ``some`` returns: True if the image looks like noise."""
         found: list[bool] = noise(self.inputs[np.searchsorted(self.places, self.first(label, most))]).tolist()
         return found
 
@@ -189,7 +195,7 @@ class Samples:
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
     """Return the synthetic images in the file ``pool``. Raise ValueError if its records are not images.
 
-    For ``counts`` and further errors see ``read_records``.
+    ``counts``: for each client, its number of records of each class. Further errors are those of ``read_records``.
     """
     samples = read_records(pool, counts)
     if samples.inputs.ndim != 4:
@@ -219,9 +225,10 @@ def write_samples(
 ) -> list[str]:
     """Write ``samples.png``, a figure of synthetic records, into the run directory ``out``; return warnings.
 
-    A failure never stops the run; it is returned as a warning. ``pool``: the file of the records. ``counts``: for each
-    client, its number of records of each class. ``settings``: the settings of the experiment, as in ``config.toml``.
-    ``note``: text that says that the data set is stand-in data. Without synthetic records, no file is written.
+    If the figure cannot be written, the error is returned as a warning, and the run goes on. ``pool``: the file of the
+    synthetic records. ``counts``: for each client, its number of records of each class. ``settings``: the settings of
+    the experiment, as in ``config.toml``. ``note``: text that says that the data set is stand-in data. Without
+    synthetic records, no file is written.
     """
     try:
         samples = read_samples(pool, counts)
@@ -263,7 +270,7 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
 
 
 def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[str]:
-    """Return the lines of the figure's title: its content, the privacy budget, the number of records, and ``note``."""
+    """Return the lines of the figure's title: content of the figure, privacy budget, number of records, ``note``."""
     chosen = settings["preprocess"]
     givers = len(set(samples.clients.tolist()))
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]
@@ -277,7 +284,10 @@ def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[st
 
 
 def promise(preprocess: Mapping[str, Any]) -> str:
-    """Return the privacy budget in the settings of DA-FL as text. The spent epsilon is in the run's ``result.json``."""
+    """Return the privacy budget in the settings of DA-FL as text.
+
+    The spent epsilon may be smaller. It is in the run's ``result.json``.
+    """
     if math.isinf(preprocess["epsilon"]):
         return "epsilon inf: made without noise, so with no privacy guarantee"
     seeded = " (noise from the seed: a simulation only)" if preprocess["noise"] == "seeded" else ""
@@ -288,10 +298,10 @@ def promise(preprocess: Mapping[str, Any]) -> str:
 
 
 def draw_records(part: Examples, classes: Sequence[str], title: Sequence[str]) -> "Figure":
-    """Return a figure with up to ten images of each class of ``part``, one row for each of at most 40 classes.
+    """Return a figure with up to ten real images of each class of ``part``, one row for each of at most 40 classes.
 
-    ``classes``: the names of the classes. ``title``: lines of text. In images of more than 128 pixels, only every
-    second, third ... pixel is shown.
+    ``classes``: the names of the classes. ``title``: lines of text. Images of more than 128 pixels are subsampled: for
+    example, only every second or every third pixel is shown.
     """
     shown = min(len(classes), MOST_RECORD_CLASSES)
     every = -(-max(part.inputs.shape[2:]) // MOST_PIXELS)

@@ -1,7 +1,8 @@
-"""Figures of final accuracy over a setting of DA-FL, epsilon or gamma, with a baseline without synthetic records.
+"""Figures of final accuracy over a setting of DA-FL (epsilon or gamma), with a baseline without synthetic records.
 
-Gamma is the number of synthetic records per private record. The runs of one line differ only in the setting on the
-horizontal axis, which is logarithmic. The baseline is the best method without preprocessing.
+Gamma is the number of synthetic records per private record. The runs of one line differ only in epsilon or only in
+gamma. The horizontal axis shows this setting on a logarithmic scale. The baseline is the best method without
+preprocessing.
 """
 
 import json
@@ -47,7 +48,7 @@ _GAMMA = "the number of synthetic records of a client, divided by its number of 
 class Point:
     """A point of a line: the runs with one value of the varied setting.
 
-    ``by_seed``: {seed: final accuracy in percent}. ``released``: True if any of these runs released a synthetic record.
+    ``by_seed``: {seed: final accuracy in percent}. ``released``: True if any of the runs published a synthetic record.
     """
 
     value: float
@@ -62,7 +63,10 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of the figure. Its ``points`` differ only in the varied setting, and are sorted by its value."""
+    """One line of the figure.
+
+    Its ``points`` differ only in the varied setting, and are sorted by the value of this setting.
+    """
 
     label: str
     points: tuple[Point, ...]
@@ -92,7 +96,7 @@ class Sweep:
 
 
 def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
-    """Return the data of the figures: one for each set of finished runs that differ only in epsilon or gamma."""
+    """Return the data of the figures: one figure for each set of finished runs that differ only in epsilon or gamma."""
     found = []
     done = [one for one in groups if _accuracies(one) and not one.is_bound]
     for setting in SETTINGS:
@@ -122,7 +126,7 @@ def draw_sweeps(found: Sequence[Sweep], *, full_axis: bool = False) -> list[Pict
 
 
 def draw(sweep: Sweep, layout: Layout = PAGE, *, full_axis: bool = False) -> "Figure":
-    """Return the figure of a sweep: means and standard deviations over seeds, on a logarithmic axis.
+    """Return the figure of a sweep: means and standard deviations over seeds, on a logarithmic horizontal axis.
 
     An infinite epsilon is drawn as the last point, after a gap. ``full_axis``: True if the accuracy axis goes from 0 to
     100 %.
@@ -197,9 +201,9 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return all settings but algorithm and preprocessing as text.
+    """Return all settings except the algorithm and the preprocessing as text.
 
-    Only groups for which this text is equal are compared in one figure.
+    Groups of runs are compared in one figure only if their texts are equal.
     """
     settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
     return _key({"note": one.note, **settings})
