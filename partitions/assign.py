@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 from partitions.scheme import ImpossibleSplit, Indices, Parts
 
 STRICT = {"extra": "forbid"}
-"""Pydantic configuration that refuses unknown parameters. As a plain dict it does not require pydantic."""
+"""Pydantic configuration that refuses unknown parameters.
+
+The configuration is a plain dict, so pydantic is not required.
+"""
 
 USUAL_MIN_SIZE = 10
 """The minimum number of records per client in NIID-Bench, for partitions that draw the sizes of shards at random."""
@@ -38,9 +41,9 @@ def drawn_until(
     """Draw numbers of records at random until every client has at least ``min_size`` records; return the last draw.
 
     ``draw`` returns one draw, of shape (clients,) or (clients, classes). There are at most ``num_draws`` draws. If
-    ``min_size`` is None, the minimum is NIID-Bench's 10, and the last draw is returned even if it does not reach 10. If
-    ``min_size`` is given and no draw reaches it, ImpossibleSplit is raised with the text ``message(num_draws, most)``.
-    ``most`` is the largest number of records that the smallest client had in any draw.
+    ``min_size`` is None, the minimum is 10, as in NIID-Bench. Then the last draw is returned even if it does not reach
+    10. If ``min_size`` is given and no draw reaches it, ImpossibleSplit is raised with the text ``message(num_draws,
+    most)``. ``most`` is the largest number of records that the smallest client had in any draw.
     """
     wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
     for _ in range(num_draws):

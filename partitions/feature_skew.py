@@ -82,7 +82,7 @@ class Natural:
     """Each client receives all records of one or more sources, such as hospitals (LEAF, Caldas et al. 2018).
 
     If there are as many sources as clients, client i receives the source with the i-th smallest number. If there are
-    more sources, they are divided at random, so that clients differ by at most one source.
+    more sources, the sources are divided at random. The clients' numbers of sources then differ by at most one.
     """
 
     kind: Literal["natural"] = field(default="natural", kw_only=True)
@@ -91,7 +91,10 @@ class Natural:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Raise ImpossibleSplit. fl-sim calls this method only for data without sources, which this partition needs."""
+        """Raise ImpossibleSplit. This partition needs data with sources.
+
+        fl-sim calls this method only for data without sources.
+        """
         del labels, num_partitions, rng
         raise ImpossibleSplit(
             "this data set does not say where its records come from; set data.client=COLUMN for a table, "

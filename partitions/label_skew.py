@@ -70,11 +70,11 @@ class Dirichlet:
     """Each class is divided among K clients in random shares from Dir_K(``beta``). A small ``beta`` means strong skew.
 
     The shares are drawn again until every client has enough records, at most 1000 times. The limit is lower if clients
-    times classes exceed 5000. ``min_size``: the minimum number of records of each client; if no draw reaches it, the
-    partition is refused. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the
-    last draw is used, with small and empty shards. (Dir(0.05) over 100 clients nearly always leaves some clients
-    empty.) ``balanced``: True for NIID-Bench's variant, in which a client with N/K of all N records receives no records
-    of further classes.
+    times classes exceed 5000. ``min_size``: the minimum number of records of each client. If no draw reaches a given
+    minimum, the partition is refused. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw
+    reaches 10, the last draw is used, with small and empty shards. (Dir(0.05) over 100 clients nearly always leaves
+    some clients empty.) ``balanced``: True for NIID-Bench's variant, in which a client with N/K of all N records
+    receives no records of further classes.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)

@@ -33,9 +33,9 @@ class Quantity:
     """Shards of unequal sizes, whatever the labels: the clients' shares of all records are drawn from Dir(``beta``).
 
     The shares are drawn again until every client has enough records, at most 1000 times. ``min_size``: the minimum
-    number of records of each client; if no draw reaches it, the partition is refused. 0 accepts the first draw. The
-    default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the last draw is used, with
-    small and empty shards. This happens if beta is small or clients are many.
+    number of records of each client. If no draw reaches a given minimum, the partition is refused. 0 accepts the first
+    draw. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the last draw is
+    used, with small and empty shards. This happens if beta is small or clients are many.
     """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)

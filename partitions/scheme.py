@@ -54,8 +54,8 @@ class FeatureSkew(Protocol):
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
         """Change the training inputs of one client, numbered from 0. ``inputs``: normalised, shape (records, ...).
 
-        ``std``: the standard deviation by which each channel was divided. A method can use it to make changes
-        in units of raw inputs: a difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
+        ``std``: the standard deviation by which each channel was divided. With ``std``, a partition can make changes in
+        units of raw inputs: a difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
         """
         ...
 

@@ -114,8 +114,8 @@ def own_dataset(
 def with_validation(dataset: Dataset, validation: Examples | None, where: str) -> Dataset:
     """Return a copy of ``dataset`` with ``validation`` as its validation records; no change if ``validation`` is None.
 
-    The setting ``evaluate.validation=given`` uses these records. Raises UserError unless they have the same shape,
-    type and range of labels as the training records.
+    The setting ``evaluate.validation=given`` uses these records. Raises UserError unless the validation records have
+    the same shape, type and range of labels as the training records.
     """
     if validation is None:
         return dataset
@@ -218,7 +218,7 @@ def read_off_classes(listed: object) -> tuple[str, ...]:
     """Return the entry of ``Dataset.read_off`` for a list of classes that was read from the private records.
 
     ``Dataset.read_off`` lists facts that were learnt from private records, for the privacy statement. The result is
-    empty if the user ``listed`` the classes with ``data.classes``, which makes them public.
+    empty if the user ``listed`` the classes with ``data.classes``. A listed class is public.
     """
     return () if listed else (CLASSES_READ_OFF,)
 
@@ -302,8 +302,8 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
     """Raise UserError if training inputs (floats) are outside 0 to 1.
 
-    ``preprocess``: the name of the stage before the first round that needs this range, such as da-fl. The message
-    contains it.
+    ``preprocess``: the name of the stage before the first round that needs this range, such as da-fl. The error message
+    contains this name.
     """
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:

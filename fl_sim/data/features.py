@@ -121,9 +121,10 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 
 
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
-    """Return the features in the cache file ``path``. ``identity``: the hash of records and version that it must have.
+    """Return the features in the cache file ``path``.
 
-    Raises FileNotFoundError if the file is missing, and another error if the file is damaged.
+    ``identity``: the hash of records and version that the file must contain. Raises FileNotFoundError if the file is
+    missing, and another error if the file is damaged.
     """
     if not path.exists():
         raise FileNotFoundError(path)

@@ -124,8 +124,8 @@ def _descended(
 ) -> torch.Tensor:
     """Return images in [0, 1] with features near ``targets``, found by Adam from the images ``start``.
 
-    Each image of ``start`` has mean 0 and standard deviation 1. Adam does not optimise pixels. It optimises white
-    noise, and the inner function ``image`` filters this noise to the spectrum of pink noise.
+    Each image of ``start`` has mean 0 and standard deviation 1. Adam does not optimise pixels. Instead, Adam optimises
+    white noise. The inner function ``image`` filters this noise to the spectrum of pink noise.
     """
     channels, height, width = start.shape[1:]
     spectrum, mixture = _pink(height, width), _mixture(channels)

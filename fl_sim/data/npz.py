@@ -190,7 +190,7 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Store the client of each record in the ``groups`` of training and test records; return both.
+    """Store the client of each record in the field ``groups``. Return the training and the test records.
 
     If the file has no arrays with clients, the records are returned unchanged.
     """
@@ -228,9 +228,10 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
     """Read one of MedMNIST's npz files: images with one label each.
 
     They are normalised by mean 0.5 and standard deviation 0.5, as in MedMNIST's code. The setting ``data.val`` decides
-    the use of the validation images. "leave" (the default): they are not used, and the note says so. "train": they are
-    added to the training records. "validate": they are validation records for ``evaluate.validation=given``. Raises
-    UserError for several labels per image, for 3D volumes, and for files that are not MedMNIST's.
+    the use of the validation images. "leave" (the default): the validation images are not used, and the note says so.
+    "train": the images are added to the training records. "validate": the images are validation records for
+    ``evaluate.validation=given``. Raises UserError for several labels per image, for 3D volumes, and for files that are
+    not MedMNIST's.
     """
     use = own.option("val") or "leave"
     if use not in _USES:

@@ -172,9 +172,9 @@ def stack_images(
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     """Read ``count`` images into one array (records, channels, height, width).
 
-    Returns the array, and lines for ``Dataset.inferred``. If all images are grey, there is one channel, else three.
-    ``opened``: for each image, its name for error messages and a function that reads it. Raises UserError if an image
-    has another size than the first, or if the images need more than half of the memory.
+    Returns the array, and lines for ``Dataset.inferred``. If all images are grey, the array has one channel, else
+    three. ``opened``: for each image, a name for error messages and a function that reads the image. Raises UserError
+    if an image has another size than the first, or if the images need more than half of the memory.
     """
     images: list[NDArray[np.uint8]] = []
     first, turned = "", 0
@@ -226,7 +226,8 @@ def _classes(
 def _training_folder(path: Path, test_part: TestPart) -> Path:
     """Return the folder that contains the class folders of training images.
 
-    Raises UserError if there are both ``data.test`` and a folder test, or neither.
+    Test images come from a folder test or from the setting ``data.test``. Raises UserError for both or neither of these
+    sources.
     """
     train, test = path / "train", path / "test"
     if test_part.share:

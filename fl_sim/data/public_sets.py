@@ -11,7 +11,7 @@ The question of Adult (Becker and Kohavi 1996) is: does a person earn over 50,00
 published maxima. For Adult these maxima are the top codes of the census form. For Diabetes they are the largest values
 in the publication. The categories are published, too. A value that is not a published category ("?") becomes zeros.
 ``Dataset.columns`` lists round numbers up to the maxima. Generators of synthetic records may round to these numbers.
-Maxima, categories and round numbers are not computed from the records, so they have no privacy cost.
+Maxima, categories and round numbers are not computed from the records. So their use has no privacy cost.
 """
 
 import csv

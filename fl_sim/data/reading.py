@@ -116,9 +116,9 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 def content_of(name: str, data_root: Path | None) -> str:
     """Return a digest that identifies the training records of ``name``, independent of the settings of reading.
 
-    For tables and folders it is a digest of the whole file or folder. The digest must not leave this machine. A person
-    who knows all records but one could try values for the last record until the digest agrees. Result files contain the
-    keyed hash of ``sealed_content`` instead. Raises UserError as ``load`` does.
+    For tables and folders, the result is a digest of the whole file or folder. The digest must not leave this machine.
+    A person who knows all records but one could try values for the last record until the digest agrees. Result files
+    contain the keyed hash of ``sealed_content`` instead. Raises UserError as ``load`` does.
     """
     name = records_of(name)
     own = own_name(name)
@@ -234,8 +234,8 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 def _made(name: str, data_root: Path | None) -> Dataset:
     """Call the user's function with the import path ``name``. Its argument is ``data_root`` (or None).
 
-    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if it fails or returns
-    something else.
+    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if the function fails
+    or returns something else.
     """
     factory = load_object(name, "data set")
     if not callable(factory):
@@ -335,7 +335,7 @@ def _published(known: KnownSet) -> dict[str, str]:
 
 
 def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Path]:
-    """Return the files whose bytes ``content_of`` hashes; empty if it hashes the loaded arrays instead."""
+    """Return the files whose bytes ``content_of`` hashes; empty if ``content_of`` hashes the loaded arrays instead."""
     if own is None:
         known = KNOWN.get(name)
         source = look_for(name, data_root) if known else None

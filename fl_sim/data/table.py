@@ -129,12 +129,13 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The interpretation of a table: roles and encodings of its columns. It is fixed before the records are converted.
+    """The interpretation of a table: roles and encodings of its columns.
 
-    ``tables``: the table, or a training and a test table. ``survey``: the facts about the contents of the columns.
-    ``clients``: the names of all clients, sorted. ``drops``: True if records with empty cells are removed. ``listed``:
-    True if the classes are those of ``data.classes``. ``filling``: a description of the values for empty cells.
-    ``left_out``: {column: reason} of the columns that cannot be features.
+    The interpretation is fixed before the records are converted. ``tables``: the table, or a training and a test table.
+    ``survey``: the facts about the contents of the columns. ``clients``: the names of all clients, sorted. ``drops``:
+    True if records with empty cells are removed. ``listed``: True if the classes are those of ``data.classes``.
+    ``filling``: a description of the values for empty cells. ``left_out``: {column: reason} of the columns that cannot
+    be features.
     """
 
     tables: tuple[TableReader, ...]
@@ -316,7 +317,7 @@ def rows_of(plan: TablePlan) -> Rows:
 
 
 def _note(plan: TablePlan, *, scales: bool) -> str:
-    """Return ``Dataset.note``: one line on the encoding of columns, without facts about records.
+    """Return ``Dataset.note``: one line about the encoding of columns, without facts about records.
 
     All results show the note, so it must not reveal private facts.
     """

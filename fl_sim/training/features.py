@@ -69,9 +69,9 @@ class Network:
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Return the head: the module whose input is the features. It is ``model.head``, or else the last nn.Linear.
+    """Return the head: the module whose input is the features.
 
-    Raises UserError if the model has neither.
+    The head is ``model.head`` if it exists, else the last nn.Linear. Raises UserError if the model has neither.
     """
     head = getattr(model, "head", None)
     if isinstance(head, nn.Module):

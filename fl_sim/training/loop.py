@@ -217,10 +217,10 @@ def _gradients(
     running: dict[str, torch.Tensor],
     ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and its gradients with respect to the weights that it depends on, as {name: gradient}.
+    """Return the loss, and its gradients with respect to the weights on which it depends, as {name: gradient}.
 
     With an ``ascent`` (sharpness-aware minimisation), a second gradient is computed at the weights after the ascent
-    step, and both are combined. The ``running`` statistics are updated only at the original weights.
+    step. The two gradients are then combined. The ``running`` statistics are updated only at the original weights.
     """
     loss = loss_of()
     gradients = _differentiated(loss, weights)

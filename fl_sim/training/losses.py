@@ -1,4 +1,4 @@
-"""The parts of the training loss of a batch. They are used for one client and for several stacked clients.
+"""The parts of the training loss of a batch. These parts are used for one client and for several stacked clients.
 
 Stacked training means that many clients are trained in one computation. It pads smaller batches with records of weight
 0. These padding records add nothing to the loss. No part of the loss computes an infinite number or NaN from padding

@@ -25,10 +25,10 @@ torch.nn.utils.clip_grad_norm_ uses the same number.
 
 @dataclass(frozen=True)
 class Moments:
-    """The state of Adam for one parameter. A step updates it in place.
+    """The state of Adam for one parameter. A step updates the state in place.
 
-    ``first`` and ``second``: the running means of gradients and of squared gradients. ``num_steps``: (1,), the
-    number of steps so far.
+    ``first`` and ``second``: the running means of gradients and of squared gradients. ``num_steps``: (1,), the number
+    of steps so far.
     """
 
     first: torch.Tensor

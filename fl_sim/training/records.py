@@ -16,7 +16,7 @@ from fl_sim.types import Augment, Dataset, Precision
 class Scale:
     """The public constants that normalise inputs: x becomes (x - ``offset``) / ``divisor``.
 
-    For images, both are tensors of shape (1, channels, 1, 1).
+    For images, ``offset`` and ``divisor`` are tensors of shape (1, channels, 1, 1).
     """
 
     offset: torch.Tensor
@@ -35,8 +35,8 @@ class Scale:
     def to(self, device: torch.device) -> "Scale":
         """Return the same normalising constants on ``device``.
 
-        The constants stay tensors. By a Python number PyTorch would not divide: it would multiply by the reciprocal,
-        with other rounding.
+        The constants stay tensors. PyTorch would replace a division by a Python number with a product by the
+        reciprocal, with other rounding.
         """
         return Scale(self.offset.to(device), self.divisor.to(device))
 
@@ -101,7 +101,7 @@ class Records:
         return self.parts[0][0].inputs.device
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pair (normalised float32 inputs, labels), without a copy if one source has them in this form."""
+        """Return the pair (normalised float32 inputs, labels), without a copy if one source has such tensors."""
         inputs, labels = [], []
         for source, rows in self.parts:
             inputs.append(source.normalised(source.inputs[rows.start : rows.stop]))
@@ -192,7 +192,7 @@ _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", tor
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
     """Return pixel indices inside an image of ``size`` pixels.
 
-    Any of the ``places`` outside of it are reflected at its edges.
+    Those of the ``places`` that lie outside of the image are reflected at its edges.
     """
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 

@@ -1,10 +1,10 @@
 """Trains many clients in one computation on a GPU, where the launches of GPU kernels take most of the time.
 
-The parameters of these clients are stacked: each parameter is one tensor with an axis for clients. These clients are
-called a stack. For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients
-are sorted by their number of steps, the largest first. Clients with few steps finish earlier. So the clients that are
-still in training are always the first in the stack. Only the smaller last batch of an epoch is padded, with records of
-weight zero.
+The parameters of these clients are stacked: each parameter is one tensor with an axis for clients. The clients that are
+trained together are called a stack. For each client the result equals that of ``fl_sim.training.loop.train`` up to
+float32 rounding. Clients are sorted by their number of steps, the largest first. Clients with few steps finish earlier.
+So the clients that are still in training are always the first in the stack. Only the smaller last batch of an epoch is
+padded, with records of weight zero.
 """
 
 import warnings
@@ -48,7 +48,10 @@ The capture of a graph takes as long as about six plain steps.
 """
 
 WARM_UP_STEPS = 3
-"""The number of steps before a capture, which let libraries initialise; PyTorch's documentation requires them."""
+"""The number of steps before the capture of a graph.
+
+In these steps libraries initialise, as PyTorch's documentation requires.
+"""
 
 
 class Launcher:
@@ -245,7 +248,10 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return a ``StackedStep`` and its launcher for ``jobs``: the last ones if they fit, else new ones."""
+        """Return a ``StackedStep`` and its launcher for ``jobs``.
+
+        They are those of the last call if they fit, else new.
+        """
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources

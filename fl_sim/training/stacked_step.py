@@ -44,13 +44,13 @@ TAKES = frozenset({
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings that all clients of one stack share. They determine the operations of a step.
+    """The settings that all clients of one stack share. These settings determine the operations of a step.
 
-    ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if
-    the plans have gradient offsets, step offsets, a proximal term. ``mixing``: identifies the mixing pool (FedMix's
-    averaged records) and its settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``:
-    for each loss term, its function and the names, shapes and types of its data. ``trained``: the names of the
-    parameters to train; None means all.
+    ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if the
+    plans have gradient offsets, step offsets, a proximal term. ``mixing``: identifies the mixing pool (FedMix's
+    averaged records) and its settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for
+    each loss term, its function and the names, shapes and types of its data. ``trained``: the names of the parameters
+    to train; None means all.
     """
 
     layout: Layout

@@ -43,9 +43,9 @@ _PLAIN = {
 class LocalJob:
     """The local training of one client: the arguments of ``fl_sim.training.loop.train`` without the model.
 
-    ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use
-    (dropout). It is called before PyTorch trains. The compiled trainer instead draws a key for its dropout masks
-    from ``generator``, after all other random numbers.
+    ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use (dropout).
+    The function is called before PyTorch trains. The compiled trainer instead draws a key for its dropout masks from
+    ``generator``, after all other random numbers.
     """
 
     task: LocalTask
@@ -82,7 +82,10 @@ class LocalJob:
 
 
 class LocalTrainer(Protocol):
-    """The interface of a trainer. A worker has a list of trainers, and the first that supports a job executes it."""
+    """The interface of a trainer. A worker has a list of trainers.
+
+    The first trainer in the list that supports a job executes the job.
+    """
 
     def supports(self, job: LocalJob) -> bool:
         """Return True if this trainer supports the settings, the local plan and the records of ``job``."""
@@ -95,7 +98,10 @@ class LocalTrainer(Protocol):
 
 @runtime_checkable
 class Training(Protocol):
-    """The interface of an algorithm with its own trainers. They are tried before fl-sim's trainers."""
+    """The interface of an algorithm with its own trainers.
+
+    A worker tries the algorithm's trainers before fl-sim's trainers.
+    """
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
         """Return the algorithm's trainers. ``model``: provides the architecture; its weights may be overwritten."""
@@ -107,8 +113,8 @@ class Trainer:
 
     ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
     always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
-    ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all of them in parallel.
-    PyTorch also runs in all of them, with one copy of the model per thread, if the model draws no random numbers.
+    ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all threads in parallel.
+    PyTorch also runs in all threads if the model draws no random numbers. Then each thread has a copy of the model.
     PyTorch trains one client at a time in two cases. The first case is dropout, which uses the global generator of the
     process. The second case is an algorithm's loss that drew random numbers at its first use.
     """
