@@ -1,4 +1,4 @@
-"""The protocol of private generators of synthetic records, with their requests and bills (privacy costs), for DA-FL."""
+"""The interface of DA-FL's private generators of synthetic records, with their arguments and privacy costs (bills)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class PrivateRecords:
     """One client's own records as the input of a generator, scaled only by public constants. SENSITIVE.
 
-    ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
-    the columns of a table, if they are known; (inputs + 1) / 2 is in the units of the columns. ``features``: the
-    version of the public features (such as scattering) in ``inputs``; empty for original records.
+    ``inputs``: float32 in [-1, 1], (n, *input shape). ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
+    the columns of a table, if they are known. Then (inputs + 1) / 2 is in the units of the columns. ``features``: the
+    version of the public features (such as scattering) in ``inputs``. It is empty for original records.
     """
 
     inputs: torch.Tensor
@@ -35,11 +35,12 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class GeneratorBill:
-    """The privacy cost of a release: the privacy event ``event``, ``steps`` times. Computed from public numbers alone.
+    """The privacy cost of a client's synthetic records: the privacy event ``event``, ``steps`` times.
 
-    ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm of one record; 0 for no protection
-    (epsilon inf). ``refused``: the reason if no useful release is possible within the budget; nothing is then charged
-    or released. Otherwise it is empty.
+    The cost is computed from public numbers alone. ``noise_multiplier``: the standard deviation of the noise on a sum,
+    divided by the clipping norm of one record; 0 for no protection (epsilon inf). ``refused``: the reason if the
+    privacy budget allows no useful synthetic records, else empty. After a refusal, no synthetic records are made, and
+    there is no privacy cost.
     """
 
     event: dp_event.DpEvent
@@ -68,9 +69,9 @@ Made: TypeAlias = "torch.Tensor | Exception"
 
 
 class Generator(Protocol):
-    """A private generator of synthetic records: immutable settings, a privacy cost and a release.
+    """A private generator: it makes synthetic records, and computes their privacy cost. Its settings are immutable.
 
-    Privacy unit: one record, add or remove.
+    The privacy unit is one record, which is added or removed.
     """
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
@@ -90,20 +91,24 @@ class Generator(Protocol):
     ) -> torch.Tensor:
         """Return synthetic records, (sum of counts, *input shape) in [-1, 1], sorted by class.
 
-        ``counts``: (num_classes,) the number of synthetic records of each class; it is already a private release, and a
-        class with 0 is treated as absent. ``noise`` protects every computation on ``records``, at the noise level of
-        ``bill``, and also draws secret sampling masks. ``generator`` draws random numbers that need no secrecy (initial
-        weights, latent vectors). Raises RunError if training ends in numbers that are not finite.
+        ``counts``: the number of synthetic records of each class, (num_classes,). These numbers are already private. A
+        class with 0 is treated as absent. ``noise``: the noise that protects every computation on ``records``, at the
+        noise level of ``bill``. It also draws secret sampling masks. ``generator``: the source of random numbers that
+        need no secrecy (initial weights, latent vectors). Raises RunError if training ends in numbers that are not
+        finite.
         """
         ...
 
 
 @runtime_checkable
 class StackedGenerator(Protocol):
-    """A generator that computes the releases of many clients together, which takes less time."""
+    """A generator that makes the synthetic records of many clients together, which takes less time."""
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-        """Return the result of ``generate`` for each client, bit-identical. Several threads may call this method."""
+        """Return each client's synthetic records, with the same bits as from ``generate``.
+
+        Several threads may call this method.
+        """
         ...
 
 
@@ -114,7 +119,7 @@ class ShapedGenerator(Protocol):
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise UserError if the generator cannot make records of ``shape``.
 
-        Called before any charge to a privacy ledger.
+        This method is called before any privacy cost is written into a privacy ledger.
         """
         ...
 
@@ -124,21 +129,24 @@ class CompiledGenerator(Protocol):
     """A generator that trains with compiled code if this machine has it."""
 
     def trainer(self) -> str:
-        """Return the name of the trainer on this machine for ``result.json``: "native trainer", or PyTorch and why."""
+        """Return the name of the trainer on this machine, for ``result.json``.
+
+        The name is "native trainer" for the compiled C++ trainer. Otherwise it is PyTorch, with the reason.
+        """
         ...
 
 
 @runtime_checkable
 class ShortenedGenerator(Protocol):
-    """A generator whose time for a release can be forecast from a shorter training."""
+    """A generator whose time can be forecast from a shorter training."""
 
     def shortened(self, steps: int) -> tuple[Generator, float]:
-        """Return a generator with at most ``steps`` steps, and its approximate time / time of the full release."""
+        """Return a generator with at most ``steps`` steps, and its approximate share of the full training's time."""
         ...
 
 
 def generate_all(generator: Generator, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-    """Return the synthetic records, or the error, of each request."""
+    """Return the synthetic records for each client's request, or the client's error."""
     if isinstance(generator, StackedGenerator):
         return generator.generate_stacked(requests, check)
     made: list[Made] = []

@@ -1,14 +1,14 @@
-"""Private label selection (PLS): the private number of synthetic records of each class (Tang, Wang, Liu 2023).
+"""Private label selection (PLS): a client privately selects its number of synthetic records of each class.
 
-A class with n_k records on the client gets about gamma n_k synthetic records (gamma is a setting, such as 0.05). Two
-mechanisms are available.
+The method is that of Tang, Wang, Liu 2023. A class k with n_k records on the client gets about gamma n_k synthetic
+records (gamma is a setting, such as 0.05). Two mechanisms are available for this selection.
 
-Exponential mechanism (McSherry, Talwar 2007): the number r in {0..R}, R public, has probability proportional to
-exp(epsilon u(r) / (2 gamma)), with the score u(r) = -|r - gamma n_k|. One record changes u by gamma, not by 1; the
-target gamma n_k is not rounded, because rounding would make the score change by 1.
+Exponential mechanism (McSherry, Talwar 2007): the selected number is r in {0..R}, where R is public. The probability of
+r is proportional to exp(epsilon u(r) / (2 gamma)), with the score u(r) = -|r - gamma n_k|. One record changes the score
+by gamma, not by 1. The target gamma n_k is not rounded, because rounding would make the score change by 1.
 
-Geometric mechanism (Ghosh, Roughgarden, Sundararajan 2009): two-sided geometric noise is added to n_k, the sum is
-multiplied by gamma, rounded and clamped. It needs half the noise.
+Geometric mechanism (Ghosh, Roughgarden, Sundararajan 2009): two-sided geometric noise is added to n_k. Then the sum is
+multiplied by gamma, rounded and clamped. The geometric mechanism needs half the noise of the exponential mechanism.
 """
 
 import math
@@ -32,11 +32,12 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """Three bounds on the epsilon of the label selection for all classes, at delta 0. One class costs epsilon_1.
+    """Three bounds on the epsilon with which a client selects the numbers of synthetic records of all classes.
 
-    ``parallel``: a record is in one class, so adding or removing the record affects one selection: epsilon_1.
-    ``sequential``: the paper's bound L epsilon_1, as if a record affected all L classes. ``replace_one``: a record that
-    changes its class affects two selections: 2 epsilon_1.
+    Delta is 0. The selection of the number for one class costs epsilon_1. ``parallel``: epsilon_1. A record is in one
+    class, so adding or removing the record affects one selection. ``sequential``: the paper's bound L epsilon_1, as if
+    a record affected all L classes. ``replace_one``: 2 epsilon_1. A record that changes its class affects two
+    selections.
     """
 
     parallel: float
@@ -45,15 +46,17 @@ class Totals:
 
 
 class _Selection(Settings):
-    """The settings that both mechanisms of label selection share. Privacy unit: one record, add or remove.
+    """The settings of label selection, in which a client privately selects its number of synthetic records per class.
 
-    ``epsilon``: epsilon_1, the cost of the selection for one class at delta 0. ``composition``: the rule for the total
-    over all classes that is charged. ``false_positive``: an upper bound on the probability that a class without records
-    gets synthetic records; selected counts below the resulting threshold are set to 0, and 1 keeps all counts.
-    ``least_share``: selected counts below this share of the client's largest count are set to 0 as well, because a
-    generator makes mislabelled noise of a class with very few records; 0 keeps all counts. Both rules read only the
-    selected counts and have no privacy cost. ``largest``: R, the largest number of synthetic records of one class
-    (None: gamma times the public bound on a class's records, see ``largest_count``).
+    The exponential and the geometric mechanism share these settings. The privacy unit is one record, which is added or
+    removed. ``epsilon``: epsilon_1, the privacy cost of the selection for one class, at delta 0. ``composition``: the
+    rule for the total privacy cost over all classes. ``false_positive``: an upper bound on the probability that a class
+    without records gets synthetic records. Selected numbers below the resulting threshold are set to 0; the value 1
+    keeps all numbers. ``least_share``: selected numbers below this share of the client's largest selected number are
+    set to 0 as well; the value 0 keeps all numbers. A generator makes mislabelled noise of a class with very few
+    records. The rules of false_positive and least_share read only the selected numbers, so they have no privacy cost.
+    ``largest``: R, the largest number of synthetic records of one class (None: gamma times the public bound on a
+    class's records, see ``largest_count``).
     """
 
     epsilon: float = Field(0.1, gt=0)
@@ -65,34 +68,40 @@ class _Selection(Settings):
     def largest_count(self, gamma: float, public_records: int) -> int:
         """Return R, the largest number of synthetic records that can be selected for one class.
 
-        ``public_records``: a public upper bound on the number of records of one class. An R that depends on the
-        client's records would reveal them: a count above one R and below another would be possible for only one of two
-        neighbouring data sets.
+        ``public_records``: a public upper bound on the number of records of one class. R must not depend on the
+        client's records, because it would reveal them. Two neighbouring data sets could then have different values of
+        R. A selected number between the two values would be possible for only one of these data sets.
         """
         return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
 
     def totals(self, num_classes: int) -> Totals:
-        """Return three bounds on the epsilon of the selections for ``num_classes`` classes together."""
+        """Return three bounds on the total epsilon of a client's label selection over ``num_classes`` classes."""
         return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
 
     def total_epsilon(self, num_classes: int) -> float:
-        """Return the epsilon of the selections for all classes, by ``composition``, to be added to other epsilons."""
+        """Return the total epsilon of a client's label selection over all classes.
+
+        The setting ``composition`` determines the rule for the total. Callers may add the result to other epsilons.
+        """
         totals = self.totals(num_classes)
         return totals.parallel if self.composition == "parallel" else totals.sequential
 
     def event(self, num_classes: int) -> "dp_event.DpEvent":
-        """Return the privacy event of the selections for all classes, for a privacy ledger (add or remove a record)."""
+        """Return the privacy event of a client's label selection over all classes, for a privacy ledger.
+
+        Adjacency: one record is added or removed.
+        """
         from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
 
         one = self._event_of_one_class()
         return one if self.composition == "parallel" else dp_event.SelfComposedDpEvent(one, num_classes)
 
     def threshold(self, gamma: float, largest: int) -> int:
-        """Return the threshold below which selected counts are set to 0.
+        """Return the threshold below which selected numbers of synthetic records are set to 0.
 
-        It is the least count that a class without records reaches with probability ``false_positive`` at most. It is
-        computed from public numbers only, so it has no privacy cost. If the noise is too large for the range, the
-        threshold is largest + 1, and all counts become 0.
+        It is the least number that a class without records reaches with probability ``false_positive`` at most. The
+        threshold is computed from public numbers only, so it has no privacy cost. If the noise is too large for the
+        range of numbers, the threshold is largest + 1. Then all selected numbers become 0.
         """
         if self.false_positive == 1:
             return 0
@@ -100,11 +109,12 @@ class _Selection(Settings):
         return int((reached > self.false_positive).sum())
 
     def select(self, class_counts: NDArray[np.int64], gamma: float, largest: int, noise: Noise) -> NDArray[np.int64]:
-        """Return the number of synthetic records of each class, (num_classes,): a private release.
+        """Return the privately selected number of synthetic records of each class, (num_classes,).
 
-        The result may be published, once its cost is charged to the privacy ledger. ``class_counts``: (num_classes,)
-        the client's own number of records of each class, SENSITIVE. ``largest``: R, public. ``noise``: the noise of
-        this client and release; the same key always gives the same selection.
+        These numbers may be published, once their privacy cost is in the privacy ledger. ``class_counts``: the client's
+        own number of records of each class, (num_classes,), SENSITIVE. ``largest``: R, the public largest number of
+        synthetic records of one class. ``noise``: the noise of this client and this selection. The same noise key
+        always gives the same numbers.
         """
         held = np.asarray(class_counts, dtype=np.int64)
         assert held.ndim == 1
@@ -120,16 +130,17 @@ class _Selection(Settings):
         return np.where(drawn < least, 0, drawn)
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each selected count 0..R, (R + 1,), for a class of ``num_records`` records.
+        """Return the probability of each selected number 0..R, (R + 1,), for a class of ``num_records`` records.
 
-        This is the distribution before the threshold.
+        These are the probabilities before the threshold sets small numbers to 0.
         """
         raise NotImplementedError
 
     def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
-        """Return one selected count per class. ``held``: the client's records per class, (num_classes,), SENSITIVE.
+        """Return one selected number of synthetic records per class.
 
-        ``coins``: (2, num_classes), uniform random numbers in (0, 1].
+        ``held``: the client's number of records per class, (num_classes,), SENSITIVE. ``coins``: uniform random numbers
+        in (0, 1], (2, num_classes).
         """
         raise NotImplementedError
 
@@ -138,12 +149,15 @@ class _Selection(Settings):
 
 
 class ExponentialMechanism(_Selection):
-    """The paper's exponential mechanism. Its privacy loss lies in a range of width epsilon: epsilon^2 / 8 in zCDP."""
+    """The paper's exponential mechanism, which selects the number of synthetic records of a class.
+
+    Its privacy loss lies in a range of width epsilon. In zCDP, its cost is epsilon^2 / 8.
+    """
 
     kind: Literal["exponential"] = "exponential"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each selected count 0..R, (R + 1,), before the threshold."""
+        """Return the probability of each selected number 0..R, (R + 1,), before the threshold."""
         _check(gamma, largest)
         whole, rest = _target(gamma, num_records)
         distance = np.abs(np.arange(largest + 1) - float(whole) - rest)
@@ -165,15 +179,16 @@ class ExponentialMechanism(_Selection):
 
 
 class Geometric(_Selection):
-    """The geometric mechanism: noise z on the number of records, with probability proportional to exp(-epsilon |z|).
+    """The geometric mechanism adds noise z to the number of records of a class.
 
-    Afterwards the noisy count is multiplied by gamma, rounded and clamped.
+    The probability of z is proportional to exp(-epsilon |z|). Afterwards the noisy number is multiplied by gamma,
+    rounded and clamped.
     """
 
     kind: Literal["geometric"] = "geometric"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each selected count 0..R, (R + 1,), before the threshold."""
+        """Return the probability of each selected number 0..R, (R + 1,), before the threshold."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
         # The least noisy counts that are rounded to 1..R, exactly: the least m with gamma m >= r - 1/2.
@@ -211,7 +226,10 @@ def _check(gamma: float, largest: int) -> None:
 
 
 def _target(gamma: float, num_records: int) -> tuple[int, float]:
-    """Return gamma n_k as (whole number, fraction in [0, 1]). One float would round a large product too coarsely."""
+    """Return gamma times the number of records as (whole number, fraction in [0, 1]).
+
+    A single float would round a large product too coarsely.
+    """
     whole, rest = divmod(Fraction(gamma) * num_records, 1)
     return whole, float(rest)
 
@@ -219,9 +237,9 @@ def _target(gamma: float, num_records: int) -> tuple[int, float]:
 def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: float, highest: float) -> Floats:
     """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one r per class.
 
-    ``whole`` + ``rest`` is the target: its whole number and its fraction. On each side of the target, the distribution
-    is a truncated geometric one. ``coins``: uniform random numbers; ``coins[0]`` decides the side, ``coins[1]`` the
-    distance.
+    ``whole``, ``rest``: the whole number and the fraction of the target, which is their sum. On each side of the
+    target, the distribution is a truncated geometric one. ``coins``: uniform random numbers. ``coins[0]`` decides the
+    side of the target, ``coins[1]`` the distance from it.
     """
     from scipy.special import expit  # noqa: PLC0415 (slow, and most runs need no label selection)
 

@@ -154,7 +154,10 @@ class DpCgan(Settings):
         return made
 
     def trainer(self) -> str:
-        """Return the name of the trainer on this machine: "native trainer" (compiled code), or PyTorch and why."""
+        """Return the name of the trainer on this machine.
+
+        The name is "native trainer" for the compiled C++ trainer. Otherwise it is PyTorch, with the reason.
+        """
         from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (needs torch as it is imported)
 
         kernel, reason = load_kernel()

@@ -1,14 +1,14 @@
 """The private gradient of the discriminator D by Opacus (Yousefpour et al. 2021): hooks, optimiser and accountant.
 
 This module avoids known faults of Opacus. Real and fake records take two forward passes through D and one backward
-pass, so that a pair of a record and a fake is clipped as one vector; after two backward passes the two halves would be
-clipped separately. An empty batch gives a sum of zeros, not an error. A pair whose gradient is not finite counts as the
-zero vector, not as NaN in every parameter. The generator's steps use a discriminator without hooks. All computation is
-float64, because the norm of a vector that is clipped in float32 may exceed the bound. The noise is fl-sim's secret
-noise, rounded to its grid; torch's generator is not used.
+pass. So a pair of a record and a fake is clipped as one vector. After two backward passes, the gradients of the record
+and of the fake would be clipped separately. An empty batch gives a sum of zeros, not an error. A pair whose gradient is
+not finite counts as the zero vector, not as NaN in every parameter. The generator's steps use a discriminator without
+hooks. All computation is float64, because the norm of a vector that is clipped in float32 may exceed the bound. The
+noise is fl-sim's secret noise, rounded to its grid. PyTorch's random generator is not used.
 
-One weakness of Opacus remains: a pair's gradient depends on the other pairs of the batch, if only by the rounding of
-float64. ``clients.dafl.dpcgan.clipping`` does not have it.
+One weakness of Opacus remains. A pair's gradient depends on the other pairs of the batch, if only by the rounding of
+float64. The module ``clients.dafl.dpcgan.clipping`` does not have this weakness.
 """
 
 from copy import deepcopy
@@ -32,7 +32,8 @@ class OpacusTerms:
     """The privacy parameters of the training of a client's discriminator.
 
     ``bill``: the privacy cost. ``batch``: the expected number of pairs in a step. ``std``: the standard deviation of
-    the noise on the sum of their gradients. ``bound``: the clipping norm of a pair. ``noise``: the source of the noise.
+    the noise on the sum of the pairs' gradients. ``bound``: the clipping norm of a pair's gradient. ``noise``: the
+    source of the noise.
     """
 
     bill: GeneratorBill
@@ -45,7 +46,7 @@ class OpacusTerms:
 class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
     """Opacus' optimiser with noise from fl-sim. It makes a private gradient: clip, sum, add noise, divide.
 
-    The update of the weights with this gradient is made by fl-sim's ``Adam``, for all clients at once.
+    With this gradient, fl-sim's ``Adam`` updates the weights of all clients at once.
     """
 
     def __init__(self, parameters: list[nn.Parameter], terms: OpacusTerms) -> None:
@@ -58,14 +59,14 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
         self.terms, self.number = terms, 0
 
     def clip_and_accumulate(self) -> None:
-        """Clip and sum the gradients of pairs; leave out pairs whose gradient is not finite."""
+        """Clip and sum the gradients of the pairs. A pair whose gradient is not finite is left out."""
         finite = torch.stack([gradient.flatten(1).square().sum(1) for gradient in self.grad_samples]).sum(0).isfinite()
         for parameter in self.params:
             parameter.grad_sample = parameter.grad_sample[finite]
         super().clip_and_accumulate()
 
     def add_noise(self) -> None:
-        """Round the sum to the noise grid, add noise, and store the result in ``grad`` of the parameters."""
+        """Round the sum of gradients to the noise grid, and add noise. Store the result as the parameters' ``grad``."""
         total = torch.cat([parameter.summed_grad.flatten() for parameter in self.params]).numpy()
         if std := self.terms.std:
             source, number = self.terms.noise, self.number
@@ -107,6 +108,6 @@ class OpacusGradients:
         return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def check(self) -> None:
-        """Raise AssertionError if the releases in Opacus' accountant differ from those that were charged."""
+        """Raise AssertionError if Opacus' accountant counted other steps than the privacy bill."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
         assert self.accountant.history == billed, "Opacus has counted other releases than were charged"
