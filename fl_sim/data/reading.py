@@ -37,7 +37,10 @@ from fl_sim.types import Dataset, Examples, records_of
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
-"""Files with metadata that Hugging Face's ``datasets`` stores beside the records; they do not count as content."""
+"""Files with metadata that Hugging Face's ``datasets`` stores beside the records.
+
+Such files do not count as content.
+"""
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:

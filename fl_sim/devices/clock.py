@@ -72,7 +72,8 @@ class Clock:
     def available(self, attempt: int) -> NDArray[np.bool_]:
         """Draw at random which clients are available now; return a mask, shape (clients,).
 
-        ``attempt``: the number of the draw. Each time that the server looks for clients, it makes a new draw.
+        ``attempt``: the number of the draw. Each time that the server looks for clients, the availability is drawn
+        anew.
         """
         availability = self.fleet.availability
         if (availability == 1).all():
@@ -141,7 +142,7 @@ class ClientTurn:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One step of the server in asynchronous training: it merges the updates of several clients into the model.
+    """One step of the server in asynchronous training. The server merges the updates of several clients into the model.
 
     ``number``: the number of the step, counted from 1. ``arrived``: the turns whose updates are merged, in the order of
     arrival. ``num_started``: the number of turns that started since the previous step. ``seconds``: the simulated
@@ -162,11 +163,11 @@ class ServerStep:
 class Schedule:
     """Simulates asynchronous training.
 
-    It computes the times at which clients start and finish, and the updates that each server step merges.
+    The schedule has the times at which clients start and finish, and the updates that each server step merges.
     ``order_of(server_round)``: all clients, in the order in which the server asks them to train before that server
     step. ``concurrency``: the number of clients that train at the same time. ``buffer``: the number of updates that one
-    server step merges. It is at most the number of clients. ``now``: the simulated time. ``steps``: the number of
-    server steps so far.
+    server step merges. ``buffer`` is at most the number of clients. ``now``: the simulated time. ``steps``: the number
+    of server steps so far.
 
     When a client finishes, the next available client in the order starts at once, with the current global model. No
     client trains the same global model twice, because its updates would be equal.

@@ -76,8 +76,9 @@ class Kernel:
     """The compiled trainer: a C++ library that is loaded into this process.
 
     ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
-    ``has_bfloat16``: True if the processor has products of bfloat16 numbers. ``has_amx``: True if it also has AMX
-    for such products, and the operating system and the library allow its use.
+    ``has_bfloat16``: True if the processor can compute products of bfloat16 numbers. ``has_amx``: True if the processor
+    also has AMX for such products, and the operating system and the library allow its use. AMX are Intel's matrix
+    instructions.
     """
 
     library: ctypes.CDLL
@@ -88,12 +89,12 @@ class Kernel:
     def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
         """Train clients one after another; each result equals ``fl_sim.training.loop.train`` up to float32 rounding.
 
-        ``precision`` "bfloat16" needs ``has_bfloat16``. It rounds the factors of products to 8 bits, and adds the
-        products in float32. It applies to linear layers. In convolutions it applies to the output and to the gradient
-        of the input. Without AMX it has three exceptions. It does not apply to the backward pass through pooling. It
-        does not apply to the gradient of a convolution's weights (unless the convolution reads the records and pools).
-        It does not apply to convolutions with kernels of 3 x 3 pixels and 8 or more channels. Most of these
-        convolutions use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
+        ``precision`` "bfloat16" needs ``has_bfloat16``. The factors of products are rounded to 8 bits, and the products
+        are added in float32. This rounding applies to linear layers. In convolutions it applies to the output and to
+        the gradient of the input. Without AMX the rounding has three exceptions. The first exception is the backward
+        pass through pooling. The second exception is the gradient of a convolution's weights (unless the convolution
+        reads the records and pools). The third exception is a convolution with kernels of 3 x 3 pixels and 8 or more
+        channels. Most of these convolutions use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
 
         Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes. Raises
         ValueError for tensors of wrong length or type, and for an unsupported precision.
@@ -160,7 +161,7 @@ class Kernel:
     def is_this_versions(self) -> bool:
         """Return True if the library fits this version of fl-sim.
 
-        Both must have the same C++ sources and the same request structure.
+        Library and fl-sim must have the same C++ sources and the same request structure.
         """
         try:
             sources, layout = self.function("sources"), self.function("layout")
@@ -177,10 +178,10 @@ class Kernel:
 
 @lru_cache(maxsize=1)
 def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
-    """Load the compiled trainer. Return (kernel, ""), or (None, reason) if it cannot be used on this machine.
+    """Load the compiled trainer. Return (kernel, ""), or (None, reason) if this machine cannot use the kernel.
 
-    ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that
-    this processor has.
+    ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that this
+    processor has.
     """
     path, features = path or find_library(), processor()
     lanes = lanes_of(features)
@@ -222,8 +223,9 @@ class CompiledNormals:
         """Write normal random numbers times ``ratio``, rounded to integers, to ``out``.
 
         Each number needs two random words, but this method reads only the word in ``first``, and computes in float64.
-        It returns the indices of the undecided numbers. For these the first word is not enough to round up or down
-        correctly. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
+        The method returns the indices of the undecided numbers. For such a number, the first word is not enough to
+        decide between rounding up and rounding down. Raises ValueError if ``first`` and ``out`` differ in length or
+        have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)
@@ -233,7 +235,7 @@ class CompiledNormals:
 
 
 def _may_use_amx(library: ctypes.CDLL) -> bool:
-    """Request the operating system's permission to use AMX's registers; return True if it was granted."""
+    """Request the operating system's permission to use AMX's registers; return True if the permission was granted."""
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
 
 

@@ -117,7 +117,7 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
 def products_in_output(row: dict[str, int]) -> int:
     """Return the number of products in one output number of a layer.
 
-    It is 0 for all layers but convolutions and linear layers.
+    The number is 0 for all layers but convolutions and linear layers.
     """
     if KINDS[row["kind"]] not in ("conv", "linear"):
         return 0

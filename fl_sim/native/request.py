@@ -28,8 +28,8 @@ TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
 RECEIVED = frozenset({"distillation", "contrast"})
 """The fields of LocalPlan whose loss terms need the outputs of another model.
 
-The compiled trainer computes these outputs once for all epochs. So it does not combine these fields with image
-augmentation, which changes the inputs in every epoch.
+The compiled trainer computes the other model's outputs once for all epochs. Image augmentation changes the inputs in
+every epoch. So the compiled trainer does not combine these fields with image augmentation.
 """
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
@@ -59,7 +59,7 @@ class Draws:
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
         """Return the random choices for training with ``count`` records.
 
-        They are drawn from ``generator`` in the order of ``training.loop.train``; the key of the masks comes
+        The choices are drawn from ``generator`` in the order of ``training.loop.train``. The key of the masks is drawn
         last.
         """
         settings = task.settings

@@ -1,8 +1,8 @@
 """Observers of a run: trackers such as MLflow, and the user's own objects.
 
-A command names the user's objects by import paths. Trackers receive the numbers that the run's files contain. They have
-the names that ``rounds.csv`` uses. A background thread sends the numbers. So a slow tracker never delays a round, and a
-failing tracker never aborts a run.
+A command names the user's objects by import paths. Trackers receive the numbers that the run's files contain. The
+numbers have the names that ``rounds.csv`` uses. A background thread sends the numbers. So a slow tracker never delays a
+round, and a failing tracker never aborts a run.
 """
 
 import secrets
@@ -143,7 +143,7 @@ class Sender:
     def end(self, facts: Mapping[str, Any]) -> None:
         """Send the numbers in ``facts``, the content of ``result.json``, and close all sessions.
 
-        The trackers receive them under the names of ``table.csv`` with a prefix, such as ``result.accuracy``.
+        The trackers receive the numbers under the names of ``table.csv`` with a prefix, such as ``result.accuracy``.
         """
         results = {f"result.{name}": value for name, value in measures(facts).items()}
         for tracker, session in list(self.sessions.items()):
@@ -203,7 +203,7 @@ class LiveTracker(Silent):
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Start the background thread, which connects to the trackers.
 
-        In a private run it starts at the end of the run.
+        In a private run (with a privacy guarantee), the thread starts at the end of the run.
         """
         del engine
         self._is_private = experiment.is_private
@@ -211,7 +211,7 @@ class LiveTracker(Silent):
             self._start(self._send_all, first_round)
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Pass the round to the background thread; the rounds of a private run are sent at its end."""
+        """Pass the round to the background thread. The rounds of a private run are sent at the end of the run."""
         if not self._is_private:
             self._queue.put(record)
 
@@ -241,7 +241,10 @@ class LiveTracker(Silent):
         self._sender.end(facts)
 
     def _waited(self) -> tuple[list[RoundRecord], Mapping[str, Any] | None]:
-        """Collect rounds from the queue for ``SECONDS_TOGETHER``; return them, and the results if the run has ended."""
+        """Collect rounds from the queue for ``SECONDS_TOGETHER``.
+
+        Return these rounds, and the results if the run has ended.
+        """
         said, records = self._queue.get(), []
         until = time.monotonic() + SECONDS_TOGETHER
         while isinstance(said, RoundRecord):
@@ -342,7 +345,7 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
     """Open a session of ``tracker`` for a run whose next round is ``first_round``.
 
     The tracker may already have a round with this number, from an earlier run in the same directory. In this case the
-    run gets a new identifier, so that the tracker does not mix both runs.
+    run gets a new identifier, so that the tracker does not mix the old and the new run.
     """
     run = _tracked_run(directory, tracker)
     if run.state.sent >= first_round:

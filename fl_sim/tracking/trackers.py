@@ -78,7 +78,7 @@ class Session(Protocol):
 
     @property
     def last_round(self) -> int:
-        """Return the number of the last round that the tracker has; 0 if it has none."""
+        """Return the number of the last round that the tracker has received; 0 if the tracker has received no round."""
         ...
 
     @property
@@ -101,7 +101,8 @@ class Session(Protocol):
 class TensorBoard:
     """TensorBoard: writes one event file in the run directory, for ``tensorboard --logdir``.
 
-    A resumed run appends to the file. If a crash has left an incomplete event at the end, it is removed first.
+    A resumed run appends to the file. If a crash has left an incomplete event at the end of the file, this event is
+    removed first.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:

@@ -250,7 +250,7 @@ class StackedTrainer:
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
         """Return a ``StackedStep`` and its launcher for ``jobs``.
 
-        They are those of the last call if they fit, else new.
+        The step and launcher of the last call are used again if they fit these jobs, else new ones are made.
         """
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
