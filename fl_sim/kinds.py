@@ -341,13 +341,21 @@ def title_of(value: Any) -> str:
 
 
 def short_form(value: Any) -> str:
-    """Return the short form of a settings object, such as ``label-1`` or ``dirichlet:0.05``."""
+    """Return the short form of a settings object, such as ``label-1``, ``dirichlet:0.05`` or ``rotate:4 label-1``."""
     kind = kind_of(value)
     parameter = next((name for name in field_defaults(type(value)) if name != "kind"), None)
     if parameter is None:
         return kind
     given = getattr(value, parameter)
-    return f"{kind.removesuffix('-k')}-{given}" if is_numbered(kind, type(value)) else f"{kind}:{given}"
+    short = f"{kind.removesuffix('-k')}-{given}" if is_numbered(kind, type(value)) else f"{kind}:{given}"
+    inner = inner_split(value)
+    return short if inner is None else f"{short} {short_form(inner)}"
+
+
+def inner_split(value: Any) -> Any:
+    """Return the partition in the field ``over`` of a partition; None without this field and for its default."""
+    defaults = field_defaults(type(value))
+    return value.over if "over" in defaults and value.over != defaults["over"] else None
 
 
 def is_numbered(kind: str, settings: type) -> bool:

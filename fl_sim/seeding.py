@@ -3,10 +3,10 @@
 An experiment has several seeds, so that the variance from the partition, for example, can be measured alone:
 
 ``partition_seed``: "partition", "validation", PATE's "public pool", and changes of records by a partition:
-"feature-noise", also of "test" and "validation". ``model_seed``: "model", which draws initial weights, and those of
-PATE's networks, "teacher". ``sampling_seed``: "sampler". ``seed``: all other purposes, such as "batches", "local"
-(dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a forest's "teacher" and
-students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
+"feature-noise", also of "test" and "validation", and "client groups". ``model_seed``: "model", which draws initial
+weights, and those of PATE's networks, "teacher". ``sampling_seed``: "sampler". ``seed``: all other purposes, such as
+"batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a forest's
+"teacher" and students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. They are seeded for the purposes above,
 for "data set" (by 0), for "plan" and "finish" of a client in a round, and for "sampling", "merging" and "evaluation" in

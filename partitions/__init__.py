@@ -5,22 +5,28 @@ A partition returns one array of record indices for each client; no record belon
 
 from partitions.assign import label_counts
 from partitions.feature_skew import FeatureNoise, Natural
+from partitions.group_skew import Colour, Invert, PermuteLabels, Rotate
 from partitions.label_skew import Dirichlet, LabelK, Shards
 from partitions.quantity import Iid, Quantity
-from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, ImpossibleSplit, Parts, Scheme
+from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, ImpossibleSplit, Parts, RecordSkew, Scheme
 
 __all__ = [
     "ByGroup",
+    "Colour",
     "Dirichlet",
     "EvaluationSkew",
     "FeatureNoise",
     "FeatureSkew",
     "Iid",
     "ImpossibleSplit",
+    "Invert",
     "LabelK",
     "Natural",
     "Parts",
+    "PermuteLabels",
     "Quantity",
+    "RecordSkew",
+    "Rotate",
     "Scheme",
     "Shards",
     "label_counts",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeAlias, overload, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 from numpy.random import Generator
@@ -13,6 +13,9 @@ Indices: TypeAlias = NDArray[np.int64]
 
 Inputs: TypeAlias = NDArray[np.float32]
 """A float array: normalised inputs of records, or one standard deviation per channel."""
+
+Stored: TypeAlias = NDArray[Any]
+"""Inputs of records as a data set stores them: images of bytes, or float vectors."""
 
 
 class ImpossibleSplit(ValueError):  # noqa: N818 (names what happened)
@@ -66,6 +69,29 @@ class EvaluationSkew(Protocol):
 
     def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
         """Change the test inputs. ``inputs``: normalised, shape (records, ...). ``std``: as in ``FeatureSkew``."""
+        ...
+
+
+@runtime_checkable
+class RecordSkew(Protocol):
+    """A partition that changes the stored inputs or the labels of each client, in groups that the seed may draw.
+
+    A client's training, validation and own test records are changed alike. The global test set stays as it is. A run
+    with one client changes nothing.
+    """
+
+    def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
+        """Raise ImpossibleSplit for records that the partition cannot change. ``shape``: of one record's inputs."""
+        ...
+
+    def held_by(
+        self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
+    ) -> tuple[Stored, Indices]:
+        """Return the inputs and labels of one client, numbered from 0, in the same shapes and types.
+
+        ``inputs``: as stored, before they are normalised: images of bytes have shape (records, channels, height,
+        width). ``rng``: the same random numbers in each call, for all clients. The arrays must not be written to.
+        """
         ...
 
 

@@ -165,6 +165,16 @@ def test_the_engines_agree_on_clients_that_start_from_different_models_or_stop_e
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("kind", ["rotate", "permute-labels"])
+def test_the_engines_agree_on_groups_of_clients(kind: str, one_ray: None, tmp_path: Path) -> None:
+    base = settings("fedavg", "inprocess", "mlp").model_dump()
+    base |= {"partition": {"kind": kind, "k": 4, "over": "dirichlet:0.3"}, "evaluate": {"clients": "class-shares"}}
+    for engine in ("inprocess", "ray:2"):
+        run(experiment_from({**base, "engine": engine}), tmp_path / engine)
+    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+
+
+@pytest.mark.cluster
 def test_the_engines_agree_on_the_votes_of_teachers(
     one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

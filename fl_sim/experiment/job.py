@@ -27,7 +27,7 @@ from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
-from partitions import ByGroup, FeatureSkew, Parts, Scheme
+from partitions import ByGroup, FeatureSkew, Parts, RecordSkew, Scheme
 from strategies.algorithm import Bounded, Dealing, Pooling
 
 
@@ -324,6 +324,8 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
     def drawn() -> Parts:
         coins = rng(seed, "partition")
         try:
+            if isinstance(scheme, RecordSkew) and num_clients > 1:
+                scheme.check_records(dataset.input_shape, dataset.num_classes)
             with seeded_alone(seed, "partition"):
                 if groups is not None and isinstance(scheme, ByGroup):
                     parts = scheme.split_groups(labels, groups[records], num_clients, coins)

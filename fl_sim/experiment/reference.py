@@ -17,11 +17,15 @@ from fl_sim.data.naming import ABOUT, OPTIONS, SETTINGS
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, is_numbered, kind_of, short_form
 from fl_sim.settings import OneOf, default_of
+from partitions import Scheme
 
 _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
 _NAME: Final = re.compile(r"``(\w+)``")
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-_WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "nothing"}
+_WORDS: Final = {
+    int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "nothing",
+    Scheme: "a partition, as the setting partition",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ def _as_written(default: Any) -> str:
         return str(default).lower()
     if default is PydanticUndefined or default is MISSING:
         return "none, it must be given"
+    if is_dataclass(default):
+        return short_form(default)
     if default is None or default in ("", ()):
         return "left out"
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -251,13 +251,18 @@ def _note(run: SavedRun, notes: Mapping[str, set[str]]) -> str:
 
 def split_of(run: SavedRun) -> str:
     """Return the partition of a run as short text, such as ``label-1`` or ``dirichlet:0.05``."""
-    kind = run.config.partition.kind
     if run.result or run.config.algorithm.kind == _CENTRALIZED:
         return run.result.partition if run.result else _CENTRALIZED
-    first = next((value for name, value in run.settings["partition"].items() if name != "kind"), None)
+    return _short_split(run.settings["partition"])
+
+
+def _short_split(partition: Mapping[str, Any]) -> str:
+    kind, over = str(partition["kind"]), partition.get("over")
+    first = next((value for name, value in partition.items() if name != "kind"), None)
     if first is None:
         return kind
-    return f"{kind.removesuffix('-k')}-{first}" if kind.endswith("-k") else f"{kind}:{first}"
+    short = f"{kind.removesuffix('-k')}-{first}" if kind.endswith("-k") else f"{kind}:{first}"
+    return f"{short} {_short_split(over)}" if isinstance(over, Mapping) and over["kind"] != "iid" else short
 
 
 def _text(value: Any) -> str:

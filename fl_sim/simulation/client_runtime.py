@@ -32,7 +32,7 @@ from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params, Traffic
-from partitions import EvaluationSkew, FeatureSkew
+from partitions import EvaluationSkew, FeatureSkew, Parts, RecordSkew
 from strategies.layer import Relabel, Workload, layer_kinds
 
 PADDING = 4
@@ -183,7 +183,7 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _own_records(job: Job, client: int) -> Records:
-    examples = job.dataset.train.take(job.shards[client])
+    examples = _as_held_by(client, job.dataset.train.take(job.shards[client]), job)
     if relabel := _relabels(job).get(client):
         examples = replace(examples, labels=relabel(examples.labels))
     if not _is_skewed(job.experiment):
@@ -193,10 +193,11 @@ def _own_records(job: Job, client: int) -> Records:
 
 
 def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
-    """Return ``examples`` on the job's device with the feature skew of ``client``.
+    """Return ``examples`` on the job's device as ``client`` sees them: with its own labels and its feature skew.
 
     ``purpose``: the name of the random stream of the skew, such as "own test feature-noise" (see ``fl_sim.seeding``).
     """
+    examples = _as_held_by(client, examples, job)
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device).whole()
     inputs, labels = to_tensors(examples, job.dataset)
@@ -206,7 +207,7 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
 def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return a function (client) -> records. The function slices one array with the records of all clients."""
     bounds = job.shards.bounds
-    everybody = job.dataset.train.take(job.shards.records)
+    everybody = _as_held(job.dataset.train.take(job.shards.records), job.shards, job)
     if changed := _relabels(job):
         trained_on = everybody.labels.copy()
         for client, relabel in changed.items():
@@ -253,14 +254,14 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return the validation records on the job's device, with the feature skew of the client that holds each record.
+    """Return the validation records on the job's device, as the client that holds each record sees them.
 
     A data set may contain validation records of its own. Such records belong to no client and are treated like test
     records.
     """
     if job.dataset.validation is not None:
         return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
-    examples = job.dataset.train.take(job.validation.records)
+    examples = _as_held(job.dataset.train.take(job.validation.records), job.validation, job)
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device)
     inputs, labels = to_tensors(examples, job.dataset)
@@ -291,6 +292,42 @@ def _as_evaluated(job: Job, examples: Examples, purpose: str) -> Source:
 def _is_skewed(experiment: Experiment) -> bool:
     """Return True if clients have feature skew. Their records are then stored as float32 values, not as bytes."""
     return isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
+
+
+def _changes_records(experiment: Experiment) -> bool:
+    """Return True if clients have stored inputs or labels of their own, which their partition changes."""
+    return isinstance(experiment.partition, RecordSkew) and experiment.num_clients > 1
+
+
+def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
+    """Return ``examples``, the records of all ``parts`` in order, with each client's own inputs and labels."""
+    if not _changes_records(job.experiment):
+        return examples
+    inputs, labels = examples.inputs.copy(), examples.labels.copy()
+    for client in np.flatnonzero(parts.sizes).tolist():
+        place = slice(*parts.bounds[client : client + 2])
+        held = _as_held_by(client, Examples(inputs[place], labels[place]), job)
+        inputs[place], labels[place] = held.inputs, held.labels
+    return replace(examples, inputs=inputs, labels=labels)
+
+
+def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
+    """Return ``examples`` with the inputs and labels that the partition gives to ``client``, before any noise."""
+    experiment, num_classes = job.experiment, job.dataset.num_classes
+    scheme: object = experiment.partition
+    if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):
+        return examples
+    generator = rng(experiment.seed_of_partition, "client groups")  # the same for all clients of a group
+    inputs, labels = scheme.held_by(client, examples.inputs, examples.labels, num_classes, generator)
+    for old, new in ((examples.inputs, inputs), (examples.labels, labels)):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise UserError(
+                f"partition {kind_of(scheme)}: held_by gave {new.dtype} of shape {new.shape} for {old.dtype} of shape "
+                f"{old.shape}; it must keep type and shape"
+            )
+    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
+        raise UserError(f"partition {kind_of(scheme)}: held_by gave labels outside 0 to {num_classes - 1}")
+    return replace(examples, inputs=inputs, labels=labels)
 
 
 def _as_seen_by(client: int, inputs: torch.Tensor, job: Job, purpose: str = "feature-noise") -> torch.Tensor:

@@ -27,7 +27,7 @@ from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import StateChecksum, write_private
 from fl_sim.training.evaluation import Holdings, OwnTests, area_under_roc
 from fl_sim.types import Params, ServerState, Traffic
-from partitions import FeatureSkew
+from partitions import FeatureSkew, RecordSkew
 from strategies.algorithm import Reporting
 from strategies.layer import Layer, layer_kinds
 
@@ -172,6 +172,7 @@ _PRIVATE = "the class counts of a client are private"
 _ONE_HOLDER = "one client holds all records: there are no other clients whose accuracies could differ"
 _SHARES = "accuracy on the test records, with each class weighted by its share of the client's records"
 _SKEWED = f"{_SHARES}; the client's feature skew has no effect on it"
+_CHANGED = f"{_SHARES}; the changes of its inputs and labels have no effect on it (see evaluate.clients)"
 _ONCE = "the test records are used once at most, after the last round, so the accuracies of earlier rounds are unknown"
 _HIDDEN_COHORT = "the cohort is secret under Global DP; the bytes of a client in a round depend on no record"
 _EARLIER = "some rounds were run by an earlier version, which did not count bytes"
@@ -352,6 +353,8 @@ def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
 def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> str:
     """Return a sentence that defines the clients' accuracies and says which clients or records are left out."""
     if not isinstance(clients_by, OwnTests):
+        if experiment.num_clients > 1 and isinstance(experiment.partition, RecordSkew):
+            return _CHANGED
         skewed = isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
         return _SKEWED if skewed else _SHARES
     without, nobodys = (clients_by.counts == 0).sum(), (clients_by.owners < 0).sum()

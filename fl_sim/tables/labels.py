@@ -11,7 +11,7 @@ from typing import Any
 from fl_sim.data.naming import short_label, without_settings
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Evaluate, Local
-from fl_sim.kinds import Captioned, field_defaults, is_none, is_settings, kind_of, short_form, title_of
+from fl_sim.kinds import Captioned, field_defaults, inner_split, is_none, is_settings, kind_of, short_form, title_of
 from fl_sim.report.row_names import method_of, settings_of, short_names
 from fl_sim.settings import default_of
 from fl_sim.types import Dataset
@@ -139,7 +139,9 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     changed = _changed(settings, also)
     if not isinstance(vars(type(settings)).get("title", ""), str):  # a property: the title states the first parameter
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
-    return title_of(settings) + _in_brackets(changed)
+    if (inner := inner_split(settings)) is not None:
+        changed.pop("over")
+    return title_of(settings) + _in_brackets(changed) + ("" if inner is None else f" {label(inner)}")
 
 
 def text(value: Any) -> str:

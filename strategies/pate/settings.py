@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, NetworkTeacher
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, is_own_kind, kind_of
+from fl_sim.kinds import Choices, inner_split, is_own_kind, kind_of
 from fl_sim.seeding import rng
 from fl_sim.settings import OneOf, Settings, kinds_of
 from fl_sim.types import Dataset, Examples
@@ -116,10 +116,12 @@ class Pate(Settings):
                 f"algorithm pate cannot run with local.batch_norm={batch_norm}, as it averages no models: leave "
                 "local.batch_norm out, and take a model without running statistics"
             )
-        if not is_own_kind(experiment.partition) or isinstance(self.labelling.mechanism, NoNoise):
+        splits = (experiment.partition, inner_split(experiment.partition))
+        own = next((split for split in splits if split is not None and is_own_kind(split)), None)
+        if own is None or isinstance(self.labelling.mechanism, NoNoise):
             return
         raise ValueError(
-            f"algorithm pate cannot state an epsilon for partition {kind_of(experiment.partition)}: in a partition of "
+            f"algorithm pate cannot state an epsilon for partition {kind_of(own)}: in a partition of "
             "your own, one record more may change the shards of several teachers; take one of "
             f"{', '.join(kinds_of('partition'))}, or algorithm.labelling.mechanism=none"
         )

@@ -16,7 +16,9 @@ from partitions import (
     Iid,
     ImpossibleSplit,
     LabelK,
+    PermuteLabels,
     Quantity,
+    Rotate,
     Shards,
     label_counts,
 )
@@ -31,6 +33,8 @@ SCHEMES = [
     Shards(),
     Quantity(beta=0.1),
     FeatureNoise(sigma=0.1),
+    Rotate(k=4, over=Dirichlet(beta=0.5)),
+    PermuteLabels(k=6),
 ]
 BY_NAME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 

@@ -19,6 +19,7 @@ from fl_sim.privacy.statement import Coverage, promised_releases, statement
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 from fl_sim.stages.pate.noisy_labels import Released, Votes, publish_cost, votes_key
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
+from partitions.group_skew import OverSplit
 from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling, NoNoise
 from strategies.pate.settings import Pate
 
@@ -80,6 +81,8 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
+    if isinstance(partition, OverSplit):  # a teacher's number alone decides how it sees its records
+        return neighbours(partition.over)
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
     if type(partition) is Natural:

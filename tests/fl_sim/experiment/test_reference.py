@@ -66,7 +66,9 @@ def test_what_a_setting_takes_is_in_words() -> None:
     assert takes["clients"] == "whole number, at least 1, at most 1,000,000"
     assert takes["device"] == "auto, cpu or cuda"
     assert takes["local.momentum"] == "number, at least 0, below 1"
-    assert takes["partition"] == "dirichlet, feature-noise, iid, label-K, natural, quantity or shards"
+    assert takes["partition"] == (
+        "colour, dirichlet, feature-noise, iid, invert, label-K, natural, permute-labels, quantity, rotate or shards"
+    )
 
 
 def test_a_meaning_is_what_the_docstring_says_of_the_field_alone() -> None:

@@ -1,0 +1,266 @@
+"""Groups of clients that differ in their inputs or labels, over any split of the records: client i is in group i mod k.
+
+Such groups are the test of clustered and personalised methods (Sattler et al. 2021, Ghosh et al. 2020). The group of a
+client is public. The inner split decides which records a client has; these partitions change the records that it sees:
+its training records, its validation records, and its own test records. The global test set stays as it is. Group 0
+keeps its records unchanged, so that the global test set has the inputs and labels of group 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from partitions.assign import STRICT
+from partitions.quantity import Iid
+from partitions.scheme import (
+    ByGroup,
+    FeatureSkew,
+    ImpossibleSplit,
+    Indices,
+    RecordSkew,
+    Scheme,
+    Stored,
+)
+
+COLOURS: Final = {1: "grey", 3: "colour"}
+"""The numbers of channels that ``Colour`` supports, and what such images are."""
+
+
+_IID: Final = Iid()
+
+
+class AnyPartition:
+    """The marker of a field that holds a partition: fl-sim reads it like the setting ``partition``.
+
+    Only pydantic calls the marker's method, and only fl-sim brings pydantic, so partitions still need numpy alone.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the pydantic schema of the setting ``partition``."""
+        one_of = import_module("fl_sim.one_of").OneOf("partition", group="fl_sim.partition")
+        return one_of.__get_pydantic_core_schema__(source, handler)
+
+
+@dataclass(frozen=True)
+class OverSplit:
+    """The base class of partitions that change the records of groups of clients.
+
+    ``k``: the number of groups, at least 2; client i is in group i mod ``k``. ``over``: the partition that assigns the
+    records to clients, such as ``dirichlet:0.3``.
+    """
+
+    k: int = 2
+    over: Annotated[Scheme, AnyPartition()] = _IID
+
+    __pydantic_config__ = STRICT
+    needs_images: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        name = self._name
+        if self.k < 2:
+            raise ImpossibleSplit(f"{name}: k={self.k} groups: at least 2, or take the partition of `over` by itself")
+        if isinstance(self.over, str) or not hasattr(self.over, "split"):
+            raise ImpossibleSplit(f"{name}: over={self.over!r} is no partition: give an object, such as Dirichlet(0.3)")
+        if isinstance(self.over, FeatureSkew | RecordSkew):
+            raise ImpossibleSplit(
+                f"{name}: over={getattr(self.over, 'kind', type(self.over).__name__)} changes the records of clients "
+                "by itself: take a partition that only assigns records, such as iid or dirichlet:0.3"
+            )
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self, "kind", type(self).__name__))
+
+    def group_of(self, client: int) -> int:
+        """Return the group of ``client``, both numbered from 0."""
+        return client % self.k
+
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
+        """Return the record indices of every client, exactly as ``over`` does.
+
+        Raises ImpossibleSplit for fewer clients than groups, unless there is only one client, whose records stay as
+        they are.
+        """
+        self._check_groups(num_partitions)
+        return self.over.split(labels, num_partitions, rng)
+
+    def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
+        """Return the record indices of every client, as ``over`` does for records with these sources (``ByGroup``)."""
+        self._check_groups(num_partitions)
+        if isinstance(self.over, ByGroup):
+            return self.over.split_groups(labels, groups, num_partitions, rng)
+        return self.over.split(labels, num_partitions, rng)
+
+    def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
+        """Raise ImpossibleSplit for records that this partition cannot change (``RecordSkew.check_records``)."""
+        del num_classes
+        if self.needs_images and len(shape) != 3:
+            raise ImpossibleSplit(
+                f"{self._name} changes images, and the records have shape {shape}: take images (and leave out the "
+                "setting features), or permute-labels, which changes labels only"
+            )
+
+    def held_by(
+        self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
+    ) -> tuple[Stored, Indices]:
+        """Return the inputs and labels of ``client`` as its group sees them (``RecordSkew.held_by``)."""
+        del num_classes, rng
+        return self.seen_in(self.group_of(client), inputs), labels
+
+    def seen_in(self, number: int, inputs: Stored) -> Stored:
+        """Return images of bytes, shape (records, channels, height, width), as group ``number`` sees them."""
+        raise NotImplementedError
+
+    def _check_groups(self, num_partitions: int) -> None:
+        if 1 < num_partitions < self.k:
+            raise ImpossibleSplit(
+                f"{self._name}:{self.k} has {self.k} groups for {num_partitions} clients; use at least {self.k} "
+                "clients or a smaller k"
+            )
+
+
+@dataclass(frozen=True)
+class Rotate(OverSplit):
+    """The images of group g of ``k`` are turned by g / ``k`` of a full turn, counter-clockwise (IFCA's rotated MNIST).
+
+    There are 4 groups (quarter turns) or 2 (half turns). Images that are not square need 2, because a quarter turn
+    changes their shape.
+    """
+
+    kind: Literal["rotate"] = field(default="rotate", kw_only=True)
+    k: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k not in (2, 4):
+            raise ImpossibleSplit(f"rotate: k={self.k} groups: take 4 (quarter turns) or 2 (half turns); others blur")
+
+    @property
+    def title(self) -> str:
+        """The short name of this partition in tables and plots, such as ``rotate:4``."""
+        return f"rotate:{self.k}"
+
+    def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
+        """Raise ImpossibleSplit unless the records are images, and square ones for quarter turns."""
+        super().check_records(shape, num_classes)
+        if self.k == 4 and shape[1] != shape[2]:
+            raise ImpossibleSplit(
+                f"rotate:4 turns images by quarter turns, and these have {shape[1]} x {shape[2]} pixels: take rotate:2"
+            )
+
+    def seen_in(self, number: int, inputs: Stored) -> Stored:
+        """Return the images turned by ``number`` / ``k`` of a full turn."""
+        return np.ascontiguousarray(np.rot90(inputs, number * (4 // self.k), axes=(-2, -1)))
+
+
+@dataclass(frozen=True)
+class Invert(OverSplit):
+    """The images of the last group are negatives: a pixel p becomes 255 - p. All other groups keep their images.
+
+    So one of ``k`` clients sees negatives: half of the clients with ``invert:2``.
+    """
+
+    kind: Literal["invert"] = field(default="invert", kw_only=True)
+    k: int = 2
+
+    @property
+    def title(self) -> str:
+        """The short name of this partition in tables and plots, such as ``invert:2``."""
+        return f"invert:{self.k}"
+
+    def seen_in(self, number: int, inputs: Stored) -> Stored:
+        """Return the negatives of the images for the last group, and the images themselves for all others."""
+        return np.bitwise_not(inputs) if number == self.k - 1 else inputs  # in a byte, not p is 255 - p
+
+
+@dataclass(frozen=True)
+class Colour(OverSplit):
+    """The images of each group but the first are seen in light of another colour, which darkens some channels.
+
+    The value of channel c is multiplied by a factor between 1/2 and 1 and rounded. In colour images, group g = 1, 2,
+    ... has light of the hue (g - 1) / (``k`` - 1) of the colour circle, from red on. Grey images have no hue and keep
+    one channel: there the brightness of group g is 1 - g / (2 (``k`` - 1)), from 1 down to 1/2. The literature has no
+    common definition; this one is fl-sim's.
+    """
+
+    kind: Literal["colour"] = field(default="colour", kw_only=True)
+    k: int = 2
+
+    @property
+    def title(self) -> str:
+        """The short name of this partition in tables and plots, such as ``colour:3``."""
+        return f"colour:{self.k}"
+
+    def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
+        """Raise ImpossibleSplit unless the records are images with 1 or 3 channels."""
+        super().check_records(shape, num_classes)
+        if shape[0] not in COLOURS:
+            raise ImpossibleSplit(
+                f"colour needs images with 1 channel (grey) or 3 channels (red, green, blue), and these have "
+                f"{shape[0]}: take rotate or invert"
+            )
+
+    def light(self, number: int, channels: int) -> NDArray[np.float64]:
+        """Return the factor of each channel in group ``number``, shape (channels,)."""
+        if number == 0:
+            return np.ones(channels)
+        if channels == 1:
+            return np.array([1 - number / (2 * (self.k - 1))])
+        hue = (number - 1) / (self.k - 1)
+        pure = np.clip(np.abs((6 * hue + np.array([0, 4, 2])) % 6 - 3) - 1, 0, 1)
+        factors: NDArray[np.float64] = (1 + pure) / 2
+        return factors
+
+    def seen_in(self, number: int, inputs: Stored) -> Stored:
+        """Return the images in the light of group ``number``."""
+        factors = self.light(number, inputs.shape[1])
+        tables = np.rint(np.arange(256) * factors[:, None]).astype(np.uint8)
+        return np.stack([tables[channel][inputs[:, channel]] for channel in range(len(factors))], axis=1)
+
+
+@dataclass(frozen=True)
+class PermuteLabels(OverSplit):
+    """The labels of each group but the first are exchanged by a permutation of the classes, another one in each group.
+
+    The inputs stay as they are, so the same input has another label in another group (Sattler et al. 2021). The seed of
+    the partition determines the permutations. There are at most as many groups as permutations.
+    """
+
+    kind: Literal["permute-labels"] = field(default="permute-labels", kw_only=True)
+    k: int = 2
+
+    needs_images: ClassVar[bool] = False
+
+    @property
+    def title(self) -> str:
+        """The short name of this partition in tables and plots, such as ``permute-labels:4``."""
+        return f"permute-labels:{self.k}"
+
+    def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
+        """Raise ImpossibleSplit if there are fewer permutations of the classes than groups."""
+        del shape
+        if math.factorial(min(num_classes, 20)) < self.k:
+            raise ImpossibleSplit(
+                f"permute-labels:{self.k} gives each group another permutation of the classes, and {num_classes} "
+                f"classes have only {math.factorial(num_classes)}: use a smaller k"
+            )
+
+    def permutations(self, num_classes: int, rng: Generator) -> Indices:
+        """Return the label of each class in each group, shape (``k``, ``num_classes``). All rows differ."""
+        rows = {tuple(range(num_classes)): None}  # a dict keeps the order of the draws
+        while len(rows) < self.k:
+            rows[tuple(rng.permutation(num_classes).tolist())] = None
+        return np.array(list(rows), dtype=np.int64)
+
+    def held_by(
+        self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
+    ) -> tuple[Stored, Indices]:
+        """Return ``inputs`` unchanged, and the labels by the permutation of the client's group."""
+        permuted: Indices = self.permutations(num_classes, rng)[self.group_of(client)][labels]
+        return inputs, permuted
