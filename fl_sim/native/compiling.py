@@ -33,11 +33,11 @@ COMPILE_SECONDS = 300.0
 WIDTHS = {4: ("asimd",), 8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
 """{width: processor features}. The width is the number of float32 numbers in a vector.
 
-The kernel is compiled once for each width, with the features of this width and no others. So every machine compiles the
-same library, and ``lanes_of`` chooses the width at run time. Vectors wider than the processor's are slow: 512-bit
-vectors on a 256-bit processor took 12 times as long, longer than PyTorch. The code for narrow vectors is linked first.
-If several widths contain the same template of the C++ standard library, the linker keeps the first copy. Every
-processor can run the narrow copy.
+The C++ code of the trainer is compiled once for each width, with the features of this width and no others. So every
+machine compiles the same library, and ``lanes_of`` chooses the width at run time. Vectors wider than the processor's
+are slow: 512-bit vectors on a 256-bit processor took 12 times as long, longer than PyTorch. The code for narrow vectors
+is linked first. If several widths contain the same template of the C++ standard library, the linker keeps the first
+copy. Every processor can run the narrow copy.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
@@ -62,12 +62,12 @@ class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, n
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
-    """Compile the kernel for all widths of an architecture, and write ``library`` in one atomic step.
+    """Compile the trainer's C++ code for all widths of an architecture, and write ``library`` in one atomic step.
 
     The environment variable ``CXX`` names the compiler, with options if needed; the default is g++, c++ or clang++.
-    ``options``: more compiler options. ``architecture``: the compiler's target, a key of ``ARCHITECTURES``; None
-    means this machine's. The same compiler makes the same bytes from the same sources in any folder. Raises
-    NoCompiler if the compilation fails.
+    ``options``: more compiler options. ``architecture``: the compiler's target, a key of ``ARCHITECTURES``; None means
+    this machine's. The same compiler makes the same bytes from the same sources in any folder. Raises NoCompiler if the
+    compilation fails.
     """
     architecture = architecture or platform.machine()
     if architecture not in ARCHITECTURES:
@@ -143,8 +143,8 @@ def _call(command: list[str]) -> None:
 def find_library() -> Path:
     """Return the path of the kernel library: beside this file, or in another copy of fl-sim on the import path.
 
-    Flower, another engine, executes clients from a copy of fl-sim without kernel and C++ sources. Then the kernel of
-    the installed fl-sim is used, if it was compiled from the sources of this version. If there is no kernel, the
+    Flower, another engine, executes clients from a copy of fl-sim without library and C++ sources. Then the library of
+    the installed fl-sim is used, if it was compiled from the sources of this version. If there is no library, the
     function returns the path beside this file.
     """
     if LIBRARY.exists():
@@ -157,7 +157,7 @@ def find_library() -> Path:
 
 
 def sources_digest(folder: Path = FOLDER) -> str:
-    """Return a digest of the names and contents of the kernel's C++ sources in ``folder``."""
+    """Return a digest of the names and contents of the C++ sources of the compiled trainer in ``folder``."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())

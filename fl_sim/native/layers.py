@@ -67,7 +67,8 @@ class Stack:
     def is_piecewise_linear(self) -> bool:
         """Return True if the model has no normalisation layer.
 
-        Then all layers are piecewise linear, and the kernel can compute the second derivatives that FedMix needs.
+        Then all layers are piecewise linear. For such models the compiled trainer can compute the second derivatives
+        that FedMix needs.
         """
         return not bool((self.layers[:, 0] == _NORM).any())
 
@@ -133,7 +134,7 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return, as text, the convolutions that PyTorch computes faster than the kernel.
+    """Return, as text, the convolutions that PyTorch computes faster than the compiled trainer.
 
     The text is empty if less than half of the model's products (multiplications) are in such convolutions.
     """
@@ -187,7 +188,8 @@ class _Rows:
     def drop(self, probability: float) -> bool:
         """Add dropout to the output of the previous layer. If other layers read this output, too, add a separate layer.
 
-        Returns False if the kernel does not support the dropout: a second dropout of one output, or probability 1.
+        Returns False for dropout that the compiled trainer does not support: a second dropout of one output, or
+        probability 1.
         """
         if not probability:
             return True
@@ -203,7 +205,7 @@ class _Rows:
 
 
 def _add(rows: _Rows, module: nn.Module) -> bool:
-    """Add the layers of ``module`` to ``rows``; return True if the kernel supports all of them."""
+    """Add the layers of ``module`` to ``rows``; return True if the compiled trainer supports all of them."""
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         return False
     if type(module) is nn.Sequential:
@@ -235,7 +237,7 @@ def _add_block(rows: _Rows, block: ResidualBlock) -> bool:
 
 
 def _row(module: nn.Module) -> dict[str, int] | None:
-    """Return the description of a layer, or None if the kernel does not support the layer or its settings."""
+    """Return the description of a layer, or None if the compiled trainer does not support the layer or its settings."""
     kind = _KINDS.get(type(module))
     if kind is None:
         return None

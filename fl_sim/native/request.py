@@ -169,7 +169,7 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """Owns the memory that the kernel reads during a call. Values that clients share are stored once."""
+    """Owns the memory that the compiled trainer reads during a call. Values that clients share are stored once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -273,10 +273,10 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return the length that a vector of ``size`` numbers has in the kernel's memory.
+    """Return the length that a vector of ``size`` numbers has in the memory of the compiled trainer.
 
     The length is a multiple of 16, and at least 16 more than ``size``. The next vector in memory is then aligned to the
-    kernel's widest SIMD vectors.
+    widest SIMD vectors of the compiled code.
     """
     return -(-size // _SPARE) * _SPARE + _SPARE
 

@@ -273,7 +273,7 @@ class Trainer:
     def _compiled(self, params: Params, inputs: torch.Tensor, rows: Rows = "logits") -> LogitsOf | None:
         """Return a compiled function that computes ``rows`` (logits or features) of records.
 
-        Returns None if the kernel does not support the model or the inputs, or if ``params`` contain infinite
+        Returns None if the compiled trainer does not support the model or the inputs, or if ``params`` contain infinite
         numbers or NaN.
         """
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
@@ -292,10 +292,10 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the kernel's description of the model.
+        """Return the description of the model for the compiled trainer.
 
-        Return None if the kernel (compiled trainer) does not support the training. ``asked``: the names of all fields
-        of settings and ``plan`` that are in use.
+        Return None if the compiled trainer does not support the training. ``asked``: the names of all fields of
+        settings and ``plan`` that are in use.
         """
         stack = self._stack(input_shape) if self._kernel is not None else None
         if (
