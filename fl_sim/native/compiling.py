@@ -141,11 +141,11 @@ def _call(command: list[str]) -> None:
 
 
 def find_library() -> Path:
-    """Return the path of the kernel library: beside this file, or in another copy of fl-sim on the import path.
+    """Return the path of the library with the compiled trainer.
 
-    Flower, another engine, executes clients from a copy of fl-sim without library and C++ sources. Then the library of
-    the installed fl-sim is used, if it was compiled from the sources of this version. If there is no library, the
-    function returns the path beside this file.
+    It is beside this file, or in another copy of fl-sim on the import path. Flower, another engine, executes clients
+    from a copy of fl-sim without library and C++ sources. Then the library of the installed fl-sim is used, if it was
+    compiled from the sources of this version. If there is no library, the function returns the path beside this file.
     """
     if LIBRARY.exists():
         return LIBRARY
@@ -199,7 +199,10 @@ def _compiler() -> list[str]:
 
 
 def main() -> int:
-    """Compile the kernel in this folder, print the result, and return the exit code: 0 for success, else 1."""
+    """Compile the C++ code of the trainer in this folder and print the result.
+
+    Return the exit code: 0 for success, else 1.
+    """
     try:
         compile_kernel()
     except NoCompiler as reason:

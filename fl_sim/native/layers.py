@@ -74,11 +74,12 @@ class Stack:
 
 
 def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
-    """Return the kernel's description of ``model``, or None if the kernel does not support the model.
+    """Return the description of ``model`` for the compiled trainer.
 
-    Supported are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our
-    ResidualBlock in (nested) Sequential. The last layer must be Linear. Frozen parameters, shared parameters and
-    hooks are not supported. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
+    Return None if the compiled trainer does not support the model. Supported are Conv2d, GroupNorm, MaxPool2d,
+    AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our ResidualBlock in (nested) Sequential. The last layer
+    must be Linear. Frozen parameters, shared parameters and hooks are not supported. ``input_shape``: the shape of one
+    record, (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)

@@ -58,7 +58,7 @@ class LocalJob:
     def asks_for(self) -> frozenset[str]:
         """Return the names of the fields of settings and plan that are not at their defaults.
 
-        A trainer of this job must support all of them.
+        A trainer of this job must support all these fields.
         """
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
 
@@ -113,10 +113,10 @@ class Trainer:
 
     ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
     always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
-    ``kernel.has_bfloat16``. Several threads may call a Trainer. The compiled trainer runs in all threads in parallel.
-    PyTorch also runs in all threads if the model draws no random numbers. Then each thread has a copy of the model.
-    PyTorch trains one client at a time in two cases. The first case is dropout, which uses the global generator of the
-    process. The second case is an algorithm's loss that drew random numbers at its first use.
+    ``kernel.has_bfloat16`` is True. Several threads may call a Trainer. The compiled trainer runs in all threads in
+    parallel. PyTorch also runs in all threads if the model draws no random numbers. Then each thread has a copy of the
+    model. PyTorch trains one client at a time in two cases. The first case is dropout, which uses the global generator
+    of the process. The second case is an algorithm's loss that drew random numbers at its first use.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -146,7 +146,7 @@ class Trainer:
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
         """Return the reason why PyTorch trains this model faster than the compiled trainer.
 
-        It is empty if PyTorch is not faster.
+        The reason is empty if PyTorch is not faster.
         """
         self._stack(input_shape)
         return self._slower[input_shape]
@@ -283,7 +283,10 @@ class Trainer:
         return (lambda records: kernel.infer(stack, weights, records, rows)) if _is_plain(weights) else None
 
     def _native(self, job: LocalJob) -> Stack | None:
-        """Return the kernel's description of the model, or None if the compiled trainer does not support ``job``."""
+        """Return the description of the model for the compiled trainer.
+
+        Return None if the compiled trainer does not support ``job``.
+        """
         warm = job.plan.momentum_buffers
         if warm and warm.keys() != job.task.params.keys():
             return None
