@@ -1,4 +1,4 @@
-"""The code of ``fl-sim doctor``: versions, hardware, trainer, data sets, caches and ledgers, and a self-test."""
+"""The code of ``fl-sim doctor``: versions, hardware, trainer, data sets, caches, privacy ledgers, and a self-test."""
 
 import json
 import os
@@ -40,7 +40,7 @@ _SELF_TEST: Final = {
     "engine": {"kind": "inprocess", "workers": 1},
 }  # fmt: skip
 _LEAST_ACCURACY: Final = 0.5
-"""Smallest accuracy for which the self-test succeeds. Guessing has an accuracy of 0.1, the self-test about 0.9."""
+"""Smallest accuracy for which the self-test succeeds. Guessing has an accuracy of 0.1, and the self-test about 0.9."""
 _MEGABYTE: Final = 1e6
 
 
@@ -80,10 +80,10 @@ def _version(name: str) -> str | None:
 
 
 def _installation() -> dict[str, Any]:
-    """Return version and folder of fl-sim, and a list of problems with the installation.
+    """Return the version of fl-sim, its folder, and a list of problems with the installation.
 
-    A problem is another installed project with the import package ``fl_sim``: pip overwrites files of one project with
-    files of the other. Such a project exists on GitHub.
+    There is a problem if another installed project has the import package ``fl_sim``, too. pip then overwrites files of
+    one project with files of the other. Such a project exists on GitHub.
     """
     place, problems = Path(fl_sim.__file__).parent, []
     others = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})

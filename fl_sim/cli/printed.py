@@ -1,4 +1,4 @@
-"""Printed forecasts and tables: in colour on a terminal, else as plain text, or as JSON on request."""
+"""Printed forecasts and tables: in colour on a terminal, and as plain text elsewhere. The user can request JSON."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _WIDTH: Final = 140
 """Width of a line in characters if the output is not a terminal."""
 
 _MOST_TIMED: Final = 8
-"""Largest number of measured times, such as that of a minibatch step, that are printed. ``--json`` lists all."""
+"""Largest number of measured times that are printed, such as the time of a minibatch step. ``--json`` lists all."""
 
 _ROUGH: Final = (
     "There was not enough time for PLD accounting: some of these epsilons are by the RDP accountant alone, and the "
@@ -35,11 +35,11 @@ _ROUGH: Final = (
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The output of ``fl-sim plan``: forecasts of runs and of the unfinished hyperparameter searches before them.
+    """The output of ``fl-sim plan``: forecasts of runs, and of the unfinished hyperparameter searches before the runs.
 
     ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs, one bill for each data set
     and privacy unit. ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any epsilon in
-    ``bills`` was computed by RDP alone.
+    ``bills`` was computed by RDP alone, without PLD.
     """
 
     runs: Sequence[Forecast]

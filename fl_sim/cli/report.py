@@ -53,9 +53,9 @@ def write_report(
 
     Warnings name the runs that are unfinished or cannot be shown. ``out``: the folder for the files; None: the default.
     ``paper``: True also writes the figures as PDF and SVG, as wide as one column and as two columns of a paper.
-    ``pictures``: True finds images for synthetic feature vectors. ``target``: a test accuracy in [0, 1]; the report
-    also has the costs until this accuracy. ``full_axis``: True draws accuracies from 0 to 100 %, not over their own
-    range.
+    ``pictures``: True finds images for synthetic feature vectors. ``target``: a test accuracy in [0, 1]. If ``target``
+    is given, the report also has the costs until a run reaches this accuracy. ``full_axis``: True draws accuracies on
+    an axis from 0 to 100 %. False draws them on an axis over their own range.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
@@ -109,8 +109,8 @@ def write_report(
 def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:
     """Show the state of the runs in ``directory`` until all runs have ended, or until Ctrl-C.
 
-    ``every``: seconds between updates. ``once``: True shows the state only once. Without a terminal, plain text is
-    printed at the start, and again whenever the state of a run has changed.
+    ``every``: seconds between updates. ``once``: True shows the state only once. Without a terminal, the display is
+    plain text. It is printed at the start, and again whenever the state of a run has changed.
     """
     watcher = Watcher(directory)
     watched = watcher.look()
@@ -156,9 +156,9 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     """Return (images, distances) for synthetic feature ``vectors`` of ``run``, and show the progress of the search.
 
-    The features of each image are close to its vector. The search uses only the vectors, the shape of the images and
-    the public feature transform. Raises ValueError if the shape is unknown, if this version does not have the
-    transform, or if ``vectors`` cannot be features of such images.
+    The features of each image are close to one of the vectors. The search uses only the vectors, the shape of the
+    images and the public feature transform. Raises ValueError if the shape is unknown, or if this version does not have
+    the transform. Also raises ValueError if ``vectors`` cannot be features of such images.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 
@@ -190,9 +190,9 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
 
 def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_output: bool) -> None:
-    """Send every run in ``directories`` and their subfolders to ``trackers``, and print the address of each run there.
+    """Send every run in ``directories`` and their subfolders to ``trackers``, and print the address of each sent run.
 
-    Raises UserError if there is no run, RunError if a tracker failed or a run could not be read.
+    Raises UserError if there is no run, and RunError if a tracker failed or a run could not be read.
     """
     if observers := [name for name in trackers if ":" in name]:
         raise UserError(
@@ -254,8 +254,8 @@ def _root(directory: Path) -> str:
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
     """Return the shape (channels, height, width) of the images from which the feature vectors were computed.
 
-    If an older run does not have the shape, return the shape of the public data set. Raises ValueError if the shape is
-    unknown.
+    If an older run does not state the shape, the result is the shape of the images in the public data set. Raises
+    ValueError if the shape is unknown.
     """
     known = KNOWN.get(run.config.data)
     recorded = run.result.image_shape if run.result else None

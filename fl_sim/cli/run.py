@@ -70,7 +70,7 @@ def run_experiment(
 def parse_experiment(given: RunArguments) -> Experiment:
     """Return the experiment that the arguments ``given`` define.
 
-    For a file that defines a table, this is the experiment in its section [base].
+    If the file in the arguments defines a table, the result is the experiment in its section [base].
     """
     return experiment_from(with_overrides(_base_of(given), given.overrides))
 
@@ -88,8 +88,8 @@ def fill_table(
 ) -> None:
     """Execute all unfinished runs of a table, and print the table. Raise RunError if any run failed.
 
-    ``jobs``: the number of parallel runs; None: one per core. ``hours``: the time budget; the exit code is 3 if it was
-    too short. ``again``: True repeats runs that were made from other records or with other code.
+    ``jobs``: the number of parallel runs; None: one per core. ``hours``: the time budget. If this time was too short,
+    the exit code is 3. ``again``: True repeats runs that were made from other records or with other code.
     """
     trackers, deadline = chosen_trackers(track), deadline_after(hours)
     assert given.path is not None, "fl-sim table has a default preset"
@@ -129,11 +129,12 @@ def fill_table(
 
 
 def as_table(given: RunArguments) -> RunArguments:
-    """Return the arguments of ``fl-sim sweep`` as those of a table.
+    """Return the arguments of ``fl-sim sweep`` as arguments of a table.
 
-    Settings with several values become its [grid], and all other settings its [base]. The name of the table depends on
-    the names of the varied settings and on [base], but not on the values, so that further values extend the same table.
-    Raises UserError if no setting has several values, and for an empty or repeated value.
+    Settings with several values become the section [grid] of the table. All other settings become its section [base].
+    The name of the table depends on the names of the varied settings and on [base]. The name does not depend on the
+    values, so that further values extend the same table. Raises UserError if no setting has several values, and for an
+    empty or repeated value.
     """
     typed = [override.partition("=") for override in given.overrides]
     varied = {key: value.split(",") for key, _, value in typed if "," in value}
@@ -203,7 +204,10 @@ def show_plan(
 
 
 def show_settings(name: str | None, *, json_output: bool) -> None:
-    """Print the reference of the setting, group of settings or kind ``name``; None: of the most common settings."""
+    """Print the reference of the setting, group of settings or kind ``name``.
+
+    If ``name`` is None, print the reference of the most common settings.
+    """
     every = groups()
     if name is None:
         chosen = [group for group in every if not group.kind and group.name in {"", "local", "evaluate"}]
@@ -223,7 +227,7 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
 def title_of(group: Group) -> str:
     """Return the title of a group of settings, such as ``algorithm=fedprox``.
 
-    The title also has the setting in which the group is valid, if there is one.
+    Some groups are valid only together with another setting. The title of such a group also states this setting.
     """
     title = f"{group.name}={group.kind}" if group.kind else group.name
     return f"{title}, with {group.within}" if group.within else title
@@ -232,7 +236,8 @@ def title_of(group: Group) -> str:
 def _base_of(given: RunArguments) -> dict[str, Any]:
     """Return the settings in the file of the arguments ``given``.
 
-    For a file that defines a table, return the settings in its [base], and print a warning about its other sections.
+    If the file defines a table, return the settings in its section [base], and print a warning about its other
+    sections.
     """
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
@@ -333,7 +338,7 @@ def _percent(accuracy: float | None) -> str:
 
 
 class _Planned(NamedTuple):
-    """The planned runs and the unfinished hyperparameter searches before them.
+    """The planned runs, and the unfinished hyperparameter searches before the runs.
 
     ``runs``: {name of the run directory in ``cells``: experiment}. ``jobs``: the number of parallel runs. ``settings``:
     the settings of the table; None for a single run.

@@ -260,9 +260,9 @@ class RunArguments(NamedTuple):
 def read_arguments(arguments: list[str] | None, default: str | None = None) -> RunArguments:
     """Return the arguments ``[FILE or PRESET] [key=value ...]``, with the content of the file.
 
-    ``default``: the preset if there is no FILE or PRESET. Prints a message if a preset and a file have the same name,
-    and for each setting that a later argument replaces. Raises UserError for two files, and for a file that cannot be
-    read.
+    ``default``: the preset if there is no FILE or PRESET. Prints a message if a preset and a file have the same name.
+    Also prints a message for each setting that a later argument replaces. Raises UserError for two files, and for a
+    file that cannot be read.
     """
     files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:

@@ -11,11 +11,14 @@ import typer
 from fl_sim.errors import printable
 
 SILENT_SECONDS: Final = 2.0
-"""Seconds before the first progress line. Without a terminal, also the smallest time between two progress lines."""
+"""Seconds before the first progress line. Without a terminal, progress lines are also at least this time apart."""
 
 
 def say(text: object = "", *, err: bool = False) -> None:
-    """Print ``text``, with escaped control characters, to standard output, or to standard error if ``err`` is True."""
+    """Print ``text``, with escaped control characters, to standard output.
+
+    If ``err`` is True, the text is printed to standard error.
+    """
     typer.echo(printable(str(text)), err=err)
 
 

@@ -39,26 +39,29 @@ if TYPE_CHECKING:
     from fl_sim.experiment.job import Job
 
 MOST_CELLS = 10_000
-"""Largest number of cells of a table. A larger table would take minutes to check, and nobody could read it."""
+"""Largest number of cells of a table. A larger table would take minutes to check, and would be too large to read."""
 
 T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
 _LABEL = "label"
-"""Key in an entry of ``grid.algorithm``. Its value is the user's own name of the row."""
+"""Key in an entry of ``grid.algorithm``. The value of this key is the user's own name of the row."""
 
 Point: TypeAlias = Mapping[str, Any]
-"""A point of the grid: {setting: value} of the settings in which a cell differs from [base]. Keys may be dotted."""
+"""A point of the grid: {setting: value}. These are the settings in which a cell differs from [base].
+
+Keys may be dotted.
+"""
 
 AXES = ("algorithm", "data", "partition", "seed")
-"""Settings that are always axes of the grid. A setting that [grid] does not contain has one value."""
+"""Settings that are always axes of the grid. If [grid] does not contain such a setting, the setting has one value."""
 
 CENTRALIZED: Point = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
     "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
     "partition_seed": None, "sampling_seed": None,
 }  # fmt: skip
-"""The settings of the upper bound: centralized training, without partition and clients, whatever the column."""
+"""The settings of the row Centralized: centralized training, without partition and clients, in every column."""
 
 _FEDAVG: Point = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 
@@ -76,7 +79,7 @@ class TableSettings(Settings):
     ``base``: settings of all cells. ``grid``: {setting: list of values}; the table has a cell for each combination of
     values. ``grid`` may be a list of grids, ``[[grid]]`` in a file; the table then has the cells of all grids. An entry
     of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``; its
-    ``label`` is the name of its row. ``centralized``: True adds a row with the upper bound, centralized training.
+    ``label`` is the name of its row. ``centralized``: True adds the row Centralized, with centralized training.
     ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or short label of
     the row with which the other rows are compared; empty: the row with the highest mean. ``measure``: the share that
     the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy`` or ``macro_f1``; empty:
@@ -100,7 +103,7 @@ class TableSettings(Settings):
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment and its place in the table. The experiment of an upper bound can stand in several columns."""
+    """One experiment and its place in the table. The experiment of the row Centralized can stand in several columns."""
 
     row: str
     column: str
@@ -108,7 +111,7 @@ class Cell:
     """The value of the seed over which the table averages."""
     experiment: Experiment
     name: str
-    """Name of the run directory. Different settings or records have different names."""
+    """Name of the run directory. Experiments with different settings or different records have different names."""
     point: Point = field(compare=False)
 
 
@@ -159,10 +162,10 @@ def read_settings(path: Path, overrides: list[str]) -> TableSettings:
 def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -> TableSettings:
     """Return the settings of a table, changed by ``key=value`` overrides from the command line.
 
-    ``table``: the content of the TOML file. ``where``: the name of the file, for error messages. An override of a
-    setting in [grid], in ``AXES``, or of several seeds is a list of values for the grids, such as ``seed=0,1,2``. An
-    override such as ``tune.trials=4`` changes [tune]. All other overrides change [base]. Raises UserError for invalid
-    overrides.
+    ``table``: the content of the TOML file. ``where``: the name of the file, for error messages. An override changes
+    the grids if its setting is in [grid] or in ``AXES``, or if it gives several seeds. Its value is then a list of
+    values, such as ``seed=0,1,2``. An override such as ``tune.trials=4`` changes [tune]. All other overrides change
+    [base]. Raises UserError for invalid overrides.
     """
     changed: dict[str, Any] = {}
     tune = dict(table.get("tune", {}))
@@ -205,7 +208,7 @@ def plan_table(
     """Return the plan of a table: the cells of its grids, each with checked settings, data, partition and model.
 
     ``data_root``: the folder of the data sets; None: the default folder. ``say``: function that receives progress
-    messages. Raises UserError for the first invalid cell; the message has the settings of the cell.
+    messages. Raises UserError for the first invalid cell. The error message states the settings of the cell.
     """
     grids = settings.grids
     for key, values in (item for grid in grids for item in grid.items()):
@@ -255,8 +258,8 @@ def tuned(
 ) -> Plan:
     """Return ``plan`` with the values that the hyperparameter search chose.
 
-    ``chosen``: {(row, column): {setting: value}}. Each run of the new plan evaluates the test records only once, after
-    its last round. The names of the rows do not change.
+    ``chosen``: {(row, column): {setting: value}}. Each run of the new plan evaluates its model on the test records only
+    once, after its last round. The names of the rows do not change.
     """
     points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), "evaluate.test": "last"} for cell in plan.cells]
     placed = [_placed(settings, point, data_root) for point in points]
@@ -271,7 +274,8 @@ def tuned(
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
     """Return (index, item) for all ``given`` items, in an order in which items with the same records are neighbours.
 
-    Each data set is then loaded once. ``records_of``: function that returns a key of the records of an item.
+    In this order, each data set is loaded only once. ``records_of``: function that returns a key of the records of an
+    item.
 
     >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
     [(0, 'b1'), (2, 'b2'), (1, 'a1')]
@@ -281,9 +285,10 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 
 
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
-    """Yield all points of a grid, one method after the other. ``centralized``: True adds the upper bound at the end.
+    """Yield all points of a grid, one method after the other. ``centralized``: True adds the row Centralized last.
 
-    ``base``: the settings in [base]. An axis that is not in the grid has the value from [base], or else its default.
+    ``base``: the settings in [base]. An axis that is not in the grid has its value from [base]. Without such a value,
+    the axis has its default.
     """
     axes = dict(grid)
     for axis in AXES:
@@ -299,20 +304,24 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
 
 
 def is_bound(point: Point) -> bool:
-    """Return True if ``point`` is an upper bound: its algorithm is centralized training."""
+    """Return True if ``point`` is in the row Centralized: its algorithm is centralized training."""
     algorithm = point["algorithm"]
     return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of ``point`` for its run. An upper bound gets the settings of centralized training."""
+    """Return the settings of ``point`` for its run.
+
+    A point of the row Centralized gets the settings of centralized training.
+    """
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings of ``point`` for the name of its column. An upper bound gets the settings of FedAvg.
+    """Return the settings of ``point`` for the name of its column.
 
-    The upper bound itself trains without a partition, but its column is named after one.
+    A point of the row Centralized gets the settings of FedAvg. Centralized training itself has no partition, but the
+    name of its column contains one.
     """
     return _outside(point, _FEDAVG) if is_bound(point) else point
 
@@ -320,7 +329,7 @@ def as_federation(point: Point) -> Point:
 def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
     """Return the experiment with the settings ``base`` and ``point``.
 
-    Raises UserError if the experiment is invalid; the message has the settings of the point.
+    Raises UserError if the experiment is invalid. The error message states the settings of the point.
     """
     with _naming(point):
         point = {key: value for key, value in point.items() if key != _LABEL}
@@ -331,8 +340,8 @@ def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
 def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":
     """Return the job of ``point``: the experiment with its data and partition loaded.
 
-    Settings, model and trainer are checked as far as possible without a run. Raises UserError for an invalid job; the
-    message has the settings of the point.
+    Settings, model and trainer are checked as far as possible without a run. Raises UserError for an invalid job. The
+    error message states the settings of the point.
     """
     experiment = experiment_at(base, point)
     with _naming(point):
@@ -347,7 +356,10 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
 
 
 def _reference(wanted: str, plan: Plan) -> str:
-    """Return the name of the row with the name or label ``wanted``; "" for "". Raise UserError for an unknown row."""
+    """Return the name of the row whose name or label is ``wanted``. Raise UserError for an unknown row.
+
+    If ``wanted`` is "", return "".
+    """
     found = [row for row in plan.rows if wanted in {row, plan.labels[row]}]
     if wanted and not found:
         known = list(plan.labels.values())
@@ -383,7 +395,10 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 
 
 class _Placed(NamedTuple):
-    """The checked experiment of a point, without its job: thousands of partitions would fill the memory."""
+    """The checked experiment of a point, without its job.
+
+    A job contains a loaded partition. Thousands of partitions would fill the memory.
+    """
 
     column: str
     experiment: Experiment
@@ -425,8 +440,8 @@ def _row(
 ) -> tuple[str, RowName]:
     """Return the name of the row of ``point``, and the parts from which the short label of the row is made.
 
-    ``further``: {setting: value} that the name states after the method. If the user gave the row a label, the name is
-    this label, followed only by the settings in ``spanned``, the axes of the grid.
+    ``further``: {setting: value} that the name states after the method. ``spanned``: the axes of the grid. If the user
+    gave the row a label, the name is this label. After such a label, the name states only the settings in ``spanned``.
     """
     chosen = str(point.get(_LABEL, ""))
     named = {key: value for key, value in further.items() if not chosen or key in spanned}
@@ -436,9 +451,10 @@ def _row(
 
 
 def _further(point: Point, over: str) -> dict[str, str]:
-    """Return {setting: value as text} of the settings of ``point`` that are not in the method, the column or ``over``.
+    """Return {setting: value as text} of the settings of ``point`` that the row's name states after the method.
 
-    ``over``: the seed setting over which the table averages. A row's name states the returned settings.
+    The settings of the method and of the column, and ``over``, are left out. ``over``: the seed setting over which the
+    table averages.
     """
     named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
@@ -464,7 +480,10 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with ``instead`` in place of all settings whose first part of the key is in ``instead``."""
+    """Return ``point``, with the settings in ``instead`` in place of its own.
+
+    A setting of ``point`` is removed if the first part of its key is in ``instead``.
+    """
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 
 
@@ -478,7 +497,7 @@ def _naming(point: Point) -> Iterator[None]:
 
 
 def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """Return ``base`` updated with ``point``. A nested table without ``kind`` changes only its own keys."""
+    """Return ``base`` updated with ``point``. A nested table without ``kind`` changes only the keys that it has."""
     merged = {**base, **point}
     for key, value in point.items():
         if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):

@@ -45,8 +45,8 @@ Runner: TypeAlias = Callable[[Mapping[str, Experiment], Mapping[str, str]], Iter
 class Search:
     """The search for the hyperparameters of one row in one column of the table.
 
-    ``cell``: the cell with the first seed; the trials have its seed and partition. ``space``: the search space.
-    ``rungs``: the stages of successive halving.
+    ``cell``: the cell with the first seed; the trials have the seed and the partition of this cell. ``space``: the
+    search space. ``rungs``: the stages of successive halving.
     """
 
     cell: Cell
@@ -78,9 +78,9 @@ class TrialResult:
     """The result of a trial on one rung (stage of successive halving).
 
     ``rung``: number of the rung, from 1. ``rounds``: total number of rounds of the trial. ``trained``: number of rounds
-    trained on this rung, which is smaller if the trial extends its run of the previous rung. ``name``: name of the run
-    directory. ``accuracy``: in [0, 1]; None if the trial diverged, with the ``error``. ``seconds``: time of the trained
-    rounds; only an upper bound for a private run.
+    trained on this rung. It is smaller than ``rounds`` if the trial extends its run of the previous rung. ``name``:
+    name of the run directory. ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a
+    trial that diverged. ``seconds``: time of the trained rounds; for a private run, the true time may be smaller.
     """
 
     trial: Trial
@@ -100,7 +100,10 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search. ``best``: the best trial on the last rung. ``tried``: all trials on all their rungs."""
+    """The result of a search.
+
+    ``best``: the best trial on the last rung. ``tried``: the results of all trials on all their rungs.
+    """
 
     search: Search
     best: TrialResult
@@ -108,17 +111,20 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose chosen value is near an end of the search space. A wider space may be better."""
+        """Return the settings whose chosen value is near an end of the search space.
+
+        For such a setting, a wider search space may contain a better value.
+        """
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
 
 def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
-    """Return the hyperparameter searches of a table with a section [tune], one per row and column.
+    """Return the hyperparameter searches of a table with a section [tune], one search per row and column.
 
-    The searches are checked as far as possible without training. Raises UserError for an invalid search space, for a
-    value in the space that is invalid for a method, for a search that would read private records, and for trials that
-    cannot run.
+    The searches are checked as far as possible without training. Raises UserError for an invalid search space, and for
+    a value in the space that is invalid for a method. Also raises UserError for a search that would read private
+    records, and for trials that cannot run.
     """
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
@@ -147,10 +153,11 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
 
 
 def trial_batches(tune: Tune) -> list[range]:
-    """Return the batches of trials whose values are drawn at the same time, as ranges of trial indices (from 0).
+    """Return the batches of trials, as ranges of trial indices (from 0).
 
-    A random search is one batch. Optuna's search begins with a batch of random trials, a quarter of all trials. Each
-    later trial is a batch of its own, because its values depend on the results of all earlier trials.
+    The values of all trials in a batch are drawn at the same time. A random search is one batch. The search by Optuna
+    begins with a batch of random trials, a quarter of all trials. Each later trial is a batch of its own, because its
+    values depend on the results of all earlier trials.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
     return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
@@ -178,8 +185,8 @@ def tune(
 ) -> tuple[SearchResult, ...]:
     """Search for the best hyperparameters of every row in every column, and return the results of all searches.
 
-    The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: function that executes runs; it
-    is called once per batch of trials and once per rung (stage of successive halving). Raises UserError like
+    The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: a function that executes runs.
+    It is called for each batch of trials, once per rung (stage of successive halving). Raises UserError like
     ``searches_of``, RunError for a trial that failed without diverging, and RunError if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
@@ -206,7 +213,10 @@ def known_choices(
 
 
 def ranked(tried: Iterable[TrialResult]) -> list[TrialResult]:
-    """Return the trials that did not diverge, by falling accuracy. Equal accuracies are sorted by trial number."""
+    """Return the trials that did not diverge, by falling accuracy.
+
+    Trials with equal accuracies are sorted by trial number.
+    """
     left = [one for one in tried if one.accuracy is not None]
     return sorted(left, key=lambda one: (-(one.accuracy or 0.0), one.trial.number))
 
@@ -217,7 +227,7 @@ def values_of(choices: Iterable[SearchResult]) -> dict[tuple[str, str], Values]:
 
 
 def csv_text(tried: Iterable[TrialResult]) -> str:
-    """Return the text of ``tuning.csv``: a line for each trial in each stage of the search. Accuracies: in [0, 1]."""
+    """Return the text of ``tuning.csv``: a line for each trial on each rung. Accuracies are in [0, 1]."""
     table = [
         {
             "row": one.trial.search.cell.row, "column": one.trial.search.cell.column, "trial": one.trial.number,
@@ -279,7 +289,10 @@ def _check_records(tune: Tune, cells: list[Cell], data_root: Path | None) -> Non
 
 
 def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> str:
-    """Return the first of the data sets ``others`` whose training or test records are those of ``data``; else ""."""
+    """Return the first of the data sets ``others`` that has the same training or test records as ``data``.
+
+    If there is no such data set, return "".
+    """
     trained, tested = contents_of(data, data_root)
     for other in dict.fromkeys(others):
         if other == data or not {trained, tested}.isdisjoint(contents_of(other, data_root)):
@@ -290,7 +303,8 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
     """Raise UserError if a trial has invalid settings, or if the trials train another model than the runs of the table.
 
-    Only the trials of the first batch are checked, because later values depend on the results of earlier trials.
+    Only the trials of the first batch are checked. The values of later trials are unknown, because they depend on the
+    results of earlier trials.
     """
     tune, shortest = settings.tune, search.rungs[0].rounds
     assert tune is not None
@@ -364,10 +378,11 @@ def _results(
     folder: Path,
     data_root: Path | None,
 ) -> list[TrialResult]:
-    """Execute ``trials`` on their next rung (stage), and return the results. ``earlier``: results of previous rungs.
+    """Execute ``trials`` on their next rung (stage), and return the results of these trials.
 
-    Trials with equal settings share one run, which has the largest number of rounds of these trials. The results of the
-    shorter trials are read from the first rounds of this run. Raises RunError, with the reason, for a failed trial.
+    ``earlier``: the results of previous rungs. Trials with equal settings share one run. This run has as many rounds as
+    the longest of these trials. The results of the shorter trials are read from the first rounds of this run. Raises
+    RunError, with the reason, for a failed trial.
     """
     last = {one.trial: one for one in earlier}
     entries = [_entry_of(settings, trial, last.get(trial), folder, data_root) for trial in trials]
@@ -411,10 +426,10 @@ def _entry_of(
 
 
 def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
-    """Return the trials that continue on the rung (stage) with index ``step`` (from 0), best first.
+    """Return the trials that continue on the rung (stage) with index ``step`` (from 0), the best trial first.
 
-    For ``step`` after the last rung, return only the best trial of the search. ``tried``: the results of the search so
-    far. Raises RunError if all trials of the previous rung diverged.
+    If ``step`` is after the last rung, return only the best trial of the search. ``tried``: the results of the search
+    so far. Raises RunError if all trials of the previous rung diverged.
     """
     before = [one for one in tried if one.rung == step]
     left = ranked(before)

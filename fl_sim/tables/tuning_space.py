@@ -24,7 +24,7 @@ NOT_TUNED = (
 """Settings that a search must not change. All methods of a comparison need the same values of these settings."""
 
 _DIGITS = 3
-"""Number of significant digits of a drawn value. A short value is easy to copy into an experiment."""
+"""Number of significant digits of a drawn value. A value with few digits is easy to copy into an experiment."""
 
 
 class Tune(Settings):
@@ -73,8 +73,9 @@ def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
     """Return the rungs (stages) of successive halving (Jamieson & Talwalkar 2016, algorithm 1).
 
     From each rung to the next, the number of trials is divided by ``halving`` and rounded down. The number of rounds is
-    multiplied by ``halving``, so that every rung costs about the same. The last rung has all ``rounds``, and its best
-    trial is chosen. Because a trial has at least one round, a search with few rounds has fewer rungs.
+    multiplied by ``halving``, so that every rung costs about the same. A trial of the last rung has all ``rounds``. The
+    best trial of the last rung is the result of the search. Because a trial has at least one round, a search with few
+    rounds has fewer rungs.
 
     >>> [(rung.trials, rung.rounds) for rung in rungs(16, 20, 2)]
     [(16, 2), (8, 5), (4, 10), (2, 20)]
@@ -102,11 +103,14 @@ class ValueList:
         return self.values[int(rng(seed, f"tuning {key}", repeat).permutation(len(self.values))[place])]
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values with which the settings are checked before the search: all values."""
+        """Return the values that are checked before the search: all values of the list."""
         return self.values
 
     def is_at_end(self, value: Any) -> bool:
-        """Return True if ``value`` is the smallest or largest value of a list of at least three numbers."""
+        """Return True if ``value`` is the smallest or the largest value of the list.
+
+        The result is False for a list of fewer than three numbers, or if a value is not a number.
+        """
         numbers = [one for one in self.values if isinstance(one, int | float) and not isinstance(one, bool)]
         return len(numbers) == len(self.values) > 2 and value in {min(numbers), max(numbers)}
 
@@ -121,9 +125,10 @@ Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
 
 
 class Range(Settings):
-    """A search space of one setting: the numbers from ``low`` to ``high``; only integers if both limits are integers.
+    """A search space of one setting: the numbers from ``low`` to ``high``.
 
-    ``log``: the logarithm of the value is uniform: as many values are drawn between 1 and 10 as between 10 and 100.
+    If both limits are integers, only integers are drawn. ``log``: True draws numbers whose logarithm is uniform.
+    Between 1 and 10, as many numbers are then drawn as between 10 and 100.
     """
 
     low: Number
@@ -147,7 +152,7 @@ class Range(Settings):
         return min(max(short, self.low), self.high)
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values with which the settings are checked before the search: both ends of the range."""
+        """Return the values that are checked before the search: the lower and the upper end of the range."""
         return self.low, self.high
 
     def is_at_end(self, value: float) -> bool:
@@ -165,7 +170,7 @@ class Method:
     """A row of the table whose hyperparameters are searched.
 
     ``kind``: kind of the algorithm, such as "fedprox". ``spanned``: settings that the grid or the row fixes, which
-    cannot be searched. ``is_bound``: True for an upper bound, which has no settings of federated learning.
+    cannot be searched. ``is_bound``: True for the row Centralized, which has no settings of federated learning.
     """
 
     row: str
@@ -177,9 +182,9 @@ class Method:
 def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> dict[str, Space]:
     """Return {row: search space} for ``methods``. In each space, the settings of [tune.space] come first.
 
-    ``federated``: names of the settings of federated learning. Upper bounds (centralized training) lack them. Raises
-    UserError for an empty space, for a value that is no list or range, for a setting that must not be tuned or is
-    already in the grid, and for an unknown method.
+    ``federated``: names of the settings of federated learning. The row Centralized lacks these settings. Raises
+    UserError for an empty space, for a value that is no list or range, and for an unknown method. Also raises UserError
+    for a setting that must not be tuned, or that is already in the grid.
     """
     methods = tuple(methods)
     shared = _read(tune.space, "tune.space")
@@ -230,7 +235,7 @@ def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: i
     """Return the values that Optuna proposes for the next trial, {setting: value}.
 
     ``tried``: (values, accuracy) of the earlier trials; the accuracy is None for a trial that diverged. The proposal
-    depends only on the arguments, so that a resumed search proposes the same values again.
+    depends only on the arguments. A resumed search therefore proposes the same values again.
     """
     import optuna  # noqa: PLC0415 (an extra)
     from optuna import distributions  # noqa: PLC0415

@@ -47,9 +47,9 @@ work(int(sys.argv[2]))
 """
 """The program of a worker process.
 
-``multiprocessing`` is not used, because its workers import the user's script, which would then run twice. The process
-pool of ``concurrent.futures`` is not used either. If one of its processes dies, all runs fail, and no message tells the
-reason. If the parent process is killed, its workers continue.
+The module ``multiprocessing`` is not used, because its workers import the user's script. The script would then run
+twice. The process pool of ``concurrent.futures`` is not used either. If one process of the pool dies, all runs fail,
+and no message tells the reason. If the parent process is killed, the workers of the pool continue.
 """
 
 _STANDARD_INPUT = 0
@@ -60,8 +60,9 @@ class Budget:
     """The time budget of a table.
 
     ``deadline``: the time at which the budget ends, by the clock ``time.monotonic``. ``seconds``: {run: estimated
-    seconds until it is finished}. ``begun``: names of the runs that already have finished rounds. These runs resume,
-    and stop after a round at the deadline. Other runs start only if they are expected to finish before the deadline.
+    seconds until the run is finished}. ``begun``: names of the runs that already have finished rounds. Such a run
+    resumes if the deadline has not passed, and stops after a round at the deadline. Any other run starts only if it is
+    expected to finish before the deadline.
     """
 
     deadline: float
@@ -147,9 +148,9 @@ def run_all(
     """Execute ``runs``, {name: experiment}, in worker processes, and yield their events as they happen.
 
     The directory of a run is ``out / name``. ``jobs``: the largest number of parallel runs. ``budget``: the time
-    budget; runs that would exceed it are not started, or stop after a round. ``tracking``: the trackers of the runs. A
-    run that is finished already only has the event ``Finished``. An unfinished run resumes from its checkpoint. Closing
-    the generator, or an exception in it, stops the workers at once; finished rounds are kept.
+    budget. A run that would exceed the budget is not started, or stops after a round. ``tracking``: the trackers of the
+    runs. A run that is already finished has only the event ``Finished``. An unfinished run resumes from its checkpoint.
+    Closing the generator, or an exception in it, stops the workers at once. Finished rounds are kept.
 
     Raises UserError for a class that workers cannot import, RunError if another process uses ``out``, and RunError if a
     worker process cannot start.
@@ -192,7 +193,8 @@ def run_all(
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
     """Return ``experiment`` with as many threads for clients as its share of the cores: cores / ``jobs``.
 
-    An experiment on another engine, or with a number of threads from the user, stays as it is.
+    ``jobs``: the number of parallel runs. An experiment on another engine is returned unchanged. So is an experiment
+    whose number of threads the user chose.
     """
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
@@ -226,9 +228,9 @@ class _Worker:
         self.process, self.connection = _spawn()
 
     def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
-        """Send a run to the process; start a new process if the old process died.
+        """Send a run to the worker process. If the old process died, start a new process first.
 
-        A process that dies before it receives the run is reported by ``next_event``.
+        If a process dies before it receives the run, ``next_event`` reports this.
         """
         seconds = None if budget is None else budget.left
         self.name = name
@@ -240,9 +242,10 @@ class _Worker:
             self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._tracking))
 
     def next_event(self) -> Event | None:
-        """Return the next event of the process; ``Failed`` if the process died; None for its first message, ``UP``.
+        """Return the next event of the process.
 
-        Raises RunError if the process ended before its first message.
+        The result is ``Failed`` if the process died during a run. The result is None for the first message of the
+        process, ``UP``. Raises RunError if the process ended before its first message.
         """
         try:
             event: Event | str = self.connection.recv()
@@ -290,7 +293,7 @@ def _why_none_starts(code: int | None) -> str:
 
 
 def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tuple[str, Experiment] | None:
-    """Remove the first waiting run for which there is enough time, and return it; None if there is no such run."""
+    """Remove and return the first waiting run for which there is enough time; None if there is no such run."""
     found = next((run for run in waiting if budget is None or budget.fits(run[0])), None)
     if found is not None:
         waiting.remove(found)
@@ -300,8 +303,8 @@ def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tupl
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a worker process, and return the process and the connection to it.
 
-    The worker ends when its standard input closes. Only this process holds the other end of this pipe, so that the
-    worker never outlives this process.
+    The worker ends when its standard input closes. The standard input is a pipe, and only this process holds the other
+    end. The worker therefore never outlives this process.
     """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
@@ -337,7 +340,7 @@ class _TimeIsUp(KeyboardInterrupt):
 class _Reporter(Silent):
     """An observer in a worker process that sends the events of a run to the parent process.
 
-    It stops the run before a round that would end more than ``seconds`` from now; None: no time limit.
+    The observer stops the run before a round that would end more than ``seconds`` from now; None: no time limit.
     """
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The subcommands of ``fl-sim privacy``: plan a privacy budget before a run, and audit the mechanism.
+"""The subcommands of ``fl-sim privacy``: plan a privacy budget before a run, and audit the privacy mechanism.
 
 Slow modules are imported only when a subcommand runs, so that ``--help`` answers at once.
 """
@@ -332,7 +332,10 @@ def _label_costs(
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:
-    """Return the result of ``_label_costs`` as lines of text; a long distribution is shown around its mean only."""
+    """Return the result of ``_label_costs`` as lines of text.
+
+    If the distribution has many values, only the values around its mean are shown.
+    """
     lines = [
         f"synthetic labels    {found['mean']:.4g} on average, standard deviation {found['standard_deviation']:.4g}",
         f"target              {found['target']:.6g} = gamma x records; at most {found['range']}",

@@ -1,7 +1,7 @@
 """The code of ``fl-sim privacy audit``: tests of the real Global DP aggregator, and of planted faults.
 
-A planted fault is a variant of the aggregator that protects less than it claims; the audit must find all of them. The
-auditor has everything that a run publishes: all global models, and the run directory with the seed.
+A planted fault is a variant of the aggregator that protects less than it claims. The audit must find all planted
+faults. The auditor has everything that a run publishes: all global models, and the run directory with the seed.
 """
 
 import math
@@ -51,10 +51,11 @@ _SEED: Final = 0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of the audit of one mechanism, the real one or one with a planted fault.
+    """The result of the audit of one mechanism: the real mechanism, or a mechanism with a planted fault.
 
-    ``mechanism``: its name. ``profile``: lower bounds of delta at several epsilons, and the claimed deltas.
-    ``calibration``: {statistical test of the distribution of the noise: its p-value}; empty if there was no test.
+    ``mechanism``: the name of the mechanism. ``profile``: lower bounds of delta at several epsilons, and the claimed
+    deltas. ``calibration``: {statistical test of the distribution of the noise: p-value of the test}; empty if there
+    was no test.
     """
 
     mechanism: str
@@ -63,15 +64,16 @@ class Finding:
 
     @property
     def caught(self) -> bool:
-        """Return True if the claimed guarantee is refuted, or if the noise has a wrong distribution."""
+        """Return True if the audit refutes the claimed guarantee, or if the noise has a wrong distribution."""
         return self.profile.refuted or min(self.calibration.values(), default=1.0) < 1e-6
 
 
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
-    """Audit the aggregator with ``noise_multiplier`` and every planted fault, all against the same claimed guarantee.
+    """Audit the real aggregator with ``noise_multiplier`` and every planted fault.
 
-    ``num_runs``: the number of runs with the audited client, and as many without this client. ``only``: the name of a
-    single mechanism to audit; None: all mechanisms.
+    All of them are tested against the same claimed guarantee. ``num_runs``: the number of runs with the audited client.
+    The number of runs without this client is the same. ``only``: the name of a single mechanism to audit; None: all
+    mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
@@ -90,8 +92,9 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
     """Return the largest epsilon that the audit of one round refutes as a guarantee at ``delta``.
 
-    This is the epsilon of the smallest noise multiplier whose claimed guarantee is refuted; 0 if none is refuted. The
-    refuted epsilon divided by the claimed epsilon is the tightness of the audit.
+    The audit tries several noise multipliers, each with its claimed guarantee. The result is the epsilon of the
+    smallest noise multiplier whose guarantee is refuted. It is 0 if no guarantee is refuted. The refuted epsilon
+    divided by the claimed epsilon is the tightness of the audit.
     """
 
     def claims(noise: float) -> list[float]:
@@ -103,7 +106,10 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds whose cohorts are sampled. The claimed guarantee has privacy amplification by sampling."""
+    """Audit several rounds whose cohorts are sampled.
+
+    The claimed guarantee includes the privacy amplification by sampling.
+    """
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -116,7 +122,10 @@ def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: 
 
 
 def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism}: the real aggregator and faulty variants. Each returns the noisy SUM of one round."""
+    """Return {name: mechanism}: the real aggregator and faulty variants.
+
+    Each mechanism returns the noisy SUM of the updates of one round.
+    """
     std = noise_multiplier * CLIPPING_NORM
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     half = GlobalDP(noise_multiplier=noise_multiplier / 2, clipping_norm=CLIPPING_NORM)
@@ -150,8 +159,9 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
     """Return {name: mechanism}: the real sampling from secret random numbers, and faulty sampling from a public seed.
 
     A mechanism returns the statistic of an auditor who knows the public seed. The auditor samples each cohort from this
-    seed, and keeps only the rounds whose cohort has the audited client. The statistic is the log likelihood ratio of
-    the released sum with and without this client, added up over these rounds.
+    seed, and keeps only the rounds whose cohort has the audited client. The statistic is the sum of log likelihood
+    ratios over these rounds. In each round, the ratio compares two probabilities of the published noisy sum: with the
+    audited client and without this client.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)
@@ -180,7 +190,8 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 def _world(world: World, run: int) -> Cohort:
     """Return the cohort of one round, with the audited client (``world`` 1) or without this client (``world`` 0).
 
-    The audited client changes all parameters by much. The other client of the cohort changes nothing.
+    The update of the audited client changes all parameters by much. The update of the other client in the cohort
+    changes nothing.
     """
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)

@@ -34,7 +34,8 @@ _MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments
 class LabellingRequest:
     """A PATE mechanism with the user's parameters. All noise is in units of votes (Laplace noise: scale 1 / gamma).
 
-    ``target``: the epsilon for which the number of queries that fit this epsilon is computed; None: not computed.
+    ``target``: an epsilon. The number of queries whose privacy cost is at most this epsilon is computed. None: this
+    number is not computed.
     """
 
     mechanism: Name
@@ -69,7 +70,10 @@ class LabellingRequest:
 
 
 def read_votes(path: Path) -> labelling_cost.Counts:
-    """Return the vote counts, (queries, classes), from a ``.npy`` file. Raises UserError for any other content."""
+    """Return the numbers of votes, shape (queries, classes), from a ``.npy`` file.
+
+    Raises UserError for any other content.
+    """
     try:
         with path.open("rb") as file:
             votes = np.lib.format.read_array(file, allow_pickle=False)
@@ -84,7 +88,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
 
 
 def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return the privacy cost of all queries as JSON values; this dictionary is called the bill."""
+    """Return the privacy cost of all queries as JSON values. This dictionary is called the bill."""
     valid_delta(request.delta)
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
@@ -117,7 +121,10 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
 
 
 def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return a noisy, public upper bound on the data-dependent epsilon. Every call is one more release, with a cost."""
+    """Return a noisy upper bound on the data-dependent epsilon. This bound may be published.
+
+    Every call publishes one more noisy output about the records, with a privacy cost of its own.
+    """
     cost = request.cost()
     if request.mechanism == "confident":
         raise UserError(
@@ -131,7 +138,7 @@ def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[st
 
 
 def in_words(bill: dict[str, Any]) -> str:
-    """Return the bill, the result of ``answer``, as lines of text."""
+    """Return the bill as lines of text. The bill is the dictionary that the function ``answer`` returns."""
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
     is_expected = bill["answers_are"] == "expected"
@@ -167,7 +174,10 @@ def in_words(bill: dict[str, Any]) -> str:
 
 
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
-    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``."""
+    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``.
+
+    The teachers' agreement on a query is the votes for the most voted class minus the votes for the second class.
+    """
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -188,7 +198,10 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
 def _as_published(
     request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
 ) -> dict[str, Any]:
-    """Return the epsilons by the bounds and the conversion of the PATE papers, for comparison with their tables."""
+    """Return the epsilons that the bounds and the conversion of the PATE papers give.
+
+    The epsilons can be compared with the tables in these papers.
+    """
     orders = np.array(ORDERS)
     dependent, independent = found.dependent.curve, found.independent.curve
     bounds = "2018: theorem 6, classic conversion of Renyi divergence"

@@ -25,15 +25,15 @@ NOT_IN_RUNS: Final = (
     "a record is protected by preprocess=da-fl, calibrate.epsilon or algorithm=pate, and a client by "
     "aggregator=global-dp"
 )
-"""The limit of a DP-SGD plan, as text for the user: clients of ``fl-sim run`` do not train with DP-SGD."""
+"""A sentence for the user about the limit of a DP-SGD plan: clients of ``fl-sim run`` do not train with DP-SGD."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Poisson sampling of units at ``rate``, or sampling of ``cohort`` out of ``population`` without replacement.
 
-    ``unit``: the privacy unit. ``population``: the number of all units; it may be None for Poisson sampling, which
-    does not use it.
+    ``unit``: the privacy unit. ``population``: the number of all units. For Poisson sampling, ``population`` may be
+    None, because it is not used.
     """
 
     unit: str
@@ -42,7 +42,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return ``event``, a privacy event on a sampled cohort, with amplification by this sampling."""
+        """Return the privacy event ``event`` of a sampled cohort, with the amplification by this sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -103,7 +103,7 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan, the result of ``answer``, as lines of text."""
+    """Return the plan as lines of text. The plan is the result of the function ``answer``."""
     source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
     if plan["no_pld"]:
         source = f"by RDP; {plan['no_pld']}"
@@ -124,7 +124,10 @@ def in_words(plan: dict[str, Any]) -> str:
 
 
 def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
-    """Draw epsilon over steps, for both accountants, into the file ``path``, in the format of its suffix."""
+    """Draw epsilon over steps, one line for each of the two accountants (RDP and PLD), into the file ``path``.
+
+    The suffix of ``path`` determines the format of the file.
+    """
     if not plan["steps"]:
         raise UserError("nothing to plot: not one step fits the budget; raise --epsilon or --noise-multiplier")
     event = request.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
