@@ -24,11 +24,12 @@ class PerFedAvg(Averaging):
     f(w'; B') for the ``variant`` "first-order" (FO), and g = (I - alpha Hessian f(w; B'')) grad f(w'; B') for "exact".
     ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper. ``local.learning_rate``: eta, the paper's beta, 0.001
     to 0.01. The batches B' are those of FedAvg, and ``local.epochs`` counts them; B and B'' come from further shuffles
-    of the client's records. A local step costs two gradients, and the exact one a product with the Hessian, too.
+    of the client's records. A local step computes two gradients. The variant "exact" also computes a product with the
+    Hessian.
 
-    No client has a model of its own: it uses the received model after one step of alpha on a batch of its training
-    records. ``trained`` measures that model. Common released code takes B and B' one after another from one shuffle,
-    and two steps, of alpha and of eta, before the measurement.
+    No client keeps a model of its own. A client uses the received model after one step of alpha on a batch of its
+    training records. The measurement ``trained`` is of this model. Common released code takes B and B' one after
+    another from one shuffle. Before the measurement it makes two steps, one of alpha and one of eta.
     """
 
     kind: Literal["per-fedavg"] = "per-fedavg"
@@ -49,7 +50,7 @@ class PerFedAvg(Averaging):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark if there is no personal step."""
+        """Return a remark if ``personal_learning_rate`` is 0, so that no client makes a personal step."""
         del experiment
         return [] if self.personal_learning_rate else [off("algorithm.personal_learning_rate=0", FEDAVG)]
 
@@ -81,13 +82,13 @@ class PerFedAvg(Averaging):
 def _along(direction: Params, num_classes: int) -> LocalPlan:
     """Return the plan whose gradient is the product of the Hessian with ``direction``.
 
-    The logits' scale of 0 leaves no gradient of the cross-entropy itself.
+    The plan multiplies the logits by 0, so that the cross-entropy itself has no gradient.
     """
     return LocalPlan(logit_scale=torch.zeros(num_classes), loss_term=LossTerm(_slope, {**direction}))
 
 
 def _slope(batch: Batch) -> torch.Tensor:
-    """Return the derivative of the loss along the direction in ``batch.data``."""
+    """Return the derivative of the loss along the vector that ``batch.data`` holds."""
 
     def loss(params: Params) -> torch.Tensor:
         logits = batch.logits_of(params, batch.inputs)

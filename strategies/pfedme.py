@@ -23,13 +23,14 @@ class PFedMe(Averaging):
 
     theta is the client's own model, and w its copy of the global model x. ``strength``: the paper's lambda, 15 for most
     of its results. theta comes from ``personal_steps`` steps of SGD (K, 5 in the paper) on the batch, at the rate
-    ``personal_learning_rate`` (0.01 to 0.1 in the paper). It begins at x in a round, and at the last batch's solution
-    after that. Both rates have limits: eta strength must stay below 2, and so must personal_learning_rate (strength +
-    the curvature of f). The server takes x <- (1 - beta) x + beta mean w, with the same weight for every client;
-    ``beta``: 1 to 4 in the paper. A round of the paper has 20 steps of w (``local.steps``).
+    ``personal_learning_rate`` (0.01 to 0.1 in the paper). theta begins at x in a round's first batch, and at the last
+    batch's solution in all later batches. Both rates have limits: eta strength must stay below 2, and so must
+    personal_learning_rate (strength + the curvature of f). The server takes x <- (1 - beta) x + beta mean w, with the
+    same weight for every client; ``beta``: 1 to 4 in the paper. A round of the paper has 20 steps of w
+    (``local.steps``).
 
     Released code: all clients train in every round, and the server averages the cohort's w alone; here a client outside
-    of the cohort keeps its theta. A weight decay of 0.001 is hidden in its inner steps; here it is
+    of the cohort keeps its theta. The steps of theta have a fixed weight decay of 0.001 there; here the setting is
     ``local.weight_decay``. PFLlib's default of beta is 0, which never moves x.
     """
 
@@ -51,7 +52,7 @@ class PFedMe(Averaging):
         check_plain_sgd(self, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark on each rate at which steps overshoot."""
+        """Return a remark on each learning rate that is so large that steps overshoot."""
         rates = {
             "local.learning_rate": experiment.local.learning_rate,
             "algorithm.personal_learning_rate": self.personal_learning_rate,
@@ -64,7 +65,7 @@ class PFedMe(Averaging):
         ]
 
     def course(self, job: LocalJob) -> Course:
-        """Solve for theta and step w, batch by batch."""
+        """Compute theta for each batch, and make one step of w after each."""
         w = theta = job.task.params
         rate, statistics, losses = job.task.settings.learning_rate, job.task.statistics, list[float]()
         for step in steps_of(job):

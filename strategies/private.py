@@ -1,6 +1,6 @@
-"""Rounds under Global DP: charge the ledger, draw a secret cohort, and release the noised mean.
+"""Rounds under Global DP: book the cost in the privacy ledger, draw a secret cohort, publish the noised mean update.
 
-Nothing else about the clients is released.
+Nothing else about the clients is published.
 """
 
 import itertools
@@ -40,11 +40,14 @@ BEFOREHAND = (
 
 @dataclass
 class PrivateRounds(Layer):
-    """The layer for Global DP: charges the ledger, draws secret cohorts, and releases a noised mean in every round.
+    """The round layer for Global DP.
+
+    In each round it books the privacy cost and publishes a secret cohort's noised mean.
 
     ``clipping_norm``: the clipping norm of the next round; adaptive clipping changes it from round to round.
-    ``beforehand``: the mechanisms of the releases before the first round; each release samples a cohort, as a round
-    does. ``failed``: {client: reason} of the clients that failed since the last valid update. PRIVATE.
+    ``beforehand``: the mechanisms of the noisy sums that are published before the first round. Each sum is over a
+    sampled cohort, as in a round. ``failed``: {client: reason} of the clients that failed since the last valid update.
+    PRIVATE.
     """
 
     aggregator: GlobalDP
@@ -72,7 +75,10 @@ class PrivateRounds(Layer):
 
     @classmethod
     def payments(cls, experiment: Any) -> Sequence[Payment]:
-        """Return the privacy cost of all rounds and of the releases before them. Takes seconds with PLD."""
+        """Return the privacy cost of all rounds and of the sums that are published before the rounds.
+
+        Takes seconds with PLD.
+        """
         aggregator, sampler = experiment.aggregator, experiment.sampler
         terms, charges = terms_of(aggregator, sampler), _charges_of(experiment, aggregator)
         return (payment_of(terms, charges, "", is_simulated=aggregator.noise == "seeded"),)
@@ -102,14 +108,16 @@ class PrivateRounds(Layer):
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:
-        """Raise RunError if rounds were released whose charges are missing in the ledger."""
+        """Raise RunError if the run has published rounds whose costs are missing in the privacy ledger."""
         beforehand = len(releases_beforehand(experiment.preprocess, experiment.aggregator))
         check_paid(out, experiment.sampler.rounds_apart, beforehand)
 
     def begin(self, server_round: int) -> None:
-        """Charge the ledger for a round before the round begins. Raises Stop if the cost exceeds the budget.
+        """Book a round's cost in the privacy ledger before the round begins.
 
-        In the first round it raises RunError instead.
+        Raises Stop if the budget does not cover it.
+
+        In the first round a RunError is raised instead of Stop.
         """
         try:
             self.pay(server_round)
@@ -123,11 +131,17 @@ class PrivateRounds(Layer):
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return a cohort drawn with the noise's secret key: from the run's public seed anybody could compute it."""
+        """Return a cohort drawn with the secret key of the noise.
+
+        Anybody could compute a cohort from the run's public seed.
+        """
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Record the failed clients; their updates count as zeros. Raises RunError if all seem to fail (``note``)."""
+        """Record the failed clients; their updates count as zeros.
+
+        Raises RunError if all clients seem to fail (see ``note``).
+        """
         del server_round
         self.note(failed, answered=answered)
 
@@ -141,11 +155,11 @@ class PrivateRounds(Layer):
 
     @property
     def hides_clients(self) -> bool:
-        """Return True: it is secret which clients take part. Only the noised mean depends on them."""
+        """Return True, because the cohort is secret. Only the noised mean depends on the cohort."""
         return True
 
     def state(self) -> Mapping[str, Any]:
-        """Return the next round's clipping norm, and the receipt (number and digest) of all charges so far."""
+        """Return the next round's clipping norm, and the receipt (number and digest) of all ledger entries."""
         return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
@@ -153,15 +167,18 @@ class PrivateRounds(Layer):
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
-        """Charge the ledger for a round before the round begins, and return the epsilon spent (None: no guarantee).
+        """Book a round's cost in the privacy ledger before the round. Return the epsilon spent (None: no guarantee).
 
-        With cyclic sampling of G groups, one charge covers G rounds, as no client takes part in two of these rounds.
-        Raises BudgetExhausted if the charge would exceed the budget.
+        With cyclic sampling of G groups, one charge (entry) covers G rounds, as no client takes part in two of these
+        rounds. Raises BudgetExhausted if the cost would exceed the budget.
         """
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Charge the ledger for release ``number`` (from 1) before the first round. Result and errors as in ``pay``."""
+        """Book the cost of the noisy sum ``number`` (from 1) that is published before round 1.
+
+        Result and errors: see ``pay``.
+        """
         event = self.sampler.amplify(self.beforehand[number - 1].event(), self.num_clients)
         name = f"before round 1: {number} of {len(self.beforehand)}"
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
@@ -175,7 +192,7 @@ class PrivateRounds(Layer):
         return lambda count: self.noise.uniform(count, purpose=f"cohort {next(draws)}", server_round=server_round)
 
     def affords(self, server_round: int) -> bool:
-        """Return True if the budget covers the round's cost, or if the ledger already contains its charge."""
+        """Return True if the budget covers the round's cost, or if the ledger already contains this cost."""
         release, noise = self._release(server_round), self.noise.identity
         return self.ledger.has_charged(release, noise) or self.ledger.affords(self._event)
 
@@ -195,7 +212,7 @@ class PrivateRounds(Layer):
             )
 
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
-        """Return the noised mean of a round whose cost is already charged."""
+        """Return the noised mean of a round whose cost is already in the privacy ledger."""
         template = payload_template(algorithm, server)
         aggregate, self.clipping_norm = self.aggregator.release(
             cohort,
@@ -226,11 +243,11 @@ class PrivateRounds(Layer):
 
 
 def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
-    """Raise RunError if rounds of a private run were released whose charges are missing in its ledger.
+    """Raise RunError if a private run has published rounds whose costs are missing in its privacy ledger.
 
-    ``rounds_of_a_charge``: the number of rounds that one charge covers. ``beforehand``: the number of charges before
-    the first round. The receipt in the checkpoint is a stricter check, but not for a round that was written to
-    ``rounds.jsonl`` without a checkpoint.
+    ``rounds_of_a_charge``: the number of rounds whose cost one entry (charge) of the ledger covers. ``beforehand``: the
+    number of ledger entries before the first round. The receipt in the checkpoint is a stricter check, but not for a
+    round that was written to ``rounds.jsonl`` without a checkpoint.
     """
     released, path = len(read_rounds(out)), out / LEDGER
     charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
@@ -244,7 +261,7 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
 def planned_charges(
     aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int, beforehand: Sequence[GlobalDP] = ()
 ) -> Mapping[DpEvent, int]:
-    """Return the privacy events of ``rounds`` rounds and the releases ``beforehand`` for one client: {event: count}."""
+    """Return one client's privacy events {event: count}: those of ``rounds`` rounds and of the sums ``beforehand``."""
     events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
     events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
     return events
@@ -291,7 +308,7 @@ def told_beforehand(experiment: Any) -> list[str]:
 
 
 def cost_of_noise(experiment: Any) -> list[str]:
-    """Return a sentence on the epsilon of a noise multiplier that was set without a budget, or an empty list.
+    """Return a sentence on the epsilon of the noise multiplier, if it was set without a budget; else an empty list.
 
     Without this sentence users may think that global-dp:8 means epsilon 8.
     """
@@ -341,7 +358,7 @@ def open_private_rounds(
 
     ``clipping_norm``: the clipping norm of the next round, None in a new run. ``receipt``: the receipt of the charges
     so far, as plain JSON. Raises RunError if the ledger does not contain these charges. A resumed run with secret noise
-    has a new key: a round that was charged but not finished is charged again, and samples another cohort.
+    has a new key. So a round that was booked but not finished costs again, and samples another cohort.
     """
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm

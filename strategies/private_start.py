@@ -1,12 +1,12 @@
 """A private start under Global DP: the first model learns from synthetic images drawn from noisy statistics.
 
-Before the first round clients send sums over the lowest frequencies of their images (see ``clients.frequency_sums``)
-in three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
-covariances. Each step is one release of Global DP's own mechanism: a client's answer is clipped as a whole, noise is
-added once to the sum over clients, and the run's ledger is charged. All else is post-processing: covariances are shrunk
-by the share that noise may explain, images are drawn from one normal distribution per class, and the server trains on
-these images. The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records makes the release.
-The following rounds need to change the model only little, so their noise harms less.
+Before the first round clients send sums over the lowest frequencies of their images (see ``clients.frequency_sums``) in
+three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
+covariances. Each step publishes one noisy sum by Global DP's own mechanism. A client's answer is clipped as a whole,
+noise is added once to the sum over clients, and the run's privacy ledger books the cost. All else is post-processing:
+covariances are shrunk by the share that noise may explain, images are drawn from one normal distribution per class, and
+the server trains on these images. The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records
+makes the release. The following rounds need to change the model only little, so their noise harms less.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 class PrivateStart(Settings):
     """The first model learns from images drawn from noisy sums over all clients' records.
 
-    The ledger of the rounds is charged for these sums.
+    The privacy ledger of the rounds books the cost of these sums, too.
 
-    ``noise_multiplier``: z of the three releases together: they cost as much as one release with this noise multiplier,
-    in addition to the rounds' cost. ``clipping_norms``: the clipping norm of a client's answer in each of the
-    three releases, in public units in which an answer has a norm of about 1, .6 and .3. ``frequencies``: the number of
-    lowest frequencies of an image that are used. ``images``: the number of synthetic images. ``warp``: the strength of
-    random rotation, stretching and shifting of the synthetic images; 1 means up to 10 degrees, a tenth and a twentieth
-    of a side, which helps with digits. ``server_epochs``: the number of epochs that the server trains on the synthetic
-    images, with the settings of ``local``.
+    ``noise_multiplier``: z of the three noisy sums together: they cost as much as one noisy sum with this noise
+    multiplier. The rounds' cost is added to this cost. ``clipping_norms``: the clipping norm of a client's answer for
+    each of the three sums, in public units in which an answer has a norm of about 1, .6 and .3. ``frequencies``: the
+    number of lowest frequencies of an image that are used. ``images``: the number of synthetic images. ``warp``: the
+    strength of random rotation, stretching and shifting of the synthetic images; 1 means up to 10 degrees, a tenth and
+    a twentieth of a side, which helps with digits. ``server_epochs``: the number of epochs that the server trains on
+    the synthetic images, with the settings of ``local``.
     """
 
     kind: Literal["private-start"] = "private-start"
@@ -94,7 +94,7 @@ class PrivateStart(Settings):
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if the three releases and one round after them cost more than the aggregator's budget."""
+        """Raise UserError if the three noisy sums and one round after them cost more than the aggregator's budget."""
         del records, num_classes
         aggregator, sampler = experiment.aggregator, experiment.sampler
         assert isinstance(aggregator, GlobalDP)
@@ -111,7 +111,7 @@ class PrivateStart(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError if the records are not images, or if a client's sums are too large for one message."""
+        """Raise UserError if the records are not images, or if the sums of one client are too large for one message."""
         shape, num_classes = dataset.input_shape, dataset.num_classes
         if len(shape) != 3 or features != "none":
             raise UserError(
@@ -131,7 +131,7 @@ class PrivateStart(Settings):
         return min(self.frequencies, math.prod(shape))
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanisms of the three releases, in the order of the steps."""
+        """Return the mechanisms of the three noisy sums, in the order of the steps."""
         return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
@@ -159,9 +159,9 @@ class Classes:
 def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
     """Return the frame in which frequencies have mean 0 and a total variance of 1, from the noisy sums of step 1.
 
-    Of the variances only the total is estimated, as the noise is too large for more. A public spectrum divides it among
-    the frequencies, so that all have about the same variance in the frame. ``std``: standard deviation of the noise on
-    each number of ``sums``.
+    Only the total of all variances is estimated, because the noise is too large for more. A public spectrum divides
+    this total among the frequencies, so that all frequencies have about the same variance in the frame. ``std``:
+    standard deviation of the noise on each number of ``sums``.
     """
     order, spectrum = lowest_frequencies(shape, num_frequencies)
     black = black_frame(shape, order)

@@ -39,7 +39,7 @@ def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
 
 
 def _distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
-    """Return one random number per client, all different: among equal numbers, sorting would favour some clients."""
+    """Return one random number per client, all different: sorting equal numbers would favour some clients."""
     drawn = coins(num_clients)
     while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
         drawn = coins(num_clients)
@@ -71,7 +71,7 @@ class Everyone(Settings):
         return np.arange(num_clients)
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the privacy event of mechanism ``event`` under this sampling: the same, as all clients take part."""
+        """Return ``event``, a round's privacy event, unchanged: all clients take part, so sampling adds no privacy."""
         del num_clients
         return event
 
@@ -176,7 +176,7 @@ class Cyclic(Settings):
 
     @property
     def rounds_apart(self) -> int:
-        """Return ``groups``: in this many consecutive rounds a client takes part at most once.
+        """Return ``groups``. In any ``groups`` consecutive rounds a client takes part at most once.
 
         ``amplify`` gives the privacy cost of these rounds together.
         """

@@ -116,7 +116,7 @@ class Scaffold(Averaging):
     def _sent(self, delta: Params, control_delta: Params, task: LocalTask) -> Payloads:
         """Return a client's payloads. For "niid-bench" they contain n_i (y_i - x) and n_i, the number of records.
 
-        From the uniform means of both, the server computes a mean that is weighted by records.
+        The server divides the uniform mean of n_i (y_i - x) by the uniform mean of n_i: a mean weighted by records.
         """
         if self.variant != "niid-bench":
             return {"delta": delta, "control_delta": control_delta}

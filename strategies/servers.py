@@ -154,7 +154,7 @@ class FedAsync(_Asynchronous):
 
     Xie et al. 2019, algorithm 1, with polynomial staleness. The staleness of y is the number of server steps since its
     client received the global model; it is 0 for a client that received the latest model. If the paper's t - tau also
-    counts the model that y is about to produce, it is larger by 1. A round is the arrival of one update.
+    counts the model that y is about to produce, then t - tau is larger by 1. A round is the arrival of one update.
 
     ``mixing``: the share of an update without staleness in the new model. ``staleness_exponent``: larger values give
     stale updates less weight. ``concurrency``: the number of clients that train at the same time.
@@ -219,7 +219,9 @@ class FedBuff(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server state after a full buffer of updates; the same state if none of its clients has records.
+        """Return the server state after a full buffer of updates.
+
+        It is unchanged if no client in the buffer has records.
 
         ``clients``: the number of clients that hold records.
         """

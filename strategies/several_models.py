@@ -1,4 +1,4 @@
-"""Several global models, of which each client trains one: their initial values, and the layer that sends updates."""
+"""Several global models, of which each client trains one: their initial values, and the round layer for updates."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from fl_sim.store.run_directory import RoundRecord
 
 CHOSEN: Final = "chosen"
-"""The name of the payload with a 1 at the chosen model's place and a 0 at all others."""
+"""Name of the payload that tells the client's choice: a vector with 1 for the chosen model and 0 for all others."""
 
 
 def model_name(number: int) -> str:
-    """Return the name of the broadcast tensors of a model, from 1. Model 0 is the global model."""
+    """Return the name of the broadcast tensors of a model. Models are counted from 0; model 0 is the global model."""
     return f"model-{number}"
 
 
 def delta_name(number: int) -> str:
-    """Return the name of the payload with the update of a model, from 0."""
+    """Return the name of the payload that holds the update of a model. Models are counted from 0."""
     return f"delta-{number}"
 
 
@@ -116,14 +116,14 @@ class OneUpdate(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> OneUpdate:
-        """Return the layer with the choices of the rounds before a resume."""
+        """Return the round layer. In a resumed run the layer knows the clients' choices in earlier rounds."""
         del experiment, out
         known = zip(progress.get("clients", []), progress.get("models", []), strict=True)
         return cls(dict(known), progress.get("counts", []))
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half, which packs and unpacks updates."""
+        """Return the client half of the layer, which packs and unpacks updates."""
         del algorithm, model
         return ClientOneUpdate(experiment.algorithm.num_models)
 
@@ -154,7 +154,7 @@ class OneUpdate(Layer):
             )
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates, and keep the choices of clients with records."""
+        """Record the choice of each client with records, and return the updates that the inner layer keeps."""
         found = {one.client: int(one.payloads[CHOSEN]["share"].abs().argmax()) for one in replies if one.num_examples}
         self.chosen |= found
         count = Counter(found.values())
@@ -163,7 +163,7 @@ class OneUpdate(Layer):
         return self.inner.received(replies)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the choices, for the checkpoint."""
+        """Return the clients' choices of models, for the checkpoint."""
         return {"clients": list(self.chosen), "models": list(self.chosen.values()), "counts": self.counts}
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
@@ -181,12 +181,15 @@ class OneUpdate(Layer):
 
 @dataclass(frozen=True)
 class ClientOneUpdate(ClientLayer):
-    """Packs the ``num_models`` updates of a client, all zeros but one, into one, and unpacks them at the server."""
+    """Packs a client's ``num_models`` updates into one, as all but one are zeros. The server unpacks them."""
 
     num_models: int
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update with the delta of the chosen model in the first place, and nothing in the others."""
+        """Return the update with the chosen model's payload in the first model's place.
+
+        All other payloads are empty.
+        """
         del came, task, trained
         payloads = {**update.payloads}
         deltas = [payloads.pop(delta_name(j)) for j in range(self.num_models)]
@@ -196,7 +199,7 @@ class ClientOneUpdate(ClientLayer):
         return replace(update, payloads=payloads, packed={**update.packed, **packed})
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the size of one update for the first model, and 0 for the others."""
+        """Return the size of one update for the first model's payload, and 0 for all other models' payloads."""
         del model
         size = flattened(template[delta_name(0)]).flat.numel()
         return {delta_name(j): Size(size if j == 0 else 0) for j in range(self.num_models)}

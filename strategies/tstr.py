@@ -1,7 +1,7 @@
 """TSTR, "train on synthetic, test on real": classifiers train only on records from the clients' generators.
 
 Esteban, Hyland and Raetsch 2017 (RCGAN), section 4.1. As in DPImageBench (Gong et al. 2025), several classifiers are
-trained, and the best one on held-out *synthetic* records is tested.
+trained, and the classifier that is best on held-out *synthetic* records is tested.
 """
 
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ class Tstr(Settings):
 
     ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" (linear) and
     "quadratic-discriminant" for discriminant analysis in closed form. Models are trained with the experiment's
-    ``local`` settings. ``holdout``: the share of the synthetic records that is left out of training, on which the best
-    classifier is chosen. No test record is used for this choice. No client trains: the synthetic records are the only
-    release.
+    ``local`` settings. ``holdout``: the share of the synthetic records that is left out of training, and on which the
+    best classifier is chosen. No test record is used for this choice. No client trains: nothing but the synthetic
+    records is published.
     """
 
     kind: Literal["tstr"] = "tstr"
