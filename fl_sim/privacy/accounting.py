@@ -1,4 +1,4 @@
-"""Epsilon of a list of releases, and the noise or the number of steps for a target epsilon.
+"""Epsilon of a list of releases (published noisy results), and the noise or number of steps for a target epsilon.
 
 The RDP accountant follows Mironov et al. 2019. The PLD accountant is from the library dp_accounting (Doroshenko et al.
 2022). ``fl_sim.privacy.events`` states the conventions of events. An epsilon of ``inf`` means that there is no
@@ -47,7 +47,7 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 
 
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return the epsilon at ``delta`` of a multiset of events; ``counts`` maps each event to its number of releases.
+    """Return the joint epsilon at ``delta`` of several releases. ``counts``: {privacy event: number of its releases}.
 
     With ``accountant`` "pld" the result is the smaller of the two accountants' epsilons. It is the RDP accountant's
     epsilon where no PLD is computed: see ``loss_distribution.reason_against``.
@@ -63,8 +63,8 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
     """Return a fast upper bound on the RDP epsilon of ``steps`` releases of ``event`` at ``delta``.
 
-    The search for a noise multiplier calls this function many times, for which ``epsilon`` is too slow. The bound is
-    seldom above the exact RDP epsilon.
+    The search for a noise multiplier calls this function many times. The function ``epsilon`` is too slow for that. The
+    bound is seldom above the exact RDP epsilon.
     """
     step, times = unrolled(event)
     if not isinstance(step, dp_event.PoissonSampledDpEvent):
@@ -78,7 +78,7 @@ class Bounds:
     """Epsilon of the same releases by both accountants. Both epsilons are upper bounds, so the smaller one holds.
 
     ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None where no PLD was
-    computed. ``reason``: the reason for this None.
+    computed. ``reason``: the reason why no PLD was computed.
     """
 
     rdp: float
@@ -87,7 +87,7 @@ class Bounds:
 
     @property
     def least(self) -> float:
-        """Return the smaller of the two epsilons; ``inf`` for no guarantee."""
+        """Return the smaller one of the RDP epsilon and the PLD epsilon; ``inf`` for no guarantee."""
         return self.rdp if self.pld is None else min(self.rdp, self.pld)
 
     @property
@@ -106,7 +106,7 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the epsilon of a multiset of events by both accountants; takes seconds, because the PLD is computed."""
+    """Return the joint epsilon of several releases by the RDP and the PLD accountant. The PLD takes seconds."""
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
         return Bounds(by_rdp, None, f"the PLD accountant does not know {unknown}")
@@ -120,7 +120,7 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
 
 
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
-    """Return the Renyi curve of a multiset of events, that is the sum of the curves of all releases, at ``ORDERS``."""
+    """Return the Renyi curve of several releases together: the sum of their curves, at ``ORDERS``."""
     total = np.zeros(len(ORDERS))
     with np.errstate(over="ignore"):  # an overflow to ``inf`` means that there is no guarantee
         for event, count in single_steps(counts).items():
@@ -151,9 +151,9 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
     """Return the Renyi order for a privacy filter, that is for a budget on releases that are chosen one after another.
 
-    At this order, ``epsilon`` at ``delta`` allows the largest number of repetitions of ``first``, the releases
-    planned before any release was made. So the order depends on no output. Returns infinity where ``first`` fits
-    ``epsilon`` only as a sum of pure epsilons.
+    ``first``: the releases that were planned before any release was made. At the returned order, the budget ``epsilon``
+    at ``delta`` allows the largest number of repetitions of ``first``. So the order depends on no output. Returns
+    infinity where ``first`` fits into the budget only as a sum of pure epsilons.
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -204,7 +204,7 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return ``noise_multiplier`` for Poisson sampling, cached: equal numbers of records give equal noise."""
+    """Return ``noise_multiplier`` for Poisson sampling. The result is cached, so equal arguments give equal noise."""
     amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
     return noise_multiplier(amplify, steps, target_epsilon, delta)
 
@@ -227,8 +227,8 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    Unsampled Gaussian releases that cost at most ``target_epsilon`` together cost less than this one release. So the
-    cost of this release is an upper bound for them.
+    Take any unsampled Gaussian releases that together cost at most ``target_epsilon``. They cost less than this one
+    release. So the cost of this release is an upper bound on their cost.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -295,7 +295,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
 
 
 def _most(spent: Callable[[int], float], target: float, start: int) -> int:
-    """Return the largest n with ``spent(n) <= target``. The caller knows that ``spent(start) <= target``."""
+    """Return the largest n with ``spent(n) <= target``. The caller must know that ``spent(start) <= target``."""
     fits, stride = start, max(1, start // 16)
     while spent(fits + stride) <= target:
         fits, stride = fits + stride, 2 * stride

@@ -7,9 +7,10 @@ and world 1. E is found on one half of the runs and tested on the other half (Cl
 correction over all sets). Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
-probability 1/2, independently. The auditor sees the releases of the run. For some canaries the auditor guesses whether
-they took part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run can prove only a
-limited epsilon: with every guess right, about ln(m / ln(1 / p)), where p is the error probability of the audit.
+probability 1/2, independently. The auditor sees everything that the run publishes. For some canaries the auditor
+guesses whether they took part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run
+can prove only a limited epsilon: with every guess right, about ln(m / ln(1 / p)), where p is the error probability of
+the audit.
 """
 
 import math
@@ -32,13 +33,13 @@ CONFIDENCE: Final = 0.95
 SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of the canaries that are guessed as "in"; the same share is guessed as "out".
 
-All shares are fixed in advance and evaluated, so the bounds have a Bonferroni correction.
+All shares are fixed in advance, and each gives a bound. So the bounds have a Bonferroni correction.
 """
 
 
 @dataclass(frozen=True)
 class ProfileAudit:
-    """The result of a privacy-profile audit: proven and claimed deltas at each epsilon.
+    """The result of a privacy-profile audit: at each epsilon, the claimed delta and a proven lower bound on delta.
 
     ``epsilons``: the audited epsilons. ``claimed``: the claimed deltas. ``lower_bounds``: proven lower bounds on
     delta, which hold jointly at the confidence of the audit. ``estimates``: estimated deltas, without confidence.
@@ -108,12 +109,13 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
     """Return the smallest noise multiplier whose claim the runs refute, within 1 %: the tightest bound of this audit.
 
     ``claims`` maps a noise multiplier to the claims of the same mechanism with this noise, a delta for each of
-    ``audit.epsilons``. More noise means smaller claimed deltas. So the mechanism protects no better than the
-    returned noise multiplier would, which an accountant turns into an epsilon. Nasr et al. 2023 fit the mechanism's
-    trade-off curve in the same way.
+    ``audit.epsilons``. More noise means smaller claimed deltas. So the mechanism protects no better than with the
+    returned noise multiplier. An accountant turns this noise multiplier into an epsilon. Nasr et al. 2023 fit the
+    mechanism's trade-off curve in the same way.
 
     The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity where
-    even a hundred times this noise is not refuted, and a quarter of this noise where that is refuted already.
+    even a hundred times this noise is not refuted. Returns a quarter of this noise where this quarter is already
+    refuted.
     """
 
     def is_refuted(noise: float) -> bool:
@@ -136,8 +138,8 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
     """Return p-values for the hypothesis that ``residuals`` are independent N(0, 1) numbers, by the name of the test.
 
     ``residuals``: shape (runs, coordinates), in claimed standard deviations. Each p-value is two-sided and corrected
-    for the number of its coordinates. A tiny p-value means a fault of the noise; the name of the test says in what,
-    such as "mean" or "independence of runs".
+    for the number of its coordinates. A tiny p-value means that the noise is wrong. The name of the test tells the
+    wrong property, such as "mean" or "independence of runs".
     """
     runs, coordinates = residuals.shape
     squares = residuals**2
@@ -156,7 +158,7 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Guess:
-    """The number of guesses, the number of correct guesses among them, and the epsilon that these numbers prove."""
+    """A number of guesses, the number of correct guesses, and the lower bound on epsilon that they prove."""
 
     guesses: int
     correct: int
@@ -168,9 +170,9 @@ def guess(
 ) -> tuple[Guess, ...]:
     """Guess "in" for the canaries with the highest scores, and "out" for as many canaries with the lowest scores.
 
-    ``scores``, ``taking_part``: shape (canaries,). Canaries with equal scores are ranked in the order of the array,
-    so this order must not depend on ``taking_part``. Returns one ``Guess`` for each of ``SHARES``; all their bounds
-    hold jointly at ``confidence``.
+    ``scores``, ``taking_part``: shape (canaries,). Canaries with equal scores are ranked in the order of the array
+    ``scores``. So the order of the array must not depend on ``taking_part``. Returns one ``Guess`` for each of
+    ``SHARES``; all their bounds hold jointly at ``confidence``.
     """
     order = np.argsort(scores, kind="stable")
     found = []
@@ -210,7 +212,7 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 
 
 def power_limit(num_canaries: int, delta: float) -> float:
-    """Return the epsilon that one run proves if all guesses are correct; the audit cannot refute a larger claim."""
+    """Return the epsilon that one run proves if all guesses are correct; the audit cannot refute a larger epsilon."""
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 

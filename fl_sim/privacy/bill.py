@@ -1,11 +1,13 @@
-"""Bills of data sets and units: the joint privacy cost of all releases, made or planned, about the same units.
+"""Privacy bills: the joint privacy cost of all releases (published results) about the same records or clients.
+
+A bill contains releases that were made and releases that are planned.
 
 A reader of several runs about the same records sees all of their releases. So the cost for one record is the joint cost
 of all releases, of all epsilons, seeds and runs. The largest single epsilon would be too small.
 
 A release that several runs use, such as a pool of synthetic records or the labels of PATE, counts once. A release that
-protects a client protects each of its records, so it counts in the bill of a record, too (``payments_of_unit``). A
-release that protects records protects no client.
+protects a client protects each record of this client. So the release counts in the bill of a record, too
+(``payments_of_unit``). A release that protects records protects no client.
 """
 
 import math
@@ -37,13 +39,13 @@ _NEIGHBOURS: Final = {
 class Payment:
     """The privacy cost of one release, taken from its privacy statement.
 
-    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release; a payment with
-    the identity "" is for a release that no other payment is for. ``epsilon``: None for no guarantee. ``adjacency``:
-    that of ``epsilon`` and ``delta``. ``charged``: the planned releases, as a number by event. It has several such
-    counts where units were charged differently, such as the records of different clients. It is empty where the events
-    are unknown, and where the epsilon is that of a budget. ``plan``: the planned releases within the budget, also where
-    ``charged`` is empty because of a budget. ``simulation_only``: True where the noise comes from a published seed.
-    ``on_records``: False for a release that read synthetic records alone.
+    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release. No other payment
+    is for the release of a payment with identity "". ``epsilon``: None for no guarantee. ``adjacency``: that of
+    ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of releases}. There is one
+    mapping, or several where the cost differs between units, such as between the records of different clients. There is
+    none where the events are unknown, and none where the epsilon is that of a budget. ``plan``: the planned releases
+    within the budget, also where ``charged`` is empty because of a budget. ``simulation_only``: True where the noise
+    comes from a published seed. ``on_records``: False for a release that read synthetic records alone.
     """
 
     unit: str
@@ -62,10 +64,10 @@ class RunPayments:
     """The payments for all releases of one run.
 
     ``data``: the name of the data set, "" where it is unknown. ``clients``: the split of the records into clients.
-    ``payments``: None where the releases are unknown. ``bare``: True where the run released something about the
-    records without a guarantee. ``content``: an identity of the records that does not depend on the data set's
-    name, "" where it is unknown. ``by_name``: True where only the name ``data`` distinguishes these records from
-    those of other runs.
+    ``payments``: None where the releases are unknown. ``bare``: True where the run published something about the
+    records without a guarantee. ``content``: an identity of the records that does not depend on the data set's name, ""
+    where it is unknown. ``by_name``: True where only the name ``data`` distinguishes these records from those of other
+    runs.
     """
 
     data: str
@@ -78,7 +80,7 @@ class RunPayments:
 
 @dataclass(frozen=True)
 class Total:
-    """The joint cost of a number of ``releases`` under one adjacency, as two pairs (epsilon, delta) that both hold.
+    """The joint privacy cost of ``releases`` (a number) under one adjacency, as two valid pairs (epsilon, delta).
 
     ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``: epsilon and delta from the composition
     of all events; equal to ``plain`` where the composition gives no bound.
@@ -92,14 +94,14 @@ class Total:
 
 @dataclass(frozen=True)
 class Bill:
-    """The joint cost of all ``runs`` (a number) about the records of ``data``, for one privacy ``unit``.
+    """The joint privacy cost of ``runs`` (a number of runs) about the records of ``data``, for one privacy ``unit``.
 
     ``clients``: the split into clients, "" where the unit is not the client. ``totals``: the costs of the private
-    releases, one for each adjacency. ``bare``: the number of runs that released something without a guarantee.
-    ``elsewhere``: the number of runs whose releases protect other units alone. ``unknown``: the number of runs
-    whose releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``:
-    other names of the same records. ``by_name``: the number of runs that identify their records by name alone, 0
-    where all runs are about the same records.
+    releases, one for each adjacency. ``bare``: the number of runs that published something without a guarantee.
+    ``elsewhere``: the number of runs whose releases protect other units alone. ``unknown``: the number of runs whose
+    releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``: other names
+    of the same records. ``by_name``: the number of runs that identify their records by name alone, 0 where all runs are
+    about the same records.
     """
 
     data: str
@@ -121,12 +123,12 @@ class Bill:
 
     @property
     def delta(self) -> float:
-        """Return the delta at which ``epsilon`` holds."""
+        """Return the delta at which the bill's ``epsilon`` holds."""
         return self._together[1]
 
     @property
     def _together(self) -> tuple[float, float]:
-        """Return (epsilon, delta) of all releases, added up over both adjacencies.
+        """Return (epsilon, delta) of all releases of the bill, as the sum of the costs under the two adjacencies.
 
         The sum of costs under both adjacencies holds under replace-one. To replace one unit is to remove it and
         to add another one. So group privacy for two units first converts the cost under add-or-remove-one.
@@ -199,8 +201,9 @@ class Bill:
 def bills(runs: Sequence[RunPayments]) -> list[Bill]:
     """Return one bill for each data set and each privacy unit that a payment names, in order of appearance.
 
-    Two runs are about the same records where their data have the same name or the same content. Another split into
-    clients makes other clients, so each split has its own bill. A call takes seconds, because it computes PLDs.
+    Two runs are about the same records where their data have the same name or the same content. A different split of
+    the records into clients makes different clients, so each split has its own bill. A call takes seconds, because it
+    computes PLDs.
     """
     groups, found = _by_records(runs), list[Bill]()
     by_name = sum(run.by_name for run in runs) if len(groups) > 1 else 0
@@ -213,8 +216,8 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
     """Return all payments of a run that count for one ``unit``; every printed cost of a run is computed from them.
 
-    For a record these include the payments for its client: a changed record changes the data of its client, and the
-    client still takes part. ``clients``: the split into clients, where the unit is the client.
+    For a record the result includes the payments for the record's client: a changed record changes the data of its
+    client, and the client still takes part. ``clients``: the split into clients, where the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
     if unit != "record":
@@ -231,7 +234,7 @@ def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
 
 
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
-    """Return the payment under ``terms`` for ``releases`` (number by event) that are fixed before a run begins.
+    """Return the payment under ``terms`` for ``releases``, {event: number}, that are fixed before a run begins.
 
     ``Payment.identity`` explains ``identity``. A forecast may have no time to compute a PLD. Then the epsilon is the
     smaller one of two upper bounds: the budget, and the RDP accountant's epsilon of all planned releases.
@@ -277,7 +280,10 @@ def _under_replacement(counts: Counts) -> Counts:
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return (epsilon, delta) under replace-one from those under add-or-remove-one, by group privacy for two units."""
+    """Return the guarantee under replace-one that an (epsilon, delta) under add-or-remove-one gives.
+
+    It follows from group privacy for two units.
+    """
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 
@@ -335,7 +341,7 @@ def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
 def _released(payments: Iterable[Payment]) -> list[Payment]:
     """Return one payment for each release: the largest of its payments.
 
-    Several runs may use one release, and a run that was interrupted has paid for only a part of it.
+    Several runs may use one release. A run that was interrupted has paid for only a part of the release.
     """
     releases: list[Payment] = []
     known: dict[str, int] = {}
@@ -367,7 +373,7 @@ def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
 
 
 def _stated_under(payment: Payment) -> frozenset[Adjacency]:
-    """Return the adjacencies of the events of a payment; events of different adjacencies do not compose."""
+    """Return the adjacencies of a payment's events. Costs of events with different adjacencies cannot be composed."""
     stated = (adjacency(event) for counts in payment.charged for event in counts)
     return frozenset(one for one in stated if one is not None) or frozenset({Adjacency.ADD_OR_REMOVE_ONE})
 
@@ -392,8 +398,8 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     """Return the joint epsilon at ``delta`` of several releases, by composing their events.
 
-    ``charged``: one tuple for each release. The tuple holds a number by event, or several such counts where units were
-    charged differently. Of several counts the largest Renyi divergence at each order is taken.
+    ``charged``: one tuple for each release. The tuple holds one mapping {event: number}, or several where the cost
+    differs between units. Of several mappings the largest Renyi divergence at each order is taken.
     """
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)
@@ -405,7 +411,10 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
 
 
 def _least(counts: Counts, delta: float) -> float:
-    """Return the smaller epsilon of both accountants; the RDP epsilon alone if a forecast has no time for a PLD."""
+    """Return the smaller one of the RDP and the PLD epsilon.
+
+    If a forecast has no time for a PLD, return the RDP epsilon.
+    """
     try:
         return bounds(counts, delta).least
     except NoTimeError:

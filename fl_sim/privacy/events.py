@@ -1,4 +1,4 @@
-"""Privacy events of dp_accounting: sampling, adjacency, pure epsilon, JSON form and description in words.
+"""Privacy events of dp_accounting, which describe mechanisms: sampling, adjacency, pure epsilon, JSON form, words.
 
 One convention holds everywhere: ``noise_multiplier`` is the standard deviation of the noise on the SUM divided by the
 clipping norm S of ONE unit. The type of an event determines its adjacency:
@@ -31,9 +31,9 @@ _PLACES: Final = 2**20  # the population size that ``under_replacement`` uses to
 
 @dataclass(frozen=True)
 class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
-    """A release that is ``epsilon``-bounded-range, hence ``epsilon``-DP, when one unit is added or removed.
+    """The event of an ``epsilon``-bounded-range mechanism, which is ``epsilon``-DP when one unit is added or removed.
 
-    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) makes such releases. A privacy loss
+    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) is such a mechanism. A privacy loss
     within a range of width epsilon costs at most epsilon^2 / 8 in zCDP (Cesar, Rogers 2021), a quarter of the pure
     bound.
     """
@@ -53,7 +53,7 @@ _PLAIN: Final[dict[str, tuple[type, dict[str, str]]]] = {
 
 
 def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.DpEvent:
-    """Return the event of ``event`` on a Poisson-sampled cohort.
+    """Return the privacy event of the mechanism ``event`` on a Poisson-sampled cohort.
 
     Every unit joins the cohort independently with probability ``sampling_rate`` in (0, 1].
     """
@@ -68,9 +68,9 @@ def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.D
 
 
 def amplify_fixed_size(event: dp_event.DpEvent, cohort: int, population: int) -> dp_event.DpEvent:
-    """Return the event of ``event`` on a cohort of ``cohort`` units, drawn from ``population`` without replacement.
+    """Return the event of mechanism ``event`` on ``cohort`` units, drawn from ``population`` units without replacement.
 
-    The result holds under replace-one adjacency.
+    The returned event holds under replace-one adjacency.
     """
     if not 1 <= cohort <= population:
         raise UserError(f"a cohort of {cohort} does not fit a population of {population}: choose 1 to {population}")
@@ -107,7 +107,7 @@ def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
 
 
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
-    """Return the adjacency of ``event``; None where the event holds under both (a zCDP bound, no guarantee)."""
+    """Return the adjacency of ``event``. None: ``event`` holds under both adjacencies (a zCDP bound, no guarantee)."""
     match unrolled(event)[0]:
         case dp_event.TruncatedSubsampledGaussianDpEvent():
             return Adjacency.REPLACE_ONE
@@ -119,7 +119,10 @@ def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
 
 
 def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
-    """Return the common adjacency of ``events``; add-or-remove-one where both hold. Raises UserError for a mix."""
+    """Return the common adjacency of ``events``. Raises UserError where two events have different adjacencies.
+
+    Where all events hold under both adjacencies, the result is add-or-remove-one.
+    """
     found = {relation for event in events if (relation := adjacency(event)) is not None}
     if len(found) > 1:
         raise UserError(
@@ -130,7 +133,7 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
 
 
 def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
-    """Return (step, times): ``event`` means ``times`` releases of ``step``, which is no ``SelfComposedDpEvent``.
+    """Return (step, times): ``event`` means ``times`` releases of ``step``, which is the event of a single release.
 
     Raises UserError for a negative number of releases.
     """
@@ -143,7 +146,7 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts``, {event: number of releases}, with repeated events counted as releases of the single event."""
+    """Return ``counts``, {event: number of releases}, where an event of T releases becomes T releases of one event."""
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)

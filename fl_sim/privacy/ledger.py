@@ -1,14 +1,17 @@
-"""The ledger of one privacy unit and its charge log, a file: each release is charged before it is made, or refused.
+"""The privacy ledger of one unit, and its file, the charge log. It books or refuses each release before it is made.
+
+A release is one published result, such as a round's noised mean. A charge is the ledger's entry with its cost.
 
 The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
 fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
-``charge`` returns. So a crash can lose a release that was charged, but no release happens whose charge is lost. All
+``charge`` returns. So a crash can lose a release after its charge. But no release happens whose charge is lost. All
 processes that use one log share one budget.
 
 The first line of the log holds a random id and the terms. Every further line holds a charge and its chain digest: the
 SHA-256 of the previous digest in the chain followed by the charge. A receipt is the number of charges and the last
-chain digest; it is stored with the results that the charges paid for. So a log that was cut, edited or exchanged does
-not match its receipts. The chain is no signature: it does not detect that a log and all of its receipts were rewritten.
+chain digest. A run stores the receipt with the results that the charges paid for. So a log that was cut, edited or
+exchanged does not match its receipts. The chain is no signature: it does not detect that a log and all of its receipts
+were rewritten.
 """
 
 import hashlib
@@ -44,7 +47,7 @@ _CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh 
 
 @dataclass(frozen=True)
 class Charge:
-    """The charge of one release, or of several releases at once where ``event`` is a ``SelfComposedDpEvent``.
+    """One entry of the privacy ledger: the cost of one release, or of several if ``event`` is ``SelfComposedDpEvent``.
 
     ``release``: the name of the release, such as "round 7". ``noise``: an identity of the key from which the noise is
     drawn, so that a second charge of the same release is recognised. ``event``: the privacy event of the release.
@@ -60,7 +63,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that the log ``ledger`` held certain charges, stored with the releases that they paid for.
+    """Proof that the charge log ``ledger`` held certain charges (entries). It is stored with the results they paid for.
 
     ``ledger``: the random id of the charge log. ``charges``: the number of charges, counted from the first one.
     ``digest``: the chain digest after the last of these charges.
@@ -86,12 +89,12 @@ class Receipt:
 
 
 class Ledger:
-    """Adds up the costs of all releases that concern one privacy unit, and refuses releases beyond the budget.
+    """The privacy ledger of one unit: adds up the costs of all published results, and refuses costs beyond the budget.
 
-    ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``:
-    a receipt of the charges with which the log must begin. ``holder``: the thing that these charges paid for, for
-    error messages, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises
-    RunError where the log is missing, cut, edited or damaged.
+    ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``: a
+    receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of what these charges
+    paid for, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises RunError where
+    the log is missing, cut, edited or damaged.
     """
 
     def __init__(
@@ -116,39 +119,45 @@ class Ledger:
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt of all charges so far, to be stored with a release. Not for a ledger in memory."""
+        """Return the receipt of all charges so far, to be stored with the published results.
+
+        Not for a ledger in memory.
+        """
         assert self._log is not None
         return self._log.receipt
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """Return all charges so far, in order."""
+        """Return all charges (entries) of the ledger so far, in order."""
         return tuple(self._charges.values())
 
     @property
     def epsilon(self) -> float | None:
-        """Return the epsilon spent by all charges: 0 before the first charge, None where there is no guarantee."""
+        """Return the epsilon of all charges so far: 0 before the first charge, None where there is no guarantee."""
         return self._spent
 
     def affords(self, event: dp_event.DpEvent) -> bool:
-        """Return True if one more charge of ``event`` stays within the budget."""
+        """Return True if the privacy budget allows one more release with the privacy event ``event``."""
         with self._up_to_date():
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return True if ``release`` was already charged with the noise key ``noise``; a second charge is then free."""
+        """Return True if the ledger already holds the cost of ``release`` with the noise key ``noise``.
+
+        A second charge of the same release is then free.
+        """
         return (release, noise) in self._charges
 
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
-        """Charge one release BEFORE it is made, and return the epsilon spent so far (None: no guarantee).
+        """Book the cost of one release BEFORE it is made, and return the epsilon spent so far (None: no guarantee).
 
-        ``release``: the name of the release, such as "round 7". ``noise``: the identity of its noise key. A
-        second charge with the same name and key is free, because the same bits are released. With another key
-        it is a second release and costs again.
+        ``release``: the name of the release, such as "round 7". ``noise``: the identity of its noise key. A second
+        charge with the same name and key is free, because the same bits are published. With another key there is a
+        second release, which costs again.
 
-        Raises BudgetExhausted, with nothing charged, where the charge would exceed the budget. Raises UserError
-        where the adjacency of ``event`` is not the ledger's. Raises RunError where name and key were charged
-        with another event.
+        Raises BudgetExhausted, and books nothing, where the cost would exceed the budget. Raises UserError where the
+        adjacency of ``event`` is not the ledger's. Raises RunError where the ledger holds another event under the same
+        name and key.
         """
         self._check_adjacency(event)
         with self._up_to_date() as append:
@@ -184,10 +193,10 @@ class Ledger:
     ) -> dict[str, Any]:
         """Return the privacy statement as JSON values, for results and reports.
 
-        ``epsilon`` in the result is the guarantee, ``epsilon_realised`` the epsilon charged so far.
-        ``planned``: the number of all releases that were fixed beforehand, by event; None where only the budget
-        limits the releases. ``Coverage`` explains the other arguments. A call takes seconds, because it
-        computes the PLD.
+        In the result, ``epsilon`` is the guarantee, and ``epsilon_realised`` is the epsilon of all charges so far.
+        ``planned``: {event: number of releases} for all releases that were fixed beforehand; None where only the budget
+        limits the releases. ``Coverage`` explains the other arguments. A call takes seconds, because it computes the
+        PLD.
         """
         charges = [(charge.release, charge.event) for charge in self.charges]
         said = statement(self.terms, charges, planned, Coverage(covers, does_not_cover, simulation_only))
@@ -213,7 +222,7 @@ class Ledger:
 
     @contextmanager
     def _up_to_date(self) -> Iterator[Callable[[Charge], None]]:
-        """Lock the log against other processes, read their new charges, and yield a function that appends a charge."""
+        """Lock the charge log, read the new charges of other processes, and yield a function that appends a charge."""
         if self._log is None:
             yield lambda _: None
             return
@@ -230,10 +239,10 @@ class Ledger:
 class ChargeLog:
     """The charge log at ``path``, created where none exists.
 
-    ``terms``: the terms of the ledger as plain JSON values; a log with other terms is refused. ``receipt``: where
-    it is given, the log must exist and must begin with the charges of the receipt. ``holder``: the thing that these
-    charges paid for, for error messages. Raises UserError for other terms. Raises RunError for a log that is
-    missing, cut, edited or damaged.
+    ``terms``: the terms of the ledger as plain JSON values; a log with other terms is refused. ``receipt``: with a
+    receipt, the log must exist and must begin with the charges of this receipt. ``holder``: a name, for error messages,
+    of what these charges paid for. Raises UserError for other terms. Raises RunError for a log that is missing, cut,
+    edited or damaged.
     """
 
     def __init__(self, path: Path, terms: Mapping[str, Any], receipt: Receipt | None, holder: str) -> None:
@@ -311,7 +320,7 @@ class ChargeLog:
         return charges
 
     def _finished(self, file: BinaryIO, line: bytes) -> list[Charge]:
-        """Return the charge in a last line that lacks only its newline, and add it. Remove any other unfinished line.
+        """If the last line lacks only its newline, add the newline and return the line's charge. Else remove the line.
 
         An unfinished line means that the ``charge`` call was interrupted before it returned, so nothing was
         released.

@@ -37,15 +37,15 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """No PLD was computed, because the time that a forecast allows for PLDs is over."""
+    """Raised where no PLD is computed, because the time that a forecast allows for PLDs is over."""
 
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
     """Limit the time spent on PLDs inside a ``with`` block: ``may_begin`` is called before each PLD that is not cached.
 
-    Where ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit, so no charge
-    and no privacy statement depends on the time.
+    Where ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit. So no entry of a
+    privacy ledger and no privacy statement depends on the time.
     """
     token = _may_begin.set(may_begin)
     try:
@@ -70,7 +70,7 @@ def rounding_error(steps: Steps) -> float:
 
 
 def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
-    """Return the reason why no PLD of ``steps`` is computed, or "" where it is computed.
+    """Return the reason why no PLD of ``steps`` is computed, or "" where a PLD is computed.
 
     ``by_rdp``: the epsilon of ``steps`` by the RDP accountant.
     """
@@ -120,7 +120,7 @@ def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDA
 def merged(steps: Steps) -> Steps:
     """Return ``steps`` with all unsampled Gaussian releases merged into one Gaussian release.
 
-    The merged release is exactly equivalent: the values 1 / z^2 of the noise multipliers z add up.
+    The merged release has exactly the same cost: the values 1 / z^2 of the noise multipliers z add up.
     """
     rest: Counter[dp_event.DpEvent] = Counter()
     precision: dict[dp_event.DpEvent, float] = {}

@@ -1,11 +1,14 @@
-"""Clipping and noise in float64, from one ChaCha20 stream per purpose and round; sum and noise share one grid.
+"""Clipping and noise in float64.
+
+Noise comes from one ChaCha20 stream per purpose and round; sum and noise share a grid.
 
 Noise is rounded to the grid exactly, so a release is a rounding of the exact mechanism's result, at no loss of privacy.
 Plain float64 noise has no such proof: the low bits of its numbers can distinguish sums (Mironov 2012, "On significance
-of the least significant bits"). Here sum and noise are rounded to multiples of one power of two, g. For a sum t on the
-grid, t + g round(N / g) = g round((t + N) / g). So if the noise N is rounded *exactly*, the released number is the
-Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding uses nothing private, so the release is as
-private as the exact mechanism on real numbers, with nothing added to epsilon or delta. Two facts are left to show:
+of the least significant bits"). Here the clipped sum and the noise are rounded to multiples of one power of two, g. For
+a sum t on the grid, t + g round(N / g) = g round((t + N) / g). So if the noise N is rounded *exactly*, the released
+number is the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding uses nothing private, so the
+release is as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. Two facts are left
+to show:
 
 1. The rounded sum moves by no more than the clipping norm: ``clipping_norm_on_grid``.
 2. round(N / g) is exact. N = Q(U), where U is uniform on (0, 1) and known by its first 63 binary digits. float64 gives
@@ -153,7 +156,7 @@ class Noise:
     def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> NDArray[np.bool_]:
         """Return the mask of the units that Poisson sampling draws, shape (count,).
 
-        The mask is the result of ``takes_part`` for ``count`` numbers that ``uniform`` returns, but is computed faster.
+        The mask equals the result of ``takes_part`` for ``count`` numbers from ``uniform``, but is computed faster.
         """
         limit = _limit(sampling_rate)
         if limit == 1 << 53:
@@ -200,8 +203,8 @@ class Noise:
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
     """Return the mask of the units that Poisson sampling draws; ``coins`` has one ``uniform`` number for each unit.
 
-    The numbers are multiples of 2^-53, so the rate is rounded down to such a multiple. Otherwise a rate between two
-    multiples would act as the upper one, and a unit would take part more often than its accountant assumes.
+    The numbers in ``coins`` are multiples of 2^-53, so the rate is rounded down to such a multiple. Otherwise a rate
+    between two multiples would act as the upper one, and a unit would take part more often than its accountant assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
 
@@ -259,8 +262,8 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
 def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return ``total``, rounded to the grid, plus the noise ``steps`` (whole grid steps) of standard deviation ``std``.
 
-    The result is the exact sum of both, rounded to float64. So it reveals nothing but this sum. With ``std`` 0 there is
-    neither grid nor noise, and ``total`` is returned unchanged.
+    The result is the exact sum of the rounded total and the noise, rounded to float64. So the result reveals nothing
+    but this sum. With ``std`` 0 there is neither grid nor noise, and ``total`` is returned unchanged.
     """
     if std == 0:
         return total
@@ -275,9 +278,9 @@ def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]
 def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
     """Return z_delta = (z^-2 - (2 sigma_b)^-2)^-1/2, the noise multiplier of the updates under adaptive clipping.
 
-    With it, the noisy updates and the noisy clipping counts together cost as much as one release with multiplier z.
-    ``count_std`` is sigma_b, the standard deviation of the noise on the sum of (b_i - 1/2), which one client moves
-    by 1/2. Raises UserError where the counts alone would cost more than z allows.
+    With this noise multiplier, the noisy updates and the noisy clipping counts together cost as much as one release
+    with noise multiplier z. ``count_std`` is sigma_b, the standard deviation of the noise on the sum of (b_i - 1/2),
+    which one client moves by 1/2. Raises UserError where the noisy counts alone would cost more than z allows.
     """
     if not 2 * count_std > noise_multiplier > 0:
         raise UserError(

@@ -78,7 +78,7 @@ def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
 
 
 def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
-    """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``; ``inf`` where it proves none.
+    """Return the epsilon that each Renyi curve (a row over ``ORDERS``) proves at ``delta``; ``inf`` for no epsilon.
 
     The conversion is proposition 12 of Canonne, Kamath and Steinke 2020. The epsilon is 0 where the total variation
     distance of the two output distributions is below ``delta``. The Kullback-Leibler divergence bounds this
@@ -90,7 +90,7 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return, for each of ``ORDERS``, the term t for which D + t is an epsilon at ``delta`` (D: Renyi divergence)."""
+    """Return for each of ``ORDERS`` the term t that turns a Renyi divergence D into an epsilon at ``delta``: D + t."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
@@ -247,7 +247,7 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 
 @contextmanager
 def _quiet_excluded_orders() -> Iterator[None]:
-    """Silence dp_accounting's log message that it left out a fractional order whose series did not converge.
+    """Silence dp_accounting's log message on each fractional order that it left out because a series did not converge.
 
     Leaving the order out is sound: the epsilon is the minimum over the other orders.
     """

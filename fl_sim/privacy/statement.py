@@ -1,8 +1,8 @@
-"""The privacy statement of one unit: its guarantee and the epsilon spent, which are two different numbers.
+"""The privacy statement of one privacy unit: the guarantee and the epsilon spent, which are two different numbers.
 
 A guarantee is an epsilon that was fixed before the data were read. The epsilon spent by a run is no guarantee, because
-the moment at which the run ends may depend on its releases. Examples are an unused part of a budget, unanswered
-queries, and a reader who interrupts the run. The charges up to such a moment bound nothing.
+the moment at which the run ends may depend on its published results. Examples are an unused part of a budget,
+unanswered queries, and a reader who interrupts the run. The costs up to such a moment bound nothing.
 
 The cost of ALL planned releases is a guarantee: a run that ends earlier releases a part of the plan, which is
 post-processing of the whole. A budget is a guarantee, too: it is a privacy filter (Feldman, Zrnic 2021).
@@ -60,7 +60,7 @@ _SEEDED: Final = (
 class UncoveredFacts:
     """Facts about the data that no epsilon covers.
 
-    ``read_off``: facts that were taken from the private records without noise, in words. ``tested_on``: the public
+    ``read_off``: facts that were computed from the private records without noise, in words. ``tested_on``: the public
     test records, in words; empty where nothing is measured on them. ``tuned_on``: a sentence on settings that were
     chosen earlier by means of the same records. ``beside``: further sentences, from round layers.
     """
@@ -71,7 +71,7 @@ class UncoveredFacts:
     beside: tuple[str, ...] = ()
 
     def in_words(self) -> str:
-        """Return the facts as sentences, each with a leading space, to be appended to ``does_not_cover``."""
+        """Return the facts as sentences, each with a leading space, to be appended to the text ``does_not_cover``."""
         read_off = (
             f" Taken from the private records and published without noise: {'; '.join(self.read_off)}."
             if self.read_off
@@ -86,9 +86,9 @@ class UncoveredFacts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
-    """Return copies of the privacy statements with a longer ``does_not_cover``.
+    """Return copies of the privacy statements with a longer text ``does_not_cover``.
 
-    It is extended by ``facts``, and by a sentence on the cost for a person whose data are in several units.
+    The text is extended by ``facts``, and by a sentence on the cost for a person whose data are in several units.
     """
     more = facts.in_words()
     return [
@@ -105,8 +105,8 @@ def statement(
 ) -> dict[str, Any]:
     """Return the privacy statement as JSON values, as ``Ledger.statement`` does.
 
-    ``charges``: all charges so far, as (name of the release, event). ``planned``: the number of all releases that
-    were fixed beforehand, by event; None where only the budget limits the releases.
+    ``charges``: all charges so far, as (name of the release, event). ``planned``: {event: number of releases} for all
+    releases that were fixed beforehand; None where only the budget limits the releases.
     """
     account = _account(terms, charges, planned)
     epsilon, accountant, source = _guarantee(terms, account)
@@ -140,11 +140,11 @@ def statement(
 
 @dataclass(frozen=True)
 class _Account:
-    """The charges so far, the releases that were fixed beforehand, and the epsilons of both.
+    """A ledger's charges so far with their epsilon, and the releases that were fixed beforehand with their epsilon.
 
-    ``spent``: all charges so far, and ``realised`` their epsilon. ``promised``: all releases that were fixed
-    beforehand, and ``bounds`` their epsilon; both None where only a budget was fixed. ``again``: the number of
-    repeated charges, for releases that had been charged before.
+    ``spent``: all charges so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases that were fixed
+    beforehand. ``bounds``: the epsilon of ``promised``. Both of the last two are None where only a budget was fixed.
+    ``again``: the number of repeated charges: the same release was booked a second time.
     """
 
     spent: _Counts
@@ -159,9 +159,9 @@ def promised_releases(
 ) -> _Counts:
     """Return all releases that were fixed beforehand: the planned ones, or fewer where the budget ends earlier.
 
-    Releases that were charged again, after an interruption, are added to the plan. Where all releases are of one
-    kind, the budget allows a number of them that is certain before the first release, whatever the outputs are and
-    wherever the run ends. ``charges``: all charges so far, as (name of the release, event).
+    Releases that were booked again after an interruption are added to the plan. Suppose that all releases are of one
+    kind. Then the number of releases that the budget allows is certain before the first release. It depends neither on
+    the outputs nor on the end of the run. ``charges``: all charges so far, as (name of the release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again
@@ -184,7 +184,7 @@ def _account(
 
 
 def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _Counts]:
-    """Return (all charges, the repeated charges), each as a number by event.
+    """Return (all charges, repeated charges), both as {event: number of releases}.
 
     A repeated charge has the name of an earlier release.
     """
@@ -211,7 +211,7 @@ def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) ->
 
 
 def _used_up(terms: Terms, spent: _Counts) -> bool:
-    """Return True if all releases are of one kind and the budget does not allow another one."""
+    """Return True if all releases are of one kind, and the privacy budget does not allow one more of this kind."""
     return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
 
 
@@ -221,7 +221,7 @@ def _cost(terms: Terms, counts: _Counts) -> float:
 
 
 def _guarantee(terms: Terms, account: _Account) -> tuple[float | None, str, str]:
-    """Return (epsilon, accountant, source): the smallest epsilon that was certain beforehand, with its origin."""
+    """Return (epsilon, accountant, source): the smallest epsilon that was certain beforehand, and its source."""
     budget, whole = terms.budget, account.bounds
     if budget is not None and _cost(terms, account.spent) > budget:
         budget = None  # an earlier version accepted a charge beyond the budget, so the budget is no guarantee

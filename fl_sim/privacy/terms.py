@@ -23,10 +23,10 @@ class Adjacency(StrEnum):
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of a ledger, fixed before its first charge.
+    """Terms of a privacy ledger, fixed before its first charge (entry).
 
     ``unit``: the privacy unit, such as "client" or "record"; epsilons of different units are never added.
-    ``adjacency``: the adjacency of all releases that are charged. ``delta``: the delta of the ledger's epsilon.
+    ``adjacency``: the adjacency of all releases in the ledger. ``delta``: the delta of the ledger's epsilon.
     ``budget``: the largest epsilon at ``delta``, None for no limit. ``accountant``: the accountant whose epsilon is
     compared with the budget.
     """

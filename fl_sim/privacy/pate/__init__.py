@@ -1,1 +1,1 @@
-"""Privacy costs of PATE's noisy votes, and the publication of a data-dependent cost."""
+"""Privacy costs of PATE's noisy votes, and the publication of a cost that was computed from the votes."""

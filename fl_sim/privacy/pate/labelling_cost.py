@@ -1,10 +1,14 @@
-"""Privacy cost of labels by PATE: Renyi curves of queries, their sum and epsilon, for the given or for any votes.
+"""Privacy cost of labels by PATE: Renyi curves of queries, their sum and its epsilon.
 
-The privacy unit is one record of the private set. It lies in one teacher's shard, and that teacher has one vote. So a
-changed record changes one vote: one count falls by 1 and another one rises by 1.
+A cost is data-dependent (for the given votes) or data-independent (for any votes).
+
+The privacy unit is one record of the private set. The record lies in one teacher's shard, and this teacher has one vote
+per query. So a changed record changes one vote of a query: the count of one class falls by 1, and the count of another
+class rises by 1.
 
 A data-independent epsilon is a guarantee and may be published. A data-dependent epsilon is a function of the votes, so
-it is as private as the votes are (Papernot et al. 2018, section 3). Publish only ``smooth_sensitivity.release`` of it.
+it is as private as the votes are (Papernot et al. 2018, section 3). Publish only the result of
+``smooth_sensitivity.release``.
 
 Curves are Renyi divergences of shape (queries, orders), in nats. ``log_q`` is ln of q, shape (queries,); q is an upper
 bound on the probability that the label is not the teachers' majority.
@@ -84,14 +88,14 @@ class AnswerCost(Cost):
 
     @abstractmethod
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q, as in ``log_q``, for votes in which each class has ``gaps`` votes fewer than the first one.
+        """Return ln q, as in ``log_q``, for votes in which each class has ``gaps`` votes fewer than the first class.
 
         With a negative gap the other classes have more votes.
         """
 
     @abstractmethod
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query from its ln q: at every order the smaller of two bounds.
+        """Return the Renyi curve of each query, computed from its ln q: at every order the smaller of two bounds.
 
         The first bound is the theorem in the mechanism's paper, the second one is ``worst_case``, for any votes.
         """
@@ -111,7 +115,7 @@ class AnswerCost(Cost):
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the Renyi curve for votes on which all teachers agree, which make any other label least likely."""
+        """Return the Renyi curve of a query on which all teachers agree: then any other label is least likely."""
         return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
@@ -126,7 +130,7 @@ class LNMaxCost(AnswerCost):
 
     @property
     def pure_epsilon(self) -> float:
-        """Return 2 gamma: one count falls by 1 and another one rises by 1."""
+        """Return 2 gamma, because one record lowers the count of one class by 1 and raises another count by 1."""
         return 2 * self.gamma
 
     def worst_case(self, orders: Floats) -> Floats:
@@ -139,7 +143,7 @@ class LNMaxCost(AnswerCost):
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return two Laplace mechanisms, because two counts change by 1."""
+        """Return two Laplace mechanisms, because one record changes two counts by 1."""
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
@@ -169,11 +173,11 @@ class GNMaxCost(AnswerCost):
     sigma: float
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the Renyi curve of one query for any votes: two counts change by 1 (proposition 8)."""
+        """Return the Renyi curve of one query for any votes: one record changes two counts by 1 (proposition 8)."""
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return one Gaussian mechanism: the vector of counts moves by sqrt 2."""
+        """Return one Gaussian mechanism, because one record moves the vector of counts by sqrt 2."""
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
@@ -195,8 +199,9 @@ class GNMaxCost(AnswerCost):
 class ConfidentCost(Cost):
     """Cost of Confident-GNMax: a noisy test, and GNMax with ``sigma`` for queries that pass the test.
 
-    A query passes where its largest count plus noise of ``sigma_threshold`` reaches ``threshold``. The test
-    releases one number that changes by 1. Its cost is paid whether or not the query is then answered.
+    A query passes where its largest count plus noise of ``sigma_threshold`` reaches ``threshold``. The test publishes
+    whether the noisy largest count reaches the threshold. One record changes the largest count by at most 1. The cost
+    of the test is paid whether or not the query is then answered.
     """
 
     threshold: float
@@ -205,12 +210,12 @@ class ConfidentCost(Cost):
 
     @property
     def test(self) -> GNMaxCost:
-        """Return the cost of the test, as a GNMax cost with the same curve: order / (2 sigma_threshold^2)."""
+        """Return the cost of the test, as the GNMax cost with the same Renyi curve: order / (2 sigma_threshold^2)."""
         return GNMaxCost(np.sqrt(2) * self.sigma_threshold)
 
     @property
     def answer(self) -> GNMaxCost:
-        """Return the GNMax cost of an answer."""
+        """Return the cost of an answer, which is a GNMax cost."""
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
@@ -218,7 +223,7 @@ class ConfidentCost(Cost):
         return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return the privacy events of the test, in which one number changes by 1, and of the answer."""
+        """Return the privacy event of the test, in which one count changes by 1, and the events of the answer."""
         return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
 
     def chance_of_answer(self, counts: Counts) -> Floats:
@@ -255,7 +260,7 @@ class ConfidentCost(Cost):
 
 @dataclass(frozen=True)
 class QueryCosts:
-    """Epsilons at one delta of the queries of a labelling.
+    """The epsilons of the queries of a labelling, all at one delta.
 
     ``per_query``: epsilon of each query alone, shape (queries,). ``cumulative``: epsilon of each query and all
     queries before it, shape (queries,). ``curve``: the Renyi curve of all queries together at ``ORDERS``.
@@ -276,8 +281,8 @@ class Analysis:
     """The privacy costs of a labelling; ``answers`` is the number of answered queries, or its expectation.
 
     ``dependent``: the data-dependent costs, which are PRIVATE, because they are computed from the votes.
-    ``independent``: the data-independent costs. ``worst_case``: the epsilon for any votes and any number of
-    answers, by both accountants. Only this epsilon may be promised by a plan.
+    ``independent``: the data-independent costs. ``worst_case``: the epsilon for any votes and any number of answers, by
+    both accountants. A plan may promise only this epsilon.
     """
 
     dependent: QueryCosts
@@ -289,9 +294,8 @@ class Analysis:
 def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bool_] | None = None) -> Analysis:
     """Return the privacy costs at ``delta`` of labelling the queries with the votes ``counts``.
 
-    ``answered``: the mask of answered queries, shape (queries,). Without the mask the cost of each answer is
-    weighted by the probability of the answer, as in the published analysis: the result is an expectation, not a
-    bound.
+    ``answered``: the mask of answered queries, shape (queries,). Without the mask the cost of each answer is weighted
+    by the probability of the answer, as in the published analysis. The result is then an expectation, not a bound.
     """
     valid_delta(delta)
     queries, pure = len(counts), cost.pure_epsilon
@@ -325,7 +329,7 @@ def least_epsilon(cost: Cost, teachers: int, classes: int, delta: float) -> floa
 
 
 def epsilon_of_curves(curves: Floats, delta: float) -> Floats:
-    """Return the epsilon at ``delta`` that each curve, a row over ``ORDERS``, proves, shape (rows,)."""
+    """Return the epsilon at ``delta`` that each Renyi curve (a row over ``ORDERS``) proves, shape (rows,)."""
     assert not np.isnan(curves).any()
     assert (curves >= 0).all()
     return epsilons_of_curves(curves, delta)
@@ -405,7 +409,7 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
 def _gaps_to_the_top(counts: Counts) -> Floats:
     """Return the largest number of votes of a query minus the votes of each class; ``inf`` for the class with the most.
 
-    Of several such classes the first one counts. Shape: (queries, classes).
+    If several classes have the most votes, only the first one gets ``inf``. Shape: (queries, classes).
     """
     top = counts.argmax(axis=1)[:, None]
     gaps = (np.take_along_axis(counts, top, axis=1) - counts).astype(np.float64)

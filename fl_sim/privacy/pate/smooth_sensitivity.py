@@ -1,4 +1,4 @@
-"""Publication of a data-dependent PATE cost, with noise scaled to its smooth sensitivity.
+"""Publication of a data-dependent PATE cost, with noise in proportion to the cost's smooth sensitivity.
 
 The method is that of Papernot et al. 2018, appendix B. The published number is an upper bound on B. B is the sum of the
 data-dependent divergences of all queries at ONE Renyi order, which is chosen without looking at the votes.
@@ -15,7 +15,7 @@ all counts within d votes are examined one by one. The mask of answered queries 
 from the labels.
 
 The publication has a privacy cost of its own. With few queries or teachers the published epsilon can exceed the
-data-independent one.
+data-independent epsilon.
 """
 
 from collections.abc import Iterator
@@ -95,8 +95,8 @@ class PublicationTerms:
 class PublishedCost:
     """A data-dependent PATE cost that may be shown to anybody.
 
-    ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes unless the noise
-    was beyond its quantile, which has probability ``failure``. ``divergence``: the published bound on the Renyi
+    ``epsilon`` at ``delta`` covers the labels AND this publication. This epsilon holds for the given votes, unless the
+    noise was beyond its quantile. That has probability ``failure``. ``divergence``: the published bound on the Renyi
     divergence of labels and publication together, at ``order``.
     """
 
@@ -110,7 +110,7 @@ class PublishedCost:
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
     """Return the terms of a publication that give the smallest epsilon if all teachers agree on every query.
 
-    The terms do not depend on the votes. Every query counts as answered.
+    The terms do not depend on the votes: they are computed as if every query were answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
@@ -140,8 +140,8 @@ def release(
 ) -> PublishedCost:
     """Publish an upper bound on the data-dependent cost of labelling the queries with the votes ``counts``.
 
-    ``answered``: the mask of answered queries, shape (queries,); None for all. A second call with other noise is a
-    second release and costs ``terms.divergence()`` once more.
+    ``answered``: the mask of answered queries, shape (queries,); None for all. A second call with other noise publishes
+    a second number, and costs ``terms.divergence()`` once more.
     """
     answers = np.ones(len(counts), dtype=bool) if answered is None else answered
     total = float(cost.curves(counts, answers.astype(np.float64), np.array([terms.order]))[0].sum())
@@ -181,9 +181,9 @@ def smooth_sensitivity(
 class _CostPart:
     """One part of the cost of all queries: the cost of the labels, or the cost of the tests.
 
-    A query's state is a whole number, such as the cell of its gap, on which alone its sensitivity depends. ``local``
-    yields, for distance 0, 1, 2, ..., an array with one bound for each state, on the local sensitivity of one query.
-    ``states``: the states that occur. ``queries``: the number of queries in each of these states.
+    A query's state is a whole number, such as the cell of its gap. The query's sensitivity depends on nothing but this
+    state. ``local`` yields, for distance 0, 1, 2, ..., an array with one bound for each state, on the local sensitivity
+    of one query. ``states``: the states that occur. ``queries``: the number of queries in each of these states.
     """
 
     local: Iterator[Floats]
@@ -194,7 +194,7 @@ class _CostPart:
 def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
     """Return the cost of the labels; the state of a query is the cell of its equivalent gap t.
 
-    If all other classes were t votes behind the first one, the query would have the same q.
+    If all other classes had t votes fewer than the first class, the query would have the same q.
     """
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
@@ -246,7 +246,7 @@ def _published(
 ) -> PublishedCost:
     """Return the published cost from the exact cost ``total``, its sensitivity, and two standard normal numbers.
 
-    Each of the two noisy numbers is beyond its quantile with probability delta / 2.
+    Each noisy number is beyond its quantile with probability delta / 2.
     """
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
