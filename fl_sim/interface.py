@@ -233,7 +233,7 @@ def table(
 
 
 class _ProgressObserver(Silent):
-    """An observer that passes the events of a run to its progress display."""
+    """An observer that passes the events of a run to the run's progress display."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress

@@ -1,6 +1,7 @@
 """Kinds, the variants of a setting, such as the algorithm ``fedprox``. Each kind is a settings class.
 
-This module has the protocols of the classes' optional members, and functions for names, fields and short forms.
+This module has protocols for the optional members of settings classes. It also has functions for the names, fields and
+short forms of settings.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -279,15 +280,15 @@ def is_none(kind: object) -> bool:
 def path_in(kind: type, name: str) -> str:
     """Return the import path ``module:Class`` in the attribute ``name`` of a settings class; empty without such a path.
 
-    ``name``: "stage", "layer" or "procedure". A user's own class may have a parameter of this name with another
-    meaning; its value is not returned.
+    ``name``: "stage", "layer" or "procedure". A user's own class may have a parameter called ``name`` with another
+    meaning. The value of such a parameter is not returned.
     """
     path = getattr(kind, name, "")
     return path if isinstance(path, str) and ":" in path else ""
 
 
 def off(setting: str, instead: str) -> str:
-    """Return a warning for the user about a setting without effect. ``instead``: the actual behaviour.
+    """Return a warning for the user about a setting without effect. ``instead``: the real behaviour, as a sentence.
 
     >>> off("algorithm.mu=0", "the run is one of fedavg")
     'algorithm.mu=0 has no effect: the run is one of fedavg'

@@ -43,7 +43,7 @@ def niid_mlp(input_shape: Shape, num_classes: int) -> nn.Module:
 def dafl_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
     """Return DA-FL's classifier: two 3x3 convolutions (32, 64 channels, padded) with pooling, and two linear layers.
 
-    The paper states "2 conv + 2 FC" without sizes. Images need at least 4x4 pixels; fl-sim's 8x8 digits have enough.
+    The paper states "2 conv + 2 FC" without sizes. Images need at least 4x4 pixels, so fl-sim's 8x8 digits fit.
     """
     channels, height, width = _image(input_shape, "dafl-cnn", 4)
     return nn.Sequential(
@@ -127,7 +127,7 @@ def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
     """Return the name of the default model for records of ``input_shape``.
 
     Images get NIID-Bench's CNN, or DA-FL's if they are smaller than 16x16. Feature vectors get "mlp". Sequences of
-    tokens get "gru"; ``vocabulary`` is above 0 for them alone.
+    tokens get "gru". ``vocabulary``: above 0 for sequences of tokens, and 0 for all other records.
     """
     if vocabulary:
         return GRU

@@ -1,4 +1,4 @@
-"""Moved modules: the old import path still works for one release, with a warning that names the new path."""
+"""Moved modules: an old import path works for one more release of fl-sim, with a warning that names the new path."""
 
 import importlib
 import sys
@@ -269,7 +269,7 @@ class _Moved(Loader):
 class Finder(MetaPathFinder):
     """An entry of ``sys.meta_path`` that finds modules at their old import paths.
 
-    It must come before Python's finders. Otherwise a submodule of a moved folder would be loaded a second time.
+    This entry must come before Python's own finders. Otherwise a submodule of a moved folder would be loaded twice.
     """
 
     def find_spec(

@@ -22,7 +22,7 @@ __all__ = ["Coins", "Compressor", "Held", "Packed", "Packing", "Size"]
 Coins: TypeAlias = Callable[[], np.random.Generator]
 """A function that returns a new random generator at each call, with the same stream on client and server.
 
-Each compressed group of tensors of an update has its own stream.
+Each compressed group of tensors of an update has its own random stream.
 """
 
 Held: TypeAlias = Mapping[str, Payloads]
@@ -46,7 +46,8 @@ class Compressor(Protocol):
         """Return the compressed ``update`` of a client, and the tensors that the client stores for its next round.
 
         ``held``: the stored tensors of the client's previous round; empty in its first round. Names and shapes of
-        stored tensors must never change. If the update has NaN or infinity, so must the compressed update.
+        stored tensors must never change. If the update has NaN or infinity, the compressed update must have NaN or
+        infinity, too.
         """
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:

@@ -47,8 +47,8 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    Call it only in a process of fl-sim's own, or inside ``torch_kept``. ``torch.manual_seed`` is slower: it also queues
-    a call with a stack trace for every unused GPU.
+    Call this function only in a process of fl-sim's own, or inside ``torch_kept``. ``torch.manual_seed`` is slower: it
+    also queues a call with a stack trace for every unused GPU.
     """
     number = _key(seed, purpose, keys) >> 193  # 63 bits
     torch.default_generator.manual_seed(number)
@@ -60,7 +60,8 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
 def seed_process(seed: int, purpose: str, *keys: int) -> None:
     """Seed the global generators of torch, NumPy and Python, from which a user's own code may draw.
 
-    Call it only inside ``process_alone`` or ``process_kept``. Never use it for code that draws noise for privacy.
+    Call this function only inside ``process_alone`` or ``process_kept``. Never use it for code that draws noise for
+    privacy.
     """
     seed_torch(seed, purpose, *keys)
     number = _key(seed, purpose, keys)

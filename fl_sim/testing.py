@@ -3,8 +3,8 @@
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
 
-A test takes a few seconds on fl-sim's small digits. It does not test the algorithm's formulas: compare those with the
-paper.
+A test takes a few seconds on fl-sim's small digits. No test checks the algorithm's formulas: compare the formulas with
+the paper.
 """
 
 import tempfile

@@ -132,14 +132,14 @@ class Dataset:
     channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). They are published constants of the
     data set, never computed from the clients' records. ``note``: facts about this copy that a reader must know (a
     subset, generated stand-in data), shown beside all results. ``counted``: private facts about the user's own records,
-    such as the number of records left out; shown only if the run promises no privacy. ``columns``: the columns
-    of a table, in order, if they are known; public as the constants are. ``classes``: the names of the classes, if
-    known. ``names``: the names of a record's features, if known. ``shown``: pairs (content found in a file, its use).
-    ``read_off``: facts that were computed from the records and are visible in results or in the model's shape, each
-    with the setting that makes it public, if there is one; every privacy statement lists them. ``inferred``:
-    assumptions about a file that no setting states, such as its decimal separator, one line each. ``vocabulary``: if
-    above 0, records are sequences of whole numbers below it (tokens). ``validation``: records that no
-    client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the shape of the
+    such as the number of records left out; shown only if the run promises no privacy. ``columns``: the columns of a
+    table, in order, if they are known; the columns are public, as the constants are. ``classes``: the names of the
+    classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content found in a file,
+    its use). ``read_off``: facts that were computed from the records and are visible in results or in the model's
+    shape, each with the setting that makes it public, if there is one; every privacy statement lists them.
+    ``inferred``: assumptions about a file that no setting states, such as its decimal separator, one line each.
+    ``vocabulary``: if above 0, records are sequences of whole numbers below it (tokens). ``validation``: records that
+    no client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the shape of the
     original images if features have replaced them; else empty.
     """
 

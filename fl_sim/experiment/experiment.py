@@ -51,30 +51,28 @@ class Experiment(Settings):
     ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
     so on (docs/data.md), or the import path of a function of your own. ``partition``: the rule that assigns training
     records to clients. ``clients``: the number of clients. ``model``: the model, by name, or the import path of a
-    function that makes it; left out: a model that suits the data.
-    ``algorithm``: the federated method: the clients' objective, their messages, and the server's use of them.
-    ``aggregator``: the rule that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with
-    noise for privacy. ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the
-    clients' messages in a round.
-    ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the behaviour of hostile clients.
-    ``calibrate``: the change of the model after the last round. ``devices``: the speeds at which clients compute and
-    send, for a virtual clock. ``server``: whether the server waits for a round's clients, or takes updates as they
-    arrive. ``local``: the clients' training.
-    ``rounds``: the number of exchanges of updates between the server and its clients. ``evaluate_every``: the model is
-    measured after every round whose number is a multiple of this, and after the last one. ``evaluate``: the records on
-    which the model is measured. ``engine``: the processors or machines that execute clients; results are the same.
-    ``seed``: the integer from which all random numbers of a run are derived, except secret noise.
+    function that makes it; left out: a model that suits the data. ``algorithm``: the federated method: the clients'
+    objective, their messages, and the server's use of them. ``aggregator``: the rule that turns a round's updates into
+    one aggregate: their mean, a robust mean, or a mean with noise for privacy. ``sampler``: the rule that chooses the
+    clients of a round. ``compress``: the compression of the clients' messages in a round. ``preprocess``: the stage
+    before the first round, such as DA-FL. ``attack``: the behaviour of hostile clients. ``calibrate``: the change of
+    the model after the last round. ``devices``: the speeds at which clients compute and send, for a virtual clock.
+    ``server``: whether the server waits for a round's clients, or takes updates as they arrive. ``local``: the clients'
+    training. ``rounds``: the number of exchanges of updates between the server and its clients. ``evaluate_every``: the
+    model is measured after every round whose number is a multiple of this, and after the last round. ``evaluate``: the
+    records on which the model is measured. ``engine``: the processors or machines that execute clients; results are the
+    same. ``seed``: the integer from which all random numbers of a run are derived, except secret noise.
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU if the
-    worker sees one (a Ray actor sees the share it asked for); sums on a GPU are rounded differently than on a CPU.
-    ``normalise``: how inputs are scaled. "published" takes the data set's published mean and deviation, "none" leaves
-    images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
-    ``features``: "scattering" turns images into vectors by a fixed transform that depends on no data set
-    (fl_sim.data.scattering), so that linear models and small perceptrons reach on them the accuracy of a convolutional
-    network on pixels; "whitened-scattering" also gives all directions of these vectors about the same variance, by
-    means of artificial images, so that noise harms them less; "none" leaves pixels.
-    ``partition_seed``, ``model_seed`` and ``sampling_seed`` replace ``seed`` for one part of the random numbers each
-    (fl_sim.seeding); a seed that is left out equals ``seed``.
+    worker sees one. A Ray actor sees the share of a GPU that it asked for. Sums on a GPU are rounded differently than
+    on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published mean and standard
+    deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change feature vectors. "unit"
+    puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform that depends on
+    no data set (fl_sim.data.scattering), so that linear models and small perceptrons reach on these vectors the
+    accuracy of a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
+    the same variance, so that noise harms them less. The variances are those of artificial images. "none" leaves
+    pixels. ``partition_seed``, ``model_seed`` and ``sampling_seed`` replace ``seed`` for the random numbers of the
+    partition, of the initial weights and of the cohorts (fl_sim.seeding); a seed that is left out equals ``seed``.
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
@@ -213,8 +211,8 @@ class Experiment(Settings):
     def chosen(self, *names: str) -> dict[str, Any]:
         """Return the settings with these ``names`` as JSON values, for the cache key of a result.
 
-        Optional seeds that are not set, and newer settings at their defaults, are left out, so that the keys of older
-        versions stay valid.
+        Two kinds of settings are left out: optional seeds that are not set, and newer settings at their defaults. So
+        the cache keys of older versions stay valid.
         """
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
         without = self._unused_newcomers
@@ -250,7 +248,7 @@ class Experiment(Settings):
     def hides_time(self) -> bool:
         """True if the duration of local training would reveal private facts.
 
-        False if clients train only on a pool of synthetic records, because the pool is public.
+        The result is False if clients train only on a pool of synthetic records, because the pool is public.
         """
         return any(not replaces_records(part) for part in self._promising)
 

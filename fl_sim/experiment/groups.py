@@ -116,37 +116,36 @@ def goes_by_steps(local: Mapping[str, Any]) -> bool:
 
 
 class Local(Settings):
-    """The training of clients in a round (NIID-Bench's protocol but for one epoch instead of ten).
+    """The training of clients in a round: NIID-Bench's protocol, but with one epoch in place of ten.
 
     ``epochs``: the number of passes over a client's records in a round; 0.5 is half of an epoch's batches, rounded up.
     ``steps``: the number of minibatch steps of every client in a round, in place of ``epochs`` (0: ``epochs`` is used).
-    ``batch_size``: records in a step; the last batch of an epoch may be smaller. ``learning_rate``: the learning rate
-    of the first round. ``schedule``: the change of the learning rate over the rounds. ``momentum``: the momentum of
-    SGD; its buffer starts at 0 in every round.
-    ``weight_decay``: this number times every weight is added to the weight's gradient ("adamw" shrinks the weight
-    itself).
+    ``batch_size``: the number of records in a step; the last batch of an epoch may be smaller. ``learning_rate``: the
+    learning rate of the first round. ``schedule``: the change of the learning rate over the rounds. ``momentum``: the
+    momentum of SGD; its buffer starts at 0 in every round. ``weight_decay``: this number times every weight is added to
+    the weight's gradient ("adamw" shrinks the weight itself).
 
     ``clip_norm``: the whole gradient, with the terms that the method adds, is scaled down to at most this L2 norm over
-    all parameters (0: no clipping), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
-    ``label_smoothing``: the part of every label that is spread evenly over all classes in training. ``optimizer``:
-    "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum`` (whose default is
-    then 0). ``augment``: the random change of images in training. "crop" pads an image by 4 black pixels on every side
-    and cuts out a window of the image's size at a random place, "flip" mirrors an image with probability 1/2,
-    "crop-flip" does both; "reflect-crop" and "reflect-crop-flip" pad with the image's own pixels, mirrored at the edge,
-    as NIID-Bench's program does with CIFAR-10.
+    all parameters (0: no clipping), before weight decay and momentum. This clipping promises no privacy. The aggregator
+    ``global-dp`` promises privacy. ``label_smoothing``: the part of every label that is spread evenly over all classes
+    in training. ``optimizer``: "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use
+    ``momentum`` (whose default is then 0). ``augment``: the random change of images in training. "crop" pads an image
+    by 4 black pixels on every side, and cuts out a window of the image's size at a random place. "flip" mirrors an
+    image with probability 1/2. "crop-flip" crops and flips. "reflect-crop" and "reflect-crop-flip" pad with the image's
+    own pixels, mirrored at the edge, as NIID-Bench's program does with CIFAR-10.
 
-    ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm, "average" averages running
-    statistics in the same way as parameters, for every method, and with "personal" BatchNorm layers stay on every
-    client, with their parameters (FedBN, Li et al. 2021).
+    ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm. "average" averages running
+    statistics in the same way as parameters, for every method. With "personal", BatchNorm layers stay on every client,
+    with their parameters (FedBN, Li et al. 2021).
 
     ``personal``: the parameters that stay on every client, for any method. Clients train these parameters, but do not
-    send them, and the server does not average them. "head" is the last linear layer, "body" is all other parameters,
-    and names of parameters are separated by commas; "none": all parameters are sent.
+    send them, and the server does not average them. "head" is the last linear layer, and "body" is all other
+    parameters. Names of parameters are separated by commas. With "none" all parameters are sent.
 
-    ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, steps and
-    evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors with
-    bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any CPU, but saves no
-    time.
+    ``precision``: "tf32" rounds the factors of products to 11 bits, and "bfloat16" rounds them to 8 bits. Sums,
+    weights, steps and evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer
+    on processors with bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any
+    CPU, but saves no time.
     """
 
     epochs: Annotated[float, AfterValidator(_whole_as_int), PlainSerializer(_whole_as_int, return_type=int | float)] = (
@@ -240,7 +239,7 @@ def _share_or_given(value: Any) -> float | Literal["given"]:
 Validation: TypeAlias = Annotated[
     float | Literal["given"], PlainValidator(_share_or_given, json_schema_input_type=float | Literal["given"])
 ]
-"""The share of every client's training records that is held out, or "given": records that the data come with."""
+"""The share of every client's training records that is held out for validation, or "given": the data's own records."""
 
 
 def _known_own_tests(value: str) -> str:
@@ -257,31 +256,33 @@ def _known_own_tests(value: str) -> str:
 class Evaluate(Settings):
     """The records on which the server's model is measured, and the rules that stop a run early.
 
-    ``validation``: the share of every client's training records that is held out, rounded to whole records, and at
-    least one record of a client with two or more; clients train on the other records (0: no record is held out). The
-    model is measured on the held-out records of all clients together, with their true labels and with each client's
-    feature skew. The server measures the model itself only because this is a simulation: in a real federation clients
-    would measure, and send counts. The test set is not used for validation. With "given", the model is measured on the
-    validation records that the data set comes with (``x_val`` of an npz file), which no client holds.
+    ``validation``: the share of every client's training records that is held out (0: no record is held out). The share
+    is rounded to whole records; a client with two or more records holds out at least one. Clients train on the other
+    records. The model is measured on the held-out records of all clients together, with their true labels and with each
+    client's feature skew. The server measures the model itself only because this is a simulation: in a real federation
+    clients would measure, and send counts. The test set is not used for validation. With "given", the model is measured
+    on the validation records that the data set comes with (``x_val`` of an npz file), which no client holds.
 
-    ``test``: the times at which the model is measured on the test records: after every evaluated round ("rounds"), only
-    after the last round ("last"), or "never", for a search of settings by validation, or if test records are private.
+    ``test``: the times at which the model is measured on the test records. With "rounds" it is measured after every
+    evaluated round, and with "last" only after the last round. "never" is for a search of settings by validation, or
+    for private test records.
 
     ``test_is_public``: true states that the test records of the user's own data are public. A run that promises privacy
-    measures models on public records only: the measures are published, and no epsilon covers them.
+    measures models on public records only. The reason: the measures are published, and no epsilon covers the measures.
 
     ``clients``: the records on which each client's own model is measured. "own" takes the test records from a client's
-    sources (such as writers), if the data name the sources; "class-shares" takes records of the test set with the
-    client's class distribution; "pooled:0.25" merges training and test set, partitions all records, and holds out a
-    quarter of each client's records as its test records (PFLlib's protocol; the test set is then all clients' test
-    records). "none" measures the server's model only. ``personal_every``: own models are measured after each round
-    whose number is a multiple of this, and after the last round. ``fine_tune_epochs``: after the last round each client
-    also trains its own model for so many epochs, and this model is measured, too (0: none). ``held_out_clients``: the
-    share of clients that never take part in a round; they receive the model after the last round, and are measured
-    apart.
+    sources (such as writers), if the data name the sources. "class-shares" takes records of the test set with the
+    client's class distribution. "pooled:0.25" merges the training set and the test set, partitions all records, and
+    holds out a quarter of each client's records as its test records. This is PFLlib's protocol; the test set then
+    consists of all clients' test records. "none" measures the server's model only. ``personal_every``: own models are
+    measured after each round whose number is a multiple of this, and after the last round. ``fine_tune_epochs``: after
+    the last round each client also trains its own model for this number of epochs, and this model is measured, too (0:
+    no such training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive
+    the model after the last round, and are measured apart.
 
-    ``patience``: the run stops after so many rounds without a better validation accuracy than before (0: it does not
-    stop). ``target_accuracy``: the run stops once the validation accuracy is at least this (0: it does not stop).
+    ``patience``: the run stops after this number of rounds without a better validation accuracy than before (0: no
+    early stop). ``target_accuracy``: the run stops once the validation accuracy is at least this value (0: no early
+    stop).
     """
 
     validation: Validation = 0.0
@@ -374,7 +375,7 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
 
 
 class Auto(Settings):
-    """The faster engine for the job, found by a timed training step. The run prints the chosen engine and the reason.
+    """The faster engine for the run, found by a timed training step. The run prints the chosen engine and the reason.
 
     ``threads``: torch threads of each worker.
     """
@@ -386,10 +387,11 @@ class Auto(Settings):
 class InProcess(Settings):
     """All clients run in this process, ``workers`` of them at the same time (0: one for each core).
 
-    Models that draw random numbers in training (dropout), and models of the user's own classes, are trained for one
-    client after another. ``threads``: torch threads of each worker. ``stack``: the number of clients that are trained
-    as one computation over stacked parameters (0: 100 on a GPU, 1 on a CPU, where stacks save no time); the rounding of
-    sums depends on it. ``graphs``: if true, a GPU receives each step of a stack as one CUDA graph, after the first few.
+    One client trains after another if the model draws random numbers in training (dropout), or is of the user's own
+    class. ``threads``: torch threads of each worker. ``stack``: the number of clients that are trained as one
+    computation over stacked parameters (0: 100 on a GPU, 1 on a CPU, where stacks save no time). The rounding of sums
+    depends on this number. ``graphs``: if true, a GPU receives each step of a stack as one CUDA graph, after the first
+    few steps.
     """
 
     kind: Literal["inprocess"] = "inprocess"
@@ -404,8 +406,8 @@ class Ray(Settings):
 
     ``actors``: the number of actors; 0 means as many as the cluster has room for. ``address`` joins a running cluster;
     its machines need fl-sim installed, but no data, and no shared disk. ``threads``: torch threads in each actor.
-    ``stack``: the number of clients that an actor trains as one computation over stacked parameters (0: with a GPU its
-    share of a round, at most 100, else 1); the rounding of sums depends on it.
+    ``stack``: the number of clients that an actor trains as one computation over stacked parameters (0: with a GPU the
+    actor's share of a round, at most 100, else 1). The rounding of sums depends on this number.
     """
 
     kind: Literal["ray"] = "ray"

@@ -192,8 +192,9 @@ def _stays_extendable(experiment: Experiment, out: Path) -> bool:
 def _records_key(job: Job) -> str:
     """Return a digest of the user's own records; empty for public data sets, whose files are known.
 
-    If a run promises privacy, the digest covers only public facts about the records, such as their number and shape.
-    From a digest of the records themselves, a person who knows all records but one could find the last one by trying.
+    If a run promises privacy, the digest covers only public facts about the records, such as their number and shape. A
+    digest of the records themselves would reveal a record: a person who knows all other records could find it by
+    trying.
     """
     name, dataset = job.experiment.data, job.dataset
     if not is_own(name):
@@ -339,10 +340,11 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
     """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, or None.
 
-    None means that ``out`` holds no run. The run's settings and the privacy ledger of Global DP also stay in ``out``.
-    The reason: a repetition with other noise publishes another model about the same clients, and its privacy cost is
-    added to the earlier one. Raises UserError if ``out`` holds another run or other files. A run with another number of
-    rounds is refused, too, unless ``of_any_length`` is True. Raises RunError if ``out`` is in use or cannot be written.
+    The result None means that ``out`` holds no run. The run's settings and the privacy ledger of Global DP also stay in
+    ``out``. The reason: a repetition with other noise publishes another model about the same clients, and its privacy
+    cost is added to the earlier one. Raises UserError if ``out`` holds another run or other files. A run with another
+    number of rounds is refused with the same error, unless ``of_any_length`` is True. Raises RunError if ``out`` is in
+    use or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:

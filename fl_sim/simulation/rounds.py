@@ -301,7 +301,7 @@ def _with_measures(record: RoundRecord, measures: Mapping[str, float], run: Run)
 
 @contextmanager
 def _named_settings(algorithm: object) -> Iterator[None]:
-    """Add a hint to the error of a diverged run: the algorithm's settings that may be the cause."""
+    """Add a hint to the error message of a diverged run: the algorithm's settings that may be the cause."""
     try:
         yield
     except Diverged as error:

@@ -61,19 +61,19 @@ class RunLog:
     """The log of a run: everything that the result and the checkpoint need.
 
     ``engine``: the kind of the engine. ``trainer``: a description of the clients' trainer. ``stopped``: the reason if
-    the run ended early; ``stopped_by_observer``: the reason if an observer ended it. ``measured``: the measures of the
-    last measured model; ``measured_again``: the measures of a model that changed, or was first tested, after the last
-    round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost round layer (round
+    the run ended early. ``stopped_by_observer``: the reason if an observer ended the run. ``measured``: the measures of
+    the last measured model. ``measured_again``: the measures of a model that changed, or was first tested, after the
+    last round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost round layer (round
     layers wrap every round, such as Global DP). ``layer_states``: {round layer: its part of the checkpoint}.
     ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all
-    clients before and after the rounds, {purpose: bytes}, None where they depend on private records. ``facts`` and
-    ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself. ``seal``: the
-    checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint. ``versions``:
-    {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that divides by the
-    number of clients counts only those with records. ``fixed``: the tensors of the model that are not trained; they are
-    saved with the server's tensors. ``chain``: the hash chain over the settings and rounds. ``identity``: digests of
-    the user's own records and code. ``doubts``: warnings that these records or code could not be compared, or have
-    changed.
+    clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records.
+    ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself.
+    ``seal``: the checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint.
+    ``versions``: {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that
+    divides by the number of clients counts only clients with records. ``fixed``: the tensors of the model that are not
+    trained. They are saved with the server's tensors. ``chain``: the hash chain over the settings and rounds.
+    ``identity``: digests of the user's own records and code. ``doubts``: warnings that the user's records or code could
+    not be compared, or have changed.
     """
 
     server: ServerState
@@ -251,7 +251,7 @@ def is_json(facts: Mapping[str, Any]) -> bool:
 def _scores(log: RunLog) -> list[RoundRecord]:
     """Return the records of all rounds with a measured model, in order.
 
-    If the model was measured again after the last round, because a stage changed it, that record is the last one.
+    A stage may change the model after the last round. If the changed model was measured, its record is the last one.
     """
     records = [
         record for record in log.rounds if record.test_accuracy is not None or record.validation_accuracy is not None
@@ -407,7 +407,7 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 
 
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
-    """Return the result fields of all stages. A setting without a stage gives only its kind, such as "none"."""
+    """Return the result fields of all stages. A setting without a stage has one field, its kind, such as "none"."""
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()

@@ -116,8 +116,8 @@ class Run:
 class Stage:
     """The base class of all stages: code that runs before the first round or after the last round.
 
-    A subclass overrides only the methods that it needs. Each run makes one object of the class; the object may store
-    values for its later methods ``facts`` and ``statements``.
+    A subclass overrides only the methods that it needs. Each run makes one object of the class. The object may store
+    values for later calls of ``facts`` and ``statements``.
     """
 
     def __init__(self, job: Job) -> None:
@@ -147,7 +147,7 @@ class Stage:
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
         """Return further measures of the models after a round, {name: number}; empty in most rounds.
 
-        ``is_last``: True after the last round, as far as this is known in advance.
+        ``is_last``: True after the last round, as far as the last round is known in advance.
         """
         del run, server_round, is_last
         return {}
@@ -396,8 +396,8 @@ def prepared_strategy(
 def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
     """Return a mask of the clients that have training records, shape (clients,).
 
-    None if all clients have records, or if algorithms must count all clients: in a run whose aggregator hides
-    clients, and in a run that an older version began.
+    The result is None if all clients have records, or if algorithms must count all clients. Algorithms count all
+    clients in two cases: the aggregator hides clients, or an older version began the run.
     """
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())

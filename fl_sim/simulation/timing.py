@@ -67,7 +67,7 @@ _FEWEST: Final = 2
 _GROWTH: Final = 8
 """Usually the largest factor between the numbers of records in two successive timings."""
 _LEAST_GROWTH: Final = 1.5
-"""The smallest such factor. If the remaining time allows less, the timing ends."""
+"""The smallest such factor. If the remaining time only allows a smaller factor, the timing ends."""
 _FLAT: Final = 1.5
 """If a timed piece takes less than this many times the seconds of the piece before, the next factor is _GROWTH**2."""
 _CHEAP: Final = 0.25

@@ -1,7 +1,7 @@
 """Atomic writing of files, messages with cures for errors of the operating system, and locks on folders.
 
-A lock is a file ``.lock`` in the folder; it names the process that holds the lock. The system releases the lock when
-that process ends, for whatever reason. Only the owner may read the file, and no symbolic link to it is followed.
+A lock is a file ``.lock`` in the folder; it names the process that holds the lock. The operating system releases the
+lock when that process ends, for any reason. Only the owner may read the file, and no symbolic link to it is followed.
 """
 
 import errno
@@ -199,7 +199,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock the run directory ``folder`` for this process in this block, after a few tries at most.
+    """Lock the run directory ``folder`` for this process in this block; give up after a few tries.
 
     Raises RunError if another process has locked ``folder``. The message names that process and its start time.
     """

@@ -290,7 +290,7 @@ class Progress:
     ``records``: a digest of the user's own training records, empty for public ones. ``versions``: {round: digest} of
     earlier server states that clients of an asynchronous run still train, in separate files. ``counts_holders``: True
     if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {round layer,
-    such as Global DP: its state as JSON values by name}.
+    such as Global DP: the state of this layer, as JSON values by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -332,7 +332,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
 
     ``digest``: the SHA-256 that ``write_state`` returned, empty if unknown. ``like``: the initial state of the run's
     model and algorithm. Raises UserError for a damaged file, and for tensors with other names, shapes or types than
-    ``like``: training would read foreign memory.
+    ``like``. With such tensors, training would read foreign memory.
     """
     content = read_whole(path)
     try:

@@ -43,7 +43,7 @@ _MODULUS = 1 << 256
 def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
     """Write tensors to a safetensors file named by the hash of its content, and return its path.
 
-    So two files with the same name have the same content. ``mode``: as for ``write_whole``.
+    So two files with the same name have the same content. ``mode``: the file's permissions, as for ``write_whole``.
     """
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -126,7 +126,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
 def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
     """Yield (client, round, checksum) of each client's newest state from before ``server_round``.
 
-    Clients without a state are left out. The checksum is computed from the state: it is private.
+    Clients without a state are left out. The checksum is computed from the state, so the checksum is private, too.
     """
     if (slots := _slots_in(state_dir)) is None:
         return
@@ -272,7 +272,7 @@ class _Slots:
         return heads
 
     def named(self, numbers: torch.Tensor) -> Payloads:
-        """Return ``numbers``, the vector of a state, as named groups of named tensors."""
+        """Return ``numbers``, the vector of a client state, as named groups of named tensors."""
         parts = numbers.split_with_sizes([num_in(layout) for _, layout in self.groups])
         return {name: FlatParams(part, layout) for (name, layout), part in zip(self.groups, parts, strict=True)}
 
@@ -310,7 +310,7 @@ def _slots_in(state_dir: Path) -> _Slots | None:
 
 @lru_cache(maxsize=8)
 def _read_layout(content: bytes) -> _Slots:
-    """Return the schema that ``_create`` wrote. Raises RunError if the content is anything else."""
+    """Return the schema of a client state that ``_create`` wrote. Raises RunError if the file holds anything else."""
     try:
         read = json.loads(content)
         groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
