@@ -192,7 +192,7 @@ class Budgeted(Protocol):
     """A settings class with a privacy budget."""
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if the privacy budget is too small for the first release. Called before any training.
+        """Raise UserError if the privacy budget is too small for the first private output. Called before any training.
 
         ``records``: the number of records of each client. The check takes seconds at most.
         """

@@ -34,9 +34,10 @@ Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
 """Optimiser of local training, with the formulas of torch.optim."""
 
 BatchNorm: TypeAlias = Literal["none", "average", "personal"]
-"""Treatment of BatchNorm layers: "none" refuses them; "average" averages their running statistics over clients.
+"""The treatment of BatchNorm layers. "none" refuses such layers; "average" averages their statistics over clients.
 
-"personal" leaves these layers on each client: neither parameters nor statistics are averaged (FedBN).
+"personal" leaves BatchNorm layers on each client. Neither their parameters nor their running statistics are averaged
+(FedBN).
 """
 
 

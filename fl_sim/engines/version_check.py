@@ -103,7 +103,7 @@ def _own_version() -> str:
 def _trainer() -> str:
     """Return a digest of the compiled C++ trainer for this processor, or "PyTorch's" if it is not installed.
 
-    The versions must be equal, since the compiled trainer and PyTorch differ in the last bits.
+    All nodes must have the same digest, since the compiled trainer and PyTorch differ in the last bits.
     """
     spec = _spec("fl_sim")
     folders = [Path(folder) / "native" for folder in spec.submodule_search_locations or []] if spec else []

@@ -96,7 +96,7 @@ class Job:
 
     @cached_property
     def trainer(self) -> Trainer:
-        """The trainer of this process, which also evaluates the experiment's model."""
+        """The trainer of this process. It also evaluates the experiment's model."""
         return Trainer(self.model().to(self.device), load_kernel()[0])
 
     @cached_property

@@ -87,7 +87,7 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
     """Return a sentence on the joint privacy cost, for the privacy statement about one set of synthetic records.
 
-    ``together``: the joint privacy cost of all releases about the same records. None if this machine does not know it.
+    ``together``: the joint privacy cost of everything published about the same records. None if it is unknown here.
     """
     if together is None:
         return (
