@@ -1,4 +1,4 @@
-// Adam (Kingma and Ba 2015) on a network's weights, and the gradient that a noised sum stands for.
+// Adam (Kingma and Ba 2015) on a network's weights, and the gradient from a sum with noise.
 #pragma once
 
 #include <cmath>
@@ -6,15 +6,15 @@
 
 namespace {
 
-// adversaries.py fills it in. Every vector has ``count`` numbers.
+// The state of Adam. perceptrons.py has the same structure. Every vector has ``count`` numbers.
 struct Adam {
     float *weights, *means, *squares;
-    float* gradient;  // of this step
+    float* gradient;  // the gradient of this step
     int64_t count;
     double mean_kept, square_kept, least, learning_rate;
 };
 
-// Takes step number ``step``, from 1.
+// Executes step number ``step``, counted from 1.
 void take_step(const Adam& of, long step) {
     const double mean_share = 1 - std::pow(of.mean_kept, double(step));
     const double square_share = 1 - std::pow(of.square_kept, double(step));
@@ -28,17 +28,17 @@ void take_step(const Adam& of, long step) {
     }
 }
 
-// Writes what ``add_noise`` of fl_sim/privacy/mechanisms.py makes of a sum, divided: the same operations on float64.
-// ``noise``: in steps of the grid, which are ``spacing``; null: none, and the sum as it is.
+// Writes the result of ``add_noise`` of fl_sim/privacy/mechanisms.py for a sum, divided by ``divisor``, by the same float64
+// operations. ``noise``: in steps of the grid, with the step ``spacing``; null: the sum without noise and without rounding.
 void release(const double* sum, const double* noise, double spacing, double divisor, long count, float* gradient) {
-    const double finer = 1 / spacing;  // of a power of two, so that times it is over the other
+    const double finer = 1 / spacing;  // exact, because ``spacing`` is a power of two
     if (noise)
         for (long i = 0; i < count; i++) gradient[i] = float((std::rint(sum[i] * finer) + noise[i]) * spacing / divisor);
     else
         for (long i = 0; i < count; i++) gradient[i] = float(sum[i] / divisor);
 }
 
-// Moves the mean of weights: ``kept`` of it stays.
+// Updates the moving average of the weights with the decay rate ``kept``.
 void take_mean(const Adam& of, double kept, float* mean) {
     const float share = float(1 - kept);
     for (long i = 0; i < of.count; i++) mean[i] += share * (of.weights[i] - mean[i]);

@@ -1,8 +1,8 @@
-// Products of pairs of bfloat16 numbers by AMX, compiled in with FL_SIM_AMX.
+// Products of pairs of bfloat16 numbers by AMX, Intel's matrix instructions; compiled with FL_SIM_AMX.
 //
-// A register of AMX holds up to 16 rows of 64 bytes. One instruction multiplies a register of weights, a row of up to 16
-// pairs for each of up to 16 outputs, by a register of values, a vector for each of these pairs, and adds the products to
-// a register of sums, a vector for each output. So it does what 256 instructions on vectors do.
+// A register of AMX holds up to 16 rows of 64 bytes. One instruction multiplies a register of weights by a register of values and
+// adds the products to a register of sums. The weights are a row of up to 16 pairs for each of up to 16 outputs. The values are
+// a vector for each of these pairs, the sums a vector for each output. So one instruction replaces 256 vector instructions.
 #pragma once
 
 #include <cstring>
@@ -16,33 +16,34 @@
 
 namespace {
 
-constexpr int MOST_AMX = 16;                // outputs, and pairs, in a register
-constexpr long PAIRS_IN_GROUP = LANES / 2;  // of records
+constexpr int MOST_AMX = 16;                // the most outputs, and the most pairs, in a register
+constexpr long PAIRS_IN_GROUP = LANES / 2;  // pairs of records in a group
 
-// How ``count`` outputs or pairs are cut into parts that fit a register, all of one size. So the last part may begin within
-// the one before.
+// The division of ``count`` outputs or pairs into parts that fit in a register. All parts have the same size, so the last part
+// may overlap with the part before it.
 struct Cut {
     long count, parts, size;
     explicit Cut(long count) : count(count), parts((count + MOST_AMX - 1) / MOST_AMX), size((count + parts - 1) / parts) {}
     long start(long part) const { return std::min(part * size, count - size); }
-    long known(long part) const { return part * size - start(part); }  // how many the part before holds, too
+    long known(long part) const { return part * size - start(part); }  // the number of elements that the part before contains, too
     long whole() const { return parts * size; }
 };
 
 #if defined(__AMX_BF16__)
 
-// Asks the system for AMX's registers, for all threads of this process. Returns whether they may be used.
+// Requests AMX's registers from the operating system, for all threads of this process. Returns true if they may be used.
 inline bool may_use_amx() {
     constexpr int REQUEST_PERMISSION = 0x1023, REGISTERS_OF_AMX = 18;  // <asm/prctl.h>, where that is new enough
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, REGISTERS_OF_AMX) == 0;
 }
 
-// Of a thread, from before its first product to after its last: without registers in use, changing threads is cheaper.
+// Releases AMX's registers at the end of its life, because switching threads is cheaper when no registers are in use.
 struct AmxInUse {
     ~AmxInUse() { _tile_release(); }
 };
 
-// Registers 0 to 4 are for sums, 5 for weights, and 6 and 7 for values; or (``one_value``) 5 for values, and 6 and 7 for weights.
+// Sets the sizes of the registers: 0 to 4 for sums, 5 for weights, 6 and 7 for values; with ``one_value`` 5 is for values, and 6
+// and 7 are for weights.
 INLINE void shape_amx(long outputs, long pairs, bool one_value = false) {
     struct {
         uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -54,11 +55,11 @@ INLINE void shape_amx(long outputs, long pairs, bool one_value = false) {
         shapes.bytes[at] = uint16_t(!is_sum && is_weight ? 4 * pairs : 64);
         shapes.rows[at] = uint8_t(is_sum || is_weight ? outputs : pairs);
     }
-    asm volatile("" : : "r"(&shapes) : "memory");  // see below: all of it is written
+    asm volatile("" : : "r"(&shapes) : "memory");  // ``shapes`` must be in memory, see written_for_amx
     _tile_loadconfig(&shapes);
 }
 
-// The compiler's own instructions do not say that they read memory: before the first of some, what was written is written.
+// The compiler does not know that AMX's instructions read memory. This forces all earlier writes before them.
 INLINE void written_for_amx() { asm volatile("" ::: "memory"); }
 
 #define EACH_SUM(INSTRUCTION)                              \
@@ -89,11 +90,11 @@ INLINE void store_sum(vec* to) {
 #undef STORE
 }
 
-// ``apart``: from one output's weights to the next.
+// ``apart``: the distance between the weights of two outputs.
 INLINE void take_weights(const Pairs::Weight* weights, long apart) { _tile_loadd(5, weights, apart * 4); }
 INLINE void take_values(const Pairs::Values* values) { _tile_loadd(5, values, 64); }
 
-// Adds to a sum the products of the weights that were taken.
+// Adds to a sum the products of ``values`` with the weights of the last ``take_weights``.
 template <int SUM>
 INLINE void add_values(const Pairs::Values* values) {
 #define ADD(sum, other)              \
@@ -103,7 +104,7 @@ INLINE void add_values(const Pairs::Values* values) {
 #undef ADD
 }
 
-// Adds to a sum the products of the values that were taken.
+// Adds to a sum the products of ``weights`` with the values of the last ``take_values``.
 template <int SUM>
 INLINE void add_weights(const Pairs::Weight* weights, long apart) {
 #define ADD(sum, other)                      \
@@ -116,7 +117,7 @@ INLINE void add_weights(const Pairs::Weight* weights, long apart) {
 
 #else
 
-// What the instructions do, for processors without them: tests alone take this.
+// The results of these instructions on processors that lack them; only tests use this code.
 inline bool may_use_amx() { return true; }
 struct AmxInUse {
     ~AmxInUse() {}
@@ -171,11 +172,11 @@ INLINE void add_weights(const Pairs::Weight* weights, long apart) {
 
 #endif
 
-typedef vec Sums[MOST_AMX];  // of some outputs
+typedef vec Sums[MOST_AMX];  // the sums of up to MOST_AMX outputs
 
-// Lays the weights of one part of outputs out for products, [part of pairs][output][pair], from the rows of pairs that begin at
-// ``rows``, ``apart``. What a part of pairs shares with the one before is zero in it. Reads and writes up to LANES numbers
-// behind the last.
+// Rearranges the weights of one part of outputs for products, as [part of pairs][output][pair]. ``rows``: the first row of pairs;
+// ``apart``: the distance of rows. Pairs that the part before contains, too, become zero. Reads and writes up to LANES numbers
+// after the last one.
 NOINLINE void lay_out_rows(const Pairs::Weight* rows, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
     for (long part = 0; part < pairs.parts; part++)
         for (long output = 0; output < outputs.size; output++, to += pairs.size) {
@@ -185,7 +186,7 @@ NOINLINE void lay_out_rows(const Pairs::Weight* rows, long apart, const Cut& out
         }
 }
 
-// The same of a matrix that lies in columns, [pair][output], ``apart``.
+// The same for a matrix in columns, [pair][output], with the distance ``apart``.
 NOINLINE void lay_out_columns(const Pairs::Weight* columns, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
     for (long part = 0; part < pairs.parts; part++, to += outputs.size * pairs.size)
         for (long output = 0; output < outputs.size; output += LANES)
@@ -201,14 +202,15 @@ NOINLINE void lay_out_columns(const Pairs::Weight* columns, long apart, const Cu
                 const long rows = std::min<long>(LANES, outputs.size - output), here = std::min<long>(LANES, pairs.size - at);
                 for (long i = 0; i < rows; i++) {
                     float* row = reinterpret_cast<float*>(to + (output + i) * pairs.size + at);
-                    if (LANES == MOST_AMX) store(row, block[i]);  // what is too much is written over by the next
+                    if (LANES == MOST_AMX) store(row, block[i]);  // the next row overwrites the surplus numbers
                     else std::memcpy(row, &block[i], here * sizeof(float));
                 }
             }
 }
 
-// out[i][o] = sum over pairs of weights * in[i], for a part of outputs and COUNT times values, in ``runs`` of pairs: ``apart``,
-// where the next run's values are. ``weights``: of that part; shape_amx was called for these parts.
+// out[i][o] = sum over pairs of weights * in[i], for one part of outputs and COUNT arrays of values. The pairs come in ``runs``
+// runs, whose values have the distance ``apart``. ``weights``: those of this part. shape_amx must have been called for these
+// parts.
 template <int COUNT>
 INLINE void multiply_amx(const Pairs::Weight* weights, const Cut& outputs, const Cut& pairs, const Pairs::Values* const (&in)[4],
                          long runs, long apart, Sums* out) {

@@ -1,10 +1,10 @@
-// Convolutions by AMX. What they read is laid out so that the part of a window that lies in one row of the kernel, or all of
-// it, is one run of values; the next output's begins a column further.
+// Convolutions by AMX. The inputs are rearranged so that one run of consecutive values is a whole window, or the part of a
+// window in one row of the kernel. The run of the next output begins one column further.
 //
-// Where a row of the kernel fills AMX's registers, a plane is laid out as [row][column][pair of channels] and a window is
-// as many runs as the kernel has rows. With few channels, every row of outputs has a layout of its own, [column][pair of
-// channels][row of the kernel], in which a window is one run. If there are few outputs, two columns of them go together:
-// as outputs that read a window which is a column wider, with weights of zero where they read nothing.
+// If a row of the kernel fills AMX's registers, the layout of a plane is [row][column][pair of channels]. A window is then as
+// many runs as the kernel has rows. With few channels, every row of outputs has its own layout, [column][pair of channels][row of
+// the kernel], in which a window is one run. With few outputs, two columns of outputs are computed together: both read a
+// window that is wider by the stride, with weights of zero for the columns outside of their own window.
 #pragma once
 
 #include "amx.h"
@@ -13,18 +13,18 @@
 namespace {
 
 struct Runs {
-    bool by_row;   // whether a run is a row of the kernel
-    long at_once;  // columns that are multiplied together
-    long width;    // columns that a run reads
+    bool by_row;   // true if a run is one row of the kernel
+    long at_once;  // the number of output columns that are computed together
+    long width;    // the number of columns that a run reads
     long in_column, count;
     Cut outputs, pairs;
 
-    // ``is_pooled``: then no columns go together, as pooling takes them apart.
+    // ``is_pooled``: true: columns are not computed together, because pooling reads them separately.
     Runs(long channels, long num_outputs, long kernel_y, long kernel_x, long stride_x, bool is_pooled)
         : by_row(is_by_row(channels, kernel_y, kernel_x)), at_once(1), width(kernel_x),
           in_column(by_row ? (channels + 1) / 2 : Pairs::num_pairs(channels, kernel_y, 1)), count(by_row ? kernel_y : 1),
           outputs(num_outputs), pairs(kernel_x * in_column) {
-        const Cut wider((kernel_x + stride_x) * in_column);  // products for two columns, of which there must be fewer
+        const Cut wider((kernel_x + stride_x) * in_column);  // the pairs for two columns, which must need fewer products
         if (is_pooled || 2 * num_outputs > MOST_AMX || wider.parts >= 2 * pairs.parts) return;
         at_once = 2, width += stride_x, outputs = Cut(2 * num_outputs), pairs = wider;
     }
@@ -33,15 +33,15 @@ struct Runs {
     long num_weights() const { return outputs.whole() * pairs.whole() * count; }
 
   private:
-    // A quarter more products cost less than a layout for every row of outputs.
+    // Up to a quarter more products cost less than a separate layout for every row of outputs.
     static bool is_by_row(long channels, long kernel_y, long kernel_x) {
         const long by_row = kernel_y * Cut(kernel_x * ((channels + 1) / 2)).parts;
         return 4 * by_row <= 5 * Cut(Pairs::num_pairs(channels, kernel_y, kernel_x)).parts;
     }
 };
 
-// Lays kernels, as Pairs::kernels writes them, out for ``convolve``: [part of outputs][run][...]. Returns where they end;
-// writes up to LANES numbers behind that.
+// Rearranges kernels, in the layout of Pairs::kernels, for ``convolve``: [part of outputs][run][...]. Returns the end of the
+// result; writes up to LANES numbers after the end.
 NOINLINE Pairs::Weight* lay_out_kernels(const Runs& runs, const Pairs::Weight* kernels, long num_outputs, long channels,
                                         long kernel_y, long kernel_x, long stride_x, std::vector<Pairs::Weight>& room,
                                         Pairs::Weight* to) {
@@ -66,7 +66,7 @@ NOINLINE Pairs::Weight* lay_out_kernels(const Runs& runs, const Pairs::Weight* k
     return to;
 }
 
-// Lays the columns out that a row of outputs reads, whose windows begin in row ``top``; columns that are none are zeros.
+// Rearranges the columns that a row of outputs reads. The windows begin in row ``top``; columns outside of the plane are zeros.
 NOINLINE void lay_out_columns(const Pass& pass, const Pairs::Values* planes, const Runs& runs, int top, long columns,
                               Pairs::Values* to) {
     const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), here = std::min(columns, row - pass.corner % row);
@@ -80,13 +80,13 @@ NOINLINE void lay_out_columns(const Pass& pass, const Pairs::Values* planes, con
     }
 }
 
-// Lays rows of planes out, likewise.
+// Rearranges rows of planes, [row][column][pair of channels]; columns outside of the plane are zeros.
 NOINLINE void lay_out_rows(const Pass& pass, const Runs& runs, int first, int end, long columns, Pairs::Values* to) {
     const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), here = std::min(columns, row - pass.corner % row);
     to += first * columns * runs.in_column;
     for (int y = first; y < end; y++) {
         const vec* from = pass.in + pass.corner + y * row;
-        const long next = pass.corner + (y + 1) * row;  // of which a channel without a partner takes the numbers
+        const long next = pass.corner + (y + 1) * row;  // the next row, the partner of a row in a channel without a partner
         for (long x = 0; x < here; x++, from++) {
             const vec* channel = from;
             for (int pair = 0; pair < pass.planes(); pair++, channel += 2 * plane) *to++ = Pairs::pair(channel[0], channel[plane]);
@@ -97,9 +97,9 @@ NOINLINE void lay_out_rows(const Pass& pass, const Runs& runs, int first, int en
     }
 }
 
-// Writes a part of the outputs at a place behind pooling.
+// Writes one part of the outputs at one pooled place.
 NOINLINE void write_pooled(const Pass& shared, const Runs& runs, long part, int y, int x, const Sums* sums) {
-    const Pass pass = shared;  // no store can change it, as far as the compiler knows
+    const Pass pass = shared;  // a local copy, so that the compiler knows that no store changes it
     const int start = int(runs.outputs.start(part)), known = int(runs.outputs.known(part)), end = int(runs.outputs.size);
     const long plane = pass.out_shape.plane(), area = pass.out_shape.area();
     long to = pass.out_shape.line(start + known, y) + x;
@@ -109,7 +109,7 @@ NOINLINE void write_pooled(const Pass& shared, const Runs& runs, long part, int 
         write_largest<true>(pass, to, chosen, {{sums[0][at], sums[1][at]}, {sums[2][at], sums[3][at]}}, spread(bias ? bias[at] : 0.0f));
 }
 
-// Writes a part of the outputs from a column on, ``count`` times as many as go together.
+// Writes one part of the outputs from column ``x`` on, for ``count`` times the columns that are computed together.
 NOINLINE void write_columns(const Pass& shared, const Runs& runs, long part, int y, int x, int count, const Sums* sums) {
     const Pass pass = shared;
     const int num_outputs = pass.out_shape.channels, start = int(runs.outputs.start(part)), end = int(runs.outputs.size);
@@ -125,17 +125,17 @@ NOINLINE void write_columns(const Pass& shared, const Runs& runs, long part, int
     }
 }
 
-// ``pass.weights``: what lay_out_kernels wrote. ``layer``: whose memory is taken.
+// ``pass.weights``: the result of lay_out_kernels. ``layer``: provides the memory.
 void convolve(const Pass& pass, Layer& layer) {
     std::vector<Pairs::Values>& room = layer.amx.columns;
-    const int pooled = pass.chosen ? 2 : 1;  // rows and columns that pooling takes together
+    const int pooled = pass.chosen ? 2 : 1;  // rows and columns in a pooling window
     const Runs runs(pass.in_shape.channels, pass.out_shape.channels, pass.kernel_y, pass.kernel_x, pass.stride_x, pass.chosen);
     const int at_once = pass.chosen ? 1 : int(4 * runs.at_once);
     const long columns = long((pass.columns + at_once - 1) / at_once * at_once * pooled - 1) * pass.stride_x + pass.kernel_x;
     const long step = pass.stride_x * runs.in_column, row = columns * runs.in_column;
     const int height = (pass.rows * pooled - 1) * pass.stride_y + pass.kernel_y;
     if (long(room.size()) < (runs.by_row ? height : pooled) * row) room.resize((runs.by_row ? height : pooled) * row);
-    if (runs.by_row) {  // rows that are not zero, and those beside them that a row of pairs or the other one of a pooling reads
+    if (runs.by_row) {  // all rows that are not zero, and neighbours that a row of pairs or a pooling window reads, too
         const int beside = (pooled - 1) * pass.stride_y;
         const int first = std::max(0, pass.first_row - 1 - beside), end = std::min(height, pass.end_row + beside);
         lay_out_rows(pass, runs, first, end, columns, room.data());
@@ -144,7 +144,7 @@ void convolve(const Pass& pass, Layer& layer) {
     const Pairs::Values* planes =
         runs.by_row ? nullptr : Pairs::planes(pass.in, shape.channels, shape.plane(), shape.row(), layer.plane_room);
     Sums sums[2][4];
-    int turn = 0, waiting_y = 0, waiting_x = 0, waiting = 0;  // whose sums are to be written when the next are under way
+    int turn = 0, waiting_y = 0, waiting_x = 0, waiting = 0;  // the sums that are written while the next ones are computed
     long waiting_part = 0;
     const auto write = [&] {
         if (waiting && pass.chosen) write_pooled(pass, runs, waiting_part, waiting_y, waiting_x, sums[turn]);
@@ -159,7 +159,7 @@ void convolve(const Pass& pass, Layer& layer) {
             in_row[i] = room.data() + (runs.by_row ? top : i) * row;
             if (!runs.by_row) lay_out_columns(pass, planes, runs, top, columns, room.data() + i * row);
         }
-        // Rows of the kernel that meet numbers in either row of outputs, from the first row of a pair on.
+        // The rows of the kernel whose inputs are not all zero, beginning with the first row of a pair.
         const int from = runs.by_row ? std::max(0, pass.first_row - last_top) / 2 * 2 : 0;
         const int to = runs.by_row ? std::min(pass.kernel_y, pass.end_row - first_top) : 1;
         for (int x = 0; x < pass.columns; x += at_once) {
@@ -178,7 +178,7 @@ void convolve(const Pass& pass, Layer& layer) {
     write();
 }
 
-// Before a minibatch: lays the kernels out for the way forward.
+// Before a minibatch: rearranges the kernels for the forward pass.
 inline void start_forward(Layer& layer, const float* params) {
     const long inputs = layer.in.channels, outputs = layer.out.channels;
     const Runs runs(inputs, outputs, layer.kernel_y, layer.kernel_x, layer.stride_x, layer.pooled);
@@ -190,7 +190,7 @@ inline void start_forward(Layer& layer, const float* params) {
     layer.kernels = layer.amx.kernels.data();
 }
 
-// What a pass reads of planes: pairs are made as they are laid out.
+// Returns the planes unchanged: ``convolve`` makes the pairs when it rearranges the inputs.
 inline const Read* read_of(const vec* planes, const Image&, const Layer&) { return planes; }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The gradient of a convolution's weights by AMX. A place's slopes are values, pairs of records each with a lane for every
-// output; what the place reads are weights, in a row of which lie the records of a channel. Where the stride is 1, two places
-// beside each other go together, as do their records in memory.
+// The gradient of a convolution's weights by AMX. The slopes of a place are the values: a vector for each pair of records, with a
+// lane for every output. The inputs of the place are the weights: a row for each channel, with the pairs of records. If the
+// stride is 1, two neighbouring places are processed together, because their inputs are consecutive in memory.
 #pragma once
 
 #include "amx.h"
@@ -9,8 +9,8 @@
 namespace {
 
 struct GradientShape {
-    long places;           // that go together
-    long across, blocks;   // times that, in a row; parts of LANES outputs
+    long places;           // the number of places that are processed together
+    long across, blocks;   // the number of such places in a row; the number of parts of LANES outputs
     Cut channels;
     explicit GradientShape(const Layer& layer)
         : places(layer.stride_x == 1 ? 2 : 1), across((layer.before_width + places - 1) / places),
@@ -18,13 +18,13 @@ struct GradientShape {
     long pairs() const { return places * PAIRS_IN_GROUP; }
 };
 
-// Before a minibatch.
+// Before a minibatch: clears the gradient.
 inline void start_gradient(Layer& layer) {
     const GradientShape shape(layer);
     layer.amx.gradient.assign(shape.blocks * layer.taps() * shape.channels.whole(), vec{});
 }
 
-// Lays a group's slopes out, [part of outputs][row][column][pair of records], columns that are missing as zeros.
+// Rearranges a group's slopes, [part of outputs][row][column][pair of records]; missing columns are zeros.
 NOINLINE void lay_out_slopes(Layer& layer, const GradientShape& shape, const Slope& slope) {
     const long columns = shape.across * shape.places, plane = slope.image.plane();
     layer.amx.slopes.resize(shape.blocks * layer.before_height * columns * PAIRS_IN_GROUP);
@@ -43,7 +43,7 @@ NOINLINE void lay_out_slopes(Layer& layer, const GradientShape& shape, const Slo
     }
 }
 
-// Adds a group's gradient for LANES outputs, a part of the channels and COUNT taps in a row to ``to``, [tap], ``apart``.
+// Adds a group's gradient for LANES outputs, a part of the channels and COUNT taps in a row to ``to``. ``apart``: between taps.
 template <int COUNT>
 void add_taps(const Layer& layer, const GradientShape& shape, const Pairs::Weight* records, const Pairs::Values* slopes, vec* to,
               long apart) {
@@ -78,7 +78,7 @@ NOINLINE void add_gradient(Layer& layer, const vec* in, const Slope& slope, floa
     const GradientShape shape(layer);
     lay_out_slopes(layer, shape, slope);
     const Pairs::Weight* records = Pairs::records(in, layer.in.vectors(), layer.amx.records) + layer.corner() * PAIRS_IN_GROUP;
-    std::fill(layer.amx.records.weights.end() - LANES, layer.amx.records.weights.end(), 0);  // read beside slopes of zero
+    std::fill(layer.amx.records.weights.end() - LANES, layer.amx.records.weights.end(), 0);  // these numbers are multiplied by slopes of zero, so they must not be NaN
     const long in_block = layer.before_height * shape.across * shape.pairs(), apart = shape.channels.whole();
     vec* to = layer.amx.gradient.data();
     shape_amx(shape.channels.size, shape.pairs(), true);
@@ -102,7 +102,7 @@ NOINLINE void add_gradient(Layer& layer, const vec* in, const Slope& slope, floa
     }
 }
 
-// After a minibatch: adds the gradient to that of the weights in their own order.
+// After a minibatch: adds the result to the gradient in the order of the parameters.
 inline void finish_gradient(const Layer& layer, float* gradient) {
     const GradientShape shape(layer);
     for (long output = 0; output < layer.out.channels; output++)

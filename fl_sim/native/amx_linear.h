@@ -1,4 +1,4 @@
-// Linear layers by AMX: what linear.h computes vector by vector.
+// Linear layers by AMX: the same results as linear.h, which computes vector by vector.
 #pragma once
 
 #include "amx.h"
@@ -6,11 +6,11 @@
 
 namespace {
 
-struct LinearRoom {  // memory for all layers
+struct LinearRoom {  // memory that all layers share
     std::vector<Pairs::Weight> weights, slopes;
 };
 
-// As ``multiply``. Weights lie in rows of pairs, or (``product.along`` 1) in columns.
+// The same as ``multiply`` of linear.h. Weights are in rows of pairs, or (``product.along`` 1) in columns.
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows, LinearRoom& room) {
     const Cut outputs(product.outputs), pairs(product.inputs);
@@ -41,7 +41,7 @@ void multiply(const Product& product, int groups, const Rows& rows, LinearRoom& 
         }
 }
 
-// As ``linear_steps``.
+// The same as ``linear_steps`` of linear.h.
 template <class Sink>
 void linear_steps(const Sink& sink, const Slopes<Pairs>& given, LinearRoom& room) {
     constexpr long STEP = 4 * LANES;

@@ -1,21 +1,21 @@
-// The gradient uphill: sharpness-aware minimisation (Foret et al. 2021), adaptive or not (Kwon et al. 2021).
+// The ascent step of sharpness-aware minimisation (Foret et al. 2021), adaptive or not (Kwon et al. 2021).
 #pragma once
 
 #include "kept.h"
 
 namespace {
 
-// request.py fills it in, field by field.
+// request.py has the same structure, field by field.
 struct Ascent {
-    float radius, share;  // radius 0: none
+    float radius, share;  // radius 0: no ascent step
     int64_t adaptive;
 };
 
-// A sink that takes the gradient uphill, and hands on what is to be taken for that at the foot.
+// A sink that receives the gradient after the ascent step. It passes (1 - share) * gradient + share * this gradient to ``sink``.
 template <class Sink>
 struct Uphill {
     const Sink sink;
-    const float* gradient;  // at the foot
+    const float* gradient;  // the gradient before the ascent step
     float share;
 
     template <bool PLAIN = false>
@@ -28,7 +28,7 @@ struct Uphill {
     bool is_plain() const { return sink.is_plain(); }
 };
 
-// The weights after a step uphill. ``params`` and ``gradient`` are LANES longer than they have numbers.
+// The weights after the ascent step. ``params`` and ``gradient`` have LANES spare numbers.
 struct Climb {
     const Ascent& ascent;
     const float *params, *gradient;
@@ -37,7 +37,7 @@ struct Climb {
     Climb(const Ascent& ascent, const float* params, const float* gradient, double norm)
         : ascent(ascent), params(params), gradient(gradient), length(float(ascent.radius / (norm + 1e-12))) {}
 
-    // Writes ``count`` of them from ``at`` on, and up to LANES numbers more; ``to`` may be where their gradient is.
+    // Writes ``count`` of these weights, from the index ``at`` on, and up to LANES numbers more. ``to`` may point to their gradient.
     NOINLINE void write(long at, long count, float* to) const {
         for (long end = at + count; at < end; at += LANES, to += LANES) {
             const vec weight = load(params + at), part = load(gradient + at);

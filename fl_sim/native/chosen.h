@@ -1,8 +1,9 @@
-// The way back through a first convolution with 2 x 2 pooling behind it, to its weights alone.
+// The gradient by the weights of a first convolution that is followed by 2 x 2 pooling.
 //
-// Pooling took one of four outputs. So a slope meets one of four windows of the input, and as they overlap, all four lie
-// in one that is a row and a column larger: of it, every record takes the half that its maximum was in, first of the
-// columns, then of the rows. That is a choice of two for every number instead of four products, three of them with zero.
+// Pooling chose one of four outputs. So a slope is multiplied by one of four overlapping windows of the input. All four lie in
+// one window that is a row and a column larger. From this window every record chooses its own window: first the left or the
+// right columns, then the upper or the lower rows. This is one choice of two for every number, instead of four products of which
+// three are zero.
 #pragma once
 
 #include "routes.h"
@@ -36,7 +37,7 @@ INLINE void chosen_rows(const Image& shape, const Factors::Values* slopes, const
 
 template <int SIDE>
 NOINLINE void chosen_gradient(const Layer& layer, const bvec* chosen, const Factors::Values* in, float* gradient) {
-    constexpr int PART = 3, REST = SIDE % PART;  // rows whose sums stay in registers
+    constexpr int PART = 3, REST = SIDE % PART;  // rows whose sums fit in registers
     const Factors::Values* slopes = layer.chosen_slopes.data();
     const long row = layer.in.row();
     int y = 0;
@@ -45,7 +46,7 @@ NOINLINE void chosen_gradient(const Layer& layer, const bvec* chosen, const Fact
     if constexpr (REST > 0) chosen_rows<REST, SIDE>(layer.out, slopes, chosen, in + y * row, row, gradient + y * SIDE);
 }
 
-// As conv_backward, without the gradient of the input.
+// The same as conv_backward, without the gradient by the input.
 void first_backward(Layer& layer, const Flow& flow, const vec* gradient, float* gradients) {
     const Timed timed(TO_WEIGHTS);
     const Image& shape = layer.out;

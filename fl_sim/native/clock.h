@@ -1,13 +1,13 @@
-// Where a minibatch's time goes, by layer and part: known to a library that is compiled with -DFL_SIM_CLOCK, which
-// benchmarks/roofline.py does. In any other the lines that take the time are empty.
+// The time of a minibatch by layer and part. Only a library that is compiled with -DFL_SIM_CLOCK, as benchmarks/roofline.py does,
+// measures it. In all other libraries these functions are empty.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-enum Part { FORWARD, TO_INPUTS, TO_WEIGHTS, LAYOUT, STEP, NUM_PARTS };  // LAYOUT: of weights, before and after a minibatch
-enum Place { OUTSIDE = 0, RECORDS = 1, LOSS = 2, FIRST_LAYER = 3, MOST_PLACES = 64 };  // OUTSIDE: of steps
+enum Part { FORWARD, TO_INPUTS, TO_WEIGHTS, LAYOUT, STEP, NUM_PARTS };  // LAYOUT: rearranging weights before and after a minibatch
+enum Place { OUTSIDE = 0, RECORDS = 1, LOSS = 2, FIRST_LAYER = 3, MOST_PLACES = 64 };  // OUTSIDE: outside of optimizer steps
 
 #ifdef FL_SIM_CLOCK
 unsigned long long ticks_now() {
@@ -32,9 +32,9 @@ struct Clock {
     }
 };
 
-Clock the_clock;  // of one thread: whoever asks for times trains in one
+Clock the_clock;  // for one thread only: measurements use a single thread
 
-// Counts the time of its life for a part of a place, less that of others that live meanwhile.
+// Counts the time of its life for one part of a place, without the time of other such objects within this life.
 class Timed {
   public:
     Timed(int place, Part part) : place_(the_clock.place), part_(the_clock.part) {
@@ -51,7 +51,7 @@ class Timed {
 struct Timed {
     Timed(int, Part) {}
     explicit Timed(Part) {}
-    ~Timed() {}  // so that no compiler takes it for a variable without use
+    ~Timed() {}  // avoids the compiler's warning about an unused variable
 };
 #endif
 

@@ -1,8 +1,9 @@
-// Features drawn to those of the received model, away from those of another (MOON, Li et al. 2021, eq. 3).
+// A loss term that moves features towards those of the received model, away from those of another model (MOON, Li et al. 2021,
+// eq. 3).
 //
-// Either model's features count by their direction alone, and only the difference of the two directions counts: with
+// Only the directions of the two models' features matter, and only the difference of these directions, the lead. With
 // lead = previous / |previous| - received / |received|, the loss of a record with features z is
-// softplus(z . lead / (|z| temperature)). A vector of zeros has no direction: its cosines are 0, and it is not moved.
+// softplus(z . lead / (|z| temperature)). A vector of zeros has no direction: its cosines and its gradient are 0.
 #pragma once
 
 #include "loss.h"
@@ -12,11 +13,11 @@ namespace {
 
 struct Contrast {
     const float* previous;      // the other model's parameters
-    const float* leads;         // [record][feature]; kernel.cpp works them out
+    const float* leads;         // [record][feature]; kernel.cpp computes them
     float weight, temperature;  // weight 0: no such term
 };
 
-// Scales rows of ``numbers`` numbers to length 1; rows of zeros stay.
+// Scales rows of ``numbers`` numbers to length 1; rows of zeros stay unchanged.
 inline void to_directions(float* rows, int64_t count, long numbers) {
     for (float* row = rows; row < rows + count * numbers; row += numbers) {
         double square = 0;
@@ -26,8 +27,8 @@ inline void to_directions(float* rows, int64_t count, long numbers) {
     }
 }
 
-// Adds the term's gradient by one group's features to ``slopes``; returns the sum of what it adds to the records' losses.
-// ``leads``: memory for the group's.
+// Adds the term's gradient by one group's features to ``slopes``; returns the sum of the term over the group's records.
+// ``leads``: memory for the leads of the group.
 NOINLINE double contrast(const Contrast& term, const Batch& batch, int group, const vec* features, long numbers, vec* leads,
                          vec* slopes) {
     const int here = std::min(LANES, batch.count - group * LANES);

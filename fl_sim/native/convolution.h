@@ -1,4 +1,4 @@
-// Convolutions, with the ReLU and the 2 x 2 pooling behind them in the same pass.
+// The forward pass of convolutions, together with the ReLU and the 2 x 2 pooling that follow.
 #pragma once
 
 #ifdef FL_SIM_AMX
@@ -9,7 +9,7 @@
 
 namespace {
 
-// ``in``, ``weights``: what the group's planes and the kernels are to products; null where none are made here.
+// ``in``, ``weights``: the group's planes and the kernels as factors of products; null if ``convolve`` is not called.
 Pass forward_pass(Layer& layer, const Flow& flow, const float* params, const Read* in, const Factors::Weight* weights) {
     bvec* chosen = layer.pooled ? layer.chosen.data() + flow.origin * layer.out.features() : nullptr;
     const bool is_biased = layer.has_bias && !flow.is_derivative;

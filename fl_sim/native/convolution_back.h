@@ -1,4 +1,4 @@
-// The way back through convolutions: to their weights and to their input.
+// The backward pass of convolutions: the gradients by their weights and by their input.
 #pragma once
 
 #include "convolution.h"
@@ -10,7 +10,8 @@
 
 namespace {
 
-// Writes the gradient before pooling and ReLU into ``layer.slopes`` and adds the bias gradient, where that is asked for.
+// Writes the gradient before pooling and ReLU to ``layer.slopes``. Adds the gradient by the biases to ``bias_gradient``, unless
+// that is null.
 void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* bias_gradient) {
     const Image &to = layer.slope, &shape = layer.out;
     const bvec* chosen = layer.chosen.data() + flow.origin * shape.features();
@@ -35,19 +36,19 @@ void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* 
     }
 }
 
-// The gradient before pooling and ReLU: ``gradient`` itself, of the output without border, where that is the same. ``bordered``:
-// with a border, in any case.
+// Returns the gradient before pooling and ReLU. This is ``gradient`` itself (by the output, without border) if the layer has
+// neither pooling, nor ReLU, nor biases. ``bordered``: true if the result must have a border.
 Slope slope_of(Layer& layer, const Flow& flow, const vec* gradient, bool bordered, float* gradients) {
     if (!bordered && !layer.pooled && !layer.relu && !layer.has_bias) return {gradient, layer.out.bare()};
     before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     return {layer.slopes.data(), layer.slope};
 }
 
-// The way back to the input goes by phases. An input pixel at (pixel + padding) % stride == phase meets every stride-th tap
-// of the kernel alone, from ``phase`` on, and for each next such pixel the slopes it meets are the next ones: a phase is a
-// convolution of stride 1 over the slopes with these taps turned round.
+// The gradient by the input is computed by phases. Input pixels with (pixel + padding) % stride == phase are multiplied by every
+// stride-th tap of the kernel only, from ``phase`` on. From one such pixel to the next, the slopes move by one. So the gradient
+// by the pixels of a phase is a convolution of stride 1 over the slopes, with these taps in reverse order.
 struct Phase {
-    int taps, first, count, start;  // taps; the first pixel and how many; which slope the first pixel's window starts at
+    int taps, first, count, start;  // numbers of taps and pixels; first pixel; first slope of its window
     Phase(int phase, int kernel, int stride, int padding, int size) {
         taps = (kernel - phase + stride - 1) / stride;
         first = ((phase - padding) % stride + stride) % stride;
@@ -56,7 +57,7 @@ struct Phase {
     }
 };
 
-// Calls ``each(phase_y, phase_x, y, x)`` for all that have taps.
+// Calls ``each(phase_y, phase_x, y, x)`` for all phases with taps.
 template <class Each>
 INLINE void each_phase(const Layer& layer, const Each& each) {
     for (int phase_y = 0; phase_y < std::min(layer.stride_y, layer.kernel_y); phase_y++)
@@ -65,7 +66,7 @@ INLINE void each_phase(const Layer& layer, const Each& each) {
                  Phase(phase_x, layer.kernel_x, layer.stride_x, layer.padding_x, layer.in.width));
 }
 
-// Lays the weights out for the way back: [phase][in channel][out channel][taps turned round].
+// Rearranges the weights for the backward pass: [phase][in channel][out channel][taps in reverse order].
 void flip(Layer& layer, const float* weights) {
     float* to = layer.flipped.data();
     const int inputs = layer.in.channels, outputs = layer.out.channels;
@@ -85,7 +86,7 @@ INLINE Runs runs_back(const Layer& layer, const Phase& y, const Phase& x) {
     return Runs(layer.out.channels, layer.in.channels, y.taps, x.taps, 1, false);
 }
 
-// Before a minibatch: lays the kernels of the way back out, [phase].
+// Before a minibatch: rearranges the kernels for the backward pass, [phase].
 inline void start_backward(Layer& layer, const float* weights) {
     flip(layer, weights);
     const long inputs = layer.in.channels, outputs = layer.out.channels;
@@ -104,13 +105,13 @@ inline void start_backward(Layer& layer, const float* weights) {
 inline void start_backward(Layer& layer, const float* weights) { flip(layer, weights); }
 #endif
 
-// ``adds``: to what is in ``back``.
+// Computes the gradient by the input from the slopes. ``adds``: true: add it to the numbers in ``back``.
 void slopes_to_input(Layer& layer, const Slope& given, vec* back, bool adds) {
     Image bare = layer.in;
     bare.border_y = bare.border_x = 0;
     const Image& slope = given.image;
     const Read* slopes = read_of(given.values, slope, layer);
-    if (!adds && (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x))  // some pixels are not met at all
+    if (!adds && (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x))  // some pixels belong to no window
         std::fill(back, back + bare.features(), vec{});
     const auto convolve_phase = [&](const Phase& y, const Phase& x, const Factors::Weight* kernels) {
         convolve({y.taps, x.taps, 1, 1, slopes, slope.start() + y.start * slope.row() + x.start, slope,
@@ -132,8 +133,8 @@ void slopes_to_input(Layer& layer, const Slope& given, vec* back, bool adds) {
 #endif
 }
 
-// ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks; ``adds``: to what is
-// in ``back``.
+// ``gradient``: the gradient by the output, without border. ``back``: receives the gradient by the input, without border; null: it
+// is not needed. ``adds``: true: add it to the numbers in ``back``.
 void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds, float* gradients) {
     const bool has_border = layer.slope.vectors() > layer.slope.channels * layer.out.area();
     const Slope slope = slope_of(layer, flow, gradient, back && has_border, gradients);

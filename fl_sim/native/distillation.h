@@ -7,13 +7,13 @@
 namespace {
 
 struct Distillation {
-    const bool* classes;          // which take part; null: all
-    const float* received;        // the received model's logits, [record][class]; kernel.cpp works them out
+    const bool* classes;          // [class]: true for the classes in the softmax; null: all classes
+    const float* received;        // the received model's logits, [record][class]; kernel.cpp computes them
     float weight, temperature;    // weight 0: no such term
-    int64_t exclude_true;         // whether a record's own class takes no part
+    int64_t exclude_true;         // not 0: a record's own class is not in the softmax
 };
 
-// Adds the term's gradient by one group's logits to ``slopes``; returns the sum of what it adds to the records' losses.
+// Adds the term's gradient by one group's logits to ``slopes``; returns the sum of the term over the group's records.
 NOINLINE double distil(const Distillation& term, const Batch& batch, int group, const vec* logits, vec* slopes) {
     const int classes = batch.classes, here = std::min(LANES, batch.count - group * LANES);
     const float temperature = term.temperature;

@@ -1,13 +1,13 @@
-// What a minibatch leaves out on its way forward, and on its way back (Srivastava et al. 2014).
+// Dropout (Srivastava et al. 2014): random masks for the forward and the backward pass of a minibatch.
 #pragma once
 
 #include "graph.h"
 
 namespace {
 
-constexpr int DRAWS = 8;  // of 32 bits, in a block of the generator
+constexpr int DRAWS = 8;  // numbers of 32 bits in a block of the random generator
 
-// Philox4x64-10 (Salmon et al. 2011), as NumPy has it: 256 random bits that depend on ``counter`` and ``key`` alone.
+// Philox4x64-10 (Salmon et al. 2011), as in NumPy: 256 random bits that depend on ``counter`` and ``key`` only.
 INLINE void philox(const uint64_t counter[4], uint64_t key, uint32_t draws[DRAWS]) {
     uint64_t a = counter[0], b = counter[1], c = counter[2], d = counter[3], other = 0;
     UNROLL for (int round = 0; round < 10; round++) {
@@ -20,8 +20,8 @@ INLINE void philox(const uint64_t counter[4], uint64_t key, uint32_t draws[DRAWS
     for (int i = 0; i < DRAWS; i++) draws[i] = uint32_t(words[i / 2] >> (i % 2 * 32));
 }
 
-// The masks of all layers. Of the model's n-th dropout layer, in a client's p-th way forward, all counted from 0, the number
-// f of the batch's record r stays where draw r % 8 of the block (f + 1, r / 8, n, p) is at least the probability.
+// The masks of all layers. All numbers count from 0. In the n-th dropout layer of the model and the p-th forward pass of a client,
+// feature f of record r of the batch is kept if draw r % 8 of the block (f + 1, r / 8, n, p) is at least the probability.
 class Dropout {
   public:
     Dropout(const Graph& graph, int groups) {
@@ -36,10 +36,10 @@ class Dropout {
         }
     }
 
-    // Before a client's first step.
+    // Must be called before a client's first step.
     void start(uint64_t key) { key_ = key, passes_ = 0; }
 
-    // Before a way forward of ``groups`` groups.
+    // Draws the masks for one forward pass of ``groups`` groups.
     void draw(int groups) {
         uint64_t number = 0;
         for (Mask& mask : masks_)
@@ -47,7 +47,7 @@ class Dropout {
         passes_++;
     }
 
-    // Takes the mask of a layer to one group of what it wrote, which lies as ``image`` says, or to the gradient of that.
+    // Applies the mask of a layer to one group of its output, or of the gradient by its output. ``image``: the layout of ``values``.
     void apply(int index, int group, const Image& image, vec* values) const {
         const Mask& mask = masks_[index];
         if (mask.scale == 0) return;
@@ -64,12 +64,12 @@ class Dropout {
     }
 
   private:
-    static constexpr int BYTES = std::max(1, LANES / DRAWS);  // a bit a lane
+    static constexpr int BYTES = std::max(1, LANES / DRAWS);  // bytes with one bit for each lane
 
     struct Mask {
-        uint32_t least = 0;         // draw that stays
-        float scale = 0;            // of what stays; 0: the layer has no dropout
-        long features = 0;          // that it writes
+        uint32_t least = 0;         // the least draw for which a number is kept
+        float scale = 0;            // the factor of numbers that are kept; 0: the layer has no dropout
+        long features = 0;          // the number of the layer's outputs
         std::vector<uint8_t> kept;  // [group][feature][byte]
     };
 
@@ -78,7 +78,7 @@ class Dropout {
         for (int group = 0; group < groups; group++)
             for (long feature = 0; feature < mask.features; feature++)
                 for (int byte = 0; byte < BYTES; byte++) {
-                    const int record = group * LANES + byte * DRAWS;  // the first of this byte
+                    const int record = group * LANES + byte * DRAWS;  // the first record of this byte
                     const uint64_t counter[] = {uint64_t(feature + 1), uint64_t(record / DRAWS), number, passes_};
                     uint32_t draws[DRAWS];
                     philox(counter, key_, draws);
@@ -88,7 +88,7 @@ class Dropout {
                 }
     }
 
-    std::vector<Mask> masks_;  // of every layer
+    std::vector<Mask> masks_;  // one for every layer
     uint64_t key_ = 0, passes_ = 0;
 };
 

@@ -1,10 +1,11 @@
-// What the products of convolutions and linear layers take: float32 numbers as they lie (Singles), or, compiled with
-// FL_SIM_BFLOAT16, pairs of bfloat16 numbers (Pairs), of which one instruction takes twice as many.
+// The factors of the products in convolutions and linear layers: float32 numbers in their own layout (Singles), or, compiled
+// with FL_SIM_BFLOAT16, pairs of bfloat16 numbers (Pairs). One instruction multiplies twice as many numbers in pairs.
 //
-// A pair is two numbers rounded to 8 bits, in 32; a product of pairs is that of the lower halves and that of the upper
-// halves, both exact, added to a float32 sum. What makes a pair is always two numbers that belong to one sum: two
-// channels of a convolution, and of a channel without a partner two rows; for the gradient of a first one's weights two
-// places; two features of a linear layer, and for its weights' gradient two records.
+// A pair is two numbers, each rounded to 8 significant bits, in 32 bits. The product of two pairs is the product of the lower
+// halves plus the product of the upper halves; both are exact and are added to a float32 sum. So the two numbers of a pair
+// always belong to one sum. They are two channels of a convolution, or two rows of a channel without a partner. For the
+// gradient of the weights of a pooled first convolution they are two places. For a linear layer they are two features, and for
+// the gradient of its weights two records.
 #pragma once
 
 #include <vector>
@@ -14,36 +15,36 @@
 namespace {
 
 struct Singles {
-    struct Room {};  // where what is laid out for products lies: nothing is
+    struct Room {};  // memory for factors in another layout: none is needed
     typedef vec Values;
     typedef float Weight;
-    static constexpr int EACH = 1;  // numbers in one of ``Values``' lanes
+    static constexpr int EACH = 1;  // numbers in one lane of ``Values``
 
     INLINE Values spread(Weight weight) { return ::spread(weight); }
     INLINE void add(vec& sum, Values weight, Values value) { sum += weight * value; }
 
-    // A group's planes, ``row`` vectors in a row and ``plane`` in a plane.
+    // The planes of a group, with ``row`` vectors in a row and ``plane`` vectors in a plane.
     static const vec* planes(const vec* in, long, long, long, Room&) { return in; }
-    // The kernels of some outputs, or of some inputs, one after another: see Pairs.
+    // The kernels of some outputs, or of some inputs, one after another: see ``Pairs::kernels``.
     static const float* kernels(const float* weights, long, long, long, long, Room&) { return weights; }
-    // Groups of features, [group][feature].
+    // The features of some groups, [group][feature].
     static const vec* features(const vec* in, long, long, Room&) { return in; }
-    // Rows of ``inputs`` weights.
+    // Some rows of weights, with ``inputs`` weights each.
     static const float* rows(const float* weights, long, long, Room&) { return weights; }
-    // The same weights, to be multiplied by what belongs to their rows.
+    // The same weights, for products with one factor for each row.
     static const float* columns(const float* weights, long, long, Room&) { return weights; }
-    // What belongs to records, [group][feature][LANES records].
+    // Numbers of records, [group][feature][LANES records].
     static const float* records(const vec* in, long, Room&) { return reinterpret_cast<const float*>(in); }
-    // Writes a block of LANES records, each a vector of features.
+    // Writes a block of LANES records, each a vector of features; returns the end.
     INLINE Values* write_records(const vec (&block)[LANES], Values* to) {
         UNROLL for (int lane = 0; lane < LANES; lane++) to[lane] = block[lane];
         return to + LANES;
     }
 
-    // Planes to choose from: see Pairs.
+    // The planes for chosen.h: see ``Pairs::planes_by_place``.
     static const vec* planes_by_place(const vec* in, long, Room&) { return in; }
     INLINE Values slopes(const vec (&slopes)[1]) { return slopes[0]; }
-    // What pooling took at a place, 2 bits, and where a bit of it is set.
+    // The place, in 2 bits, that pooling chose; and the lanes in which a bit of it is set.
     INLINE ivec ways(const bvec* chosen, bool) { return widened(*chosen); }
     INLINE ivec is_set(ivec ways, int bit) { return (ways & 1 << bit) != 0; }
     INLINE Values choose(ivec which, Values yes, Values no) { return which ? yes : no; }
@@ -67,7 +68,7 @@ struct Pairs {
     INLINE void add(vec& sum, Values weight, Values value) {
         sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)value);
     }
-    // In every lane a pair of one number of ``low`` and one of ``high``, rounded to the nearest, to even.
+    // In every lane a pair of a number of ``low`` and a number of ``high``, rounded to nearest, ties to even.
     INLINE Values pair(vec low, vec high) {
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
         return (ivec)_mm512_permutexvar_epi16(
@@ -75,12 +76,12 @@ struct Pairs {
                              18, 2, 17, 1, 16, 0),
             both);
     }
-    // The same of neighbours: LANES pairs of 2 * LANES numbers in a row.
+    // Pairs of neighbours: LANES pairs from 2 * LANES consecutive numbers.
     INLINE Values pair_row(vec first, vec second) {
         return (ivec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     }
 #else
-    // What the instructions do, for processors without them: tests alone take this.
+    // The results of these instructions on processors that lack them; only tests use this code.
     INLINE void add(vec& sum, Values weight, Values value) {
         sum += high_of(weight) * high_of(value);
         sum += high_of(weight << 16) * high_of(value << 16);
@@ -101,8 +102,8 @@ struct Pairs {
     }
 #endif
 
-    // Planes of two channels, [channel / 2][row][column], of which the last, if it has no partner, is of its rows and the
-    // next ones.
+    // Planes of pairs of channels, [channel / 2][row][column]. A last channel without a partner becomes a plane of pairs of a row
+    // and the next row.
     NOINLINE static const Values* planes(const vec* in, long channels, long plane, long row, Room& room) {
         Values* const all = values_in(room, (channels + 1) / 2 * plane);
         Values* to = all;
@@ -112,13 +113,13 @@ struct Pairs {
         return all;
     }
 
-    // How many pairs make a kernel of so many channels.
+    // Returns the number of pairs in a kernel with this number of channels.
     static long num_pairs(long channels, long kernel_y, long kernel_x) {
         return (channels / 2 * kernel_y + channels % 2 * ((kernel_y + 1) / 2)) * kernel_x;
     }
 
-    // Kernels for such planes, [kernel][channel / 2][row][column], and of the channel without a partner [row / 2][column].
-    // Reads up to LANES numbers behind the last.
+    // Kernels for such planes, [kernel][channel / 2][row][column]; the layout of a channel without a partner is [row / 2][column].
+    // Reads up to LANES numbers after the last one.
     NOINLINE static const Weight* kernels(const float* weights, long count, long channels, long kernel_y, long kernel_x,
                                           Room& room) {
         Weight* const all = weights_in(room, count * num_pairs(channels, kernel_y, kernel_x));
@@ -158,7 +159,7 @@ struct Pairs {
         return all;
     }
 
-    // [row / 2][input]. Reads up to LANES numbers behind the last.
+    // [row / 2][input]. Reads up to LANES numbers after the last one.
     NOINLINE static const Weight* columns(const float* weights, long count, long inputs, Room& room) {
         Weight* const all = weights_in(room, (count + 1) / 2 * inputs);
         Weight* to = all;
@@ -180,7 +181,7 @@ struct Pairs {
         return to;
     }
 
-    // Of every pixel and the one that the next place of a 2 x 2 pooling has there.
+    // Pairs of every pixel and the pixel two columns further, which has the same position in the next 2 x 2 pooling window.
     NOINLINE static const Values* planes_by_place(const vec* in, long count, Room& room) {
         Values* const all = values_in(room, count);
         for (long at = 0; at < count; at++) all[at] = pair(in[at], at + 2 < count ? in[at + 2] : vec{});
@@ -206,7 +207,7 @@ struct Pairs {
   private:
     INLINE Weight pair(float low, float high) { return pair(::spread(low), ::spread(high))[0]; }
 
-    // Writes pairs of two rows of numbers, ``high`` null: zeros, and up to LANES too many; returns where they end.
+    // Writes pairs of two rows of numbers (``high`` null: a row of zeros), and up to LANES pairs more. Returns the end of the pairs.
     INLINE Weight* pair_numbers(const float* low, const float* high, long count, Weight* to) {
         for (long at = 0; at < count; at += LANES) {
             const Values pairs = pair(load(low + at), high ? load(high + at) : vec{});
@@ -238,7 +239,7 @@ constexpr bool HAS_AMX = true;
 constexpr bool HAS_AMX = false;
 #endif
 
-// How many factors so many numbers make.
+// Returns the number of factors (numbers or pairs) that hold this number of numbers.
 constexpr long num_factors(long numbers) { return (numbers + Factors::EACH - 1) / Factors::EACH; }
 
 }  // namespace

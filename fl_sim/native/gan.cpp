@@ -1,4 +1,4 @@
-// What a DP conditional GAN of perceptrons computes in a step (clients/dafl/dpcgan), one client a call.
+// The steps of a DP conditional GAN of perceptrons (clients/dafl/dpcgan), for one client per call.
 
 #include <cmath>
 #include <new>
@@ -12,9 +12,9 @@
 
 namespace {
 
-enum Outcome { DONE = 0, NO_MEMORY = 2, STRANGE = 3 };  // STRANGE: a row or a class that is not there
+enum Outcome { DONE = 0, NO_MEMORY = 2, STRANGE = 3 };  // STRANGE: a row or a class does not exist
 
-// No exception may reach Python.
+// Executes ``work`` and returns the outcome: no exception may reach Python.
 template <class Work>
 int guarded(const Work& work) try {
     const NoSubnormals none;
@@ -34,7 +34,7 @@ int guarded(const Work& work) try {
 
 extern "C" {
 
-// The sum of the clipped gradients of pairs, of the records that are chosen and of as many fakes: see pairs.h.
+// Writes the sum of the clipped gradients of the pairs of chosen records and fakes: see pairs.h.
 int OF_WIDTH(fl_sim_clipped_sum)(const Perceptron* discriminator, const Shown* real, const int64_t* chosen,
                                  const Shown* fake, double bound, double* sum) {
     thread_local ClippedSum at_work;
@@ -44,8 +44,8 @@ int OF_WIDTH(fl_sim_clipped_sum)(const Perceptron* discriminator, const Shown* r
     return guarded([&] { at_work.write(*discriminator, *real, chosen, *fake, bound, sum); });
 }
 
-// Adam's step on D: its gradient is the noised sum, divided, of the records that are chosen and of the fakes that G makes
-// of ``latents``.
+// Executes Adam's step on the discriminator. Its gradient is the clipped sum over pairs plus noise, divided by ``divisor``. The
+// pairs are the chosen records and the generator's outputs for ``latents``.
 int OF_WIDTH(fl_sim_discriminator_step)(const Generator* generator, const Perceptron* discriminator, const Shown* real,
                                         const int64_t* chosen, const Shown* latents, double bound, const double* noise,
                                         double spacing, double divisor, const Adam* adam, int64_t step, double* sum) {
@@ -71,7 +71,8 @@ int OF_WIDTH(fl_sim_generate)(const Generator* generator, const Shown* latents, 
     return guarded([&] { at_work.begin(*generator), at_work.write(*latents, made); });
 }
 
-// Adam's step on G, whose fakes are to pass better with D, and the moving mean of its weights.
+// Executes Adam's step on the generator, on the loss of its fakes under the discriminator, and updates the moving average of its
+// weights.
 int OF_WIDTH(fl_sim_generator_step)(const Generator* generator, const Perceptron* discriminator, const Shown* latents,
                                     const Adam* adam, int64_t step, double kept, float* mean) {
     thread_local GeneratorAtWork at_work;

@@ -1,11 +1,11 @@
-// A generator of records, and the gradient by which it learns to pass with a discriminator.
+// A generator of records, and the gradient of its loss under a discriminator.
 #pragma once
 
 #include "perceptron.h"
 
 namespace {
 
-// sigmoid(2 (curved(x) + straight(x))): two networks on the same inputs. perceptrons.py fills it in.
+// The generator sigmoid(2 (curved(x) + straight(x))). perceptrons.py has the same structure.
 struct Generator {
     Perceptron curved, straight;
 };
@@ -16,7 +16,7 @@ class GeneratorAtWork {
         curved_.begin(net.curved, 1), straight_.begin(net.straight, 1);
     }
 
-    // Writes what each of ``latents`` becomes, [row][output].
+    // Writes the generator's outputs for ``latents``, [row][output].
     void write(const Shown& latents, float* made) {
         const long at_once = curved_.net().num_classes ? SORTED_AT_ONCE : ROWS_AT_ONCE;
         for (long first = 0; first < latents.count; first += at_once) {
@@ -27,8 +27,8 @@ class GeneratorAtWork {
         }
     }
 
-    // Writes the gradient of mean softplus(-D(G(latents))) in the order of curved's parameters, then straight's. D has as
-    // many classes as G.
+    // Writes the gradient of mean softplus(-D(G(latents))), with G the generator and D the discriminator, in the order of curved's
+    // parameters, then straight's. D has as many classes as G.
     void write_gradient(const Perceptron& discriminator, const Shown& latents, float* gradient) {
         const Rows made = views(latents, 0, latents.count);
         const long count = made.count;
@@ -49,9 +49,9 @@ class GeneratorAtWork {
     }
 
   private:
-    static constexpr long ROWS_AT_ONCE = 96, SORTED_AT_ONCE = 512;  // of many classes more, lest few be of each
+    static constexpr long ROWS_AT_ONCE = 96, SORTED_AT_ONCE = 512;  // rows at a time; with classes more, so that each class has enough rows
 
-    // What becomes of rows, in their order by class.
+    // Returns the generator's outputs for some rows, sorted by class.
     Rows views(const Shown& latents, long first, long num_rows) {
         const Perceptron& net = curved_.net();
         sorted_.sort(num_rows, net.num_blocks(), [&](long row) { return latents.class_of(net, first + row); });
@@ -68,7 +68,7 @@ class GeneratorAtWork {
         return bent;
     }
 
-    // The loss's derivative by the numbers whose sigmoid the views are.
+    // Writes the loss's derivative by the inputs of the generator's sigmoid.
     void to_views(const Rows& made, const Rows& errors) {
         const Rows slopes = shown_.rows(made.count, discriminator_.net().block());
         discriminator_.back_to_inputs(
@@ -97,7 +97,7 @@ class GeneratorAtWork {
         return gradient;
     }
 
-    // Writes the sums of errors times what entered a layer to where they belong, and adds those of errors to ``biases``.
+    // Writes the gradient of a layer's weights, the sums of errors times inputs, and adds the sums of the errors to ``biases``.
     void add_sums(const Rows& in, const Rows& errors, const Linear& layer, float* weights, float* biases) {
         const long outputs = filled(layer.outputs, TILE);
         float* const sums = sums_.at_least(outputs * in.stride);

@@ -1,5 +1,5 @@
-// The gradient of a convolution's weights. Where outputs fill vectors, a group's slopes are laid out anew with the output
-// innermost, and what they meet goes through number by number: so no lanes are left to be summed up.
+// The gradient of a convolution's weights. If the number of outputs is a multiple of the vector length, a group's slopes are
+// rearranged with the output innermost, and the inputs are read number by number. Then no sums over lanes are needed.
 #pragma once
 
 #include "layer.h"
@@ -56,7 +56,7 @@ void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, flo
             }
 }
 
-// The same for kernels of one pixel, of OUTPUTS x CHANNELS channels.
+// The same for kernels of one pixel, for OUTPUTS x CHANNELS channels.
 template <int OUTPUTS, int CHANNELS>
 NOINLINE void pixel_gradient(const Layer& layer, const vec* in, const Slope& given, int output, int channel, float* gradient) {
     const long plane = given.image.plane(), in_plane = layer.in.plane();
@@ -98,13 +98,13 @@ void pixel_gradients(const Layer& layer, const vec* in, const Slope& slope, floa
     for (; channel < layer.in.channels; channel++) pixel_gradients<1>(layer, in, slope, channel, gradient);
 }
 
-constexpr int BLOCKS = REGISTERS / 16;  // vectors of outputs whose sums stay in registers, for a kernel of 3 x 3
+constexpr int BLOCKS = REGISTERS / 16;  // vectors of outputs whose sums fit in registers, for a 3 x 3 kernel
 
 inline bool is_by_outputs(const Layer& layer) {
     return layer.kernel_y == 3 && layer.kernel_x == 3 && layer.out.channels % (BLOCKS * LANES) == 0;
 }
 
-// Lays the slopes of a row and some outputs out, [place][record][output].
+// Writes the slopes of one row and some outputs as [place][record][output].
 NOINLINE void turn_slopes(const Layer& layer, const Slope& slope, int output, int y, vec* to) {
     const long plane = slope.image.plane();
     const vec* from = slope.line(output, y);
@@ -117,10 +117,10 @@ NOINLINE void turn_slopes(const Layer& layer, const Slope& slope, int output, in
         }
 }
 
-// Adds the gradient by a row of one channel to ``to``, [tap][output].
+// Adds the gradient from one row of one channel to ``to``, [tap][output].
 NOINLINE void row_gradient(const Layer& layer, const vec* in, const vec* slopes, vec* to) {
     const long row = layer.in.row() * LANES;
-    const float *from = reinterpret_cast<const float*>(in), *next = from + layer.in.plane() * LANES;  // channel's
+    const float *from = reinterpret_cast<const float*>(in), *next = from + layer.in.plane() * LANES;  // next: the next channel, to be prefetched
     vec sums[9][BLOCKS];
     UNROLL for (int i = 0; i < 9 * BLOCKS; i++) sums[i / BLOCKS][i % BLOCKS] = vec{};
     for (int x = 0; x < layer.before_width; x++, from += (layer.stride_x - 1) * LANES) {
@@ -148,7 +148,7 @@ void gradient_by_outputs(Layer& layer, const vec* in, const Slope& slope) {
         }
 }
 
-// Adds a group's gradient to ``gradients``; or keeps it until ``finish_gradient``.
+// Adds a group's gradient to ``gradients``, or keeps it in ``layer.by_outputs`` until ``finish_gradient``.
 void add_gradient(Layer& layer, const vec* in, const Slope& slope, float* gradients) {
     in += layer.corner();
     if (is_by_outputs(layer)) return gradient_by_outputs(layer, in, slope);
@@ -162,12 +162,12 @@ void add_gradient(Layer& layer, const vec* in, const Slope& slope, float* gradie
     else weight_gradients<4, 1, 1>(layer, in, slope, to);
 }
 
-// Before a minibatch.
+// Before a minibatch: clears ``layer.by_outputs``.
 inline void start_gradient(Layer& layer) {
     if (is_by_outputs(layer)) layer.by_outputs.assign(layer.num_weights() / LANES, vec{});
 }
 
-// After a minibatch: adds what was kept to the gradient of the weights in their own order.
+// After a minibatch: adds ``layer.by_outputs`` to the gradient in the order of the parameters.
 inline void finish_gradient(const Layer& layer, float* gradient) {
     if (!is_by_outputs(layer)) return;
     constexpr int OUTPUTS = BLOCKS * LANES;

@@ -1,4 +1,4 @@
-// Which layer reads what another wrote, and where gradients lie on the way back.
+// The graph of layers: which layer reads which output, and which buffer holds which gradient in the backward pass.
 #pragma once
 
 #include <new>
@@ -7,24 +7,24 @@
 
 namespace {
 
-// What a layer wrote, or (the first) the network's input.
+// The output of a layer, or (the first node) the input of the network.
 struct Node {
     Image image;
     std::vector<vec> values;  // [group][image]
-    int slot = -1;            // which buffer holds a group's gradient of it, while that is needed
-    bool is_known = false;    // whether one of its readers has written that gradient
-    bool is_kept = true;      // for the way back; if not, all groups have the same place
+    int slot = -1;            // the index in ``slots`` of the buffer for a group's gradient by this node; -1: none
+    bool is_known = false;    // true if a layer that reads this node has already written the gradient
+    bool is_kept = true;      // true if the backward pass reads the values; if not, all groups share one memory
     vec* at(int group) { return values.data() + is_kept * group * image.vectors(); }
 };
 
 struct Graph {
     std::vector<Layer> layers;
-    std::vector<Node> nodes;              // layer i writes nodes[i + 1]
-    int first_linear = 0;                 // layers before it work on planes, those from it on are linear
-    int first_trained = 0;                // layers before it have no parameters: nobody asks for the gradient of what it reads
-    long num_params = -1;                 // stays so where the layers do not fit together
-    std::vector<std::vector<vec>> slots;  // a group's gradients, without borders
-    std::vector<vec> spare;               // another, for a layer whose result is added to a slot or not asked for
+    std::vector<Node> nodes;              // layer i writes nodes[i + 1]; nodes[0] is the input
+    int first_linear = 0;                 // the index of the first linear layer: earlier layers work on planes, later ones are linear
+    int first_trained = 0;                // the index of the first layer with parameters; the gradient by its input is not needed
+    long num_params = -1;                 // stays -1 if the layers do not fit together
+    std::vector<std::vector<vec>> slots;  // the buffers for a group's gradients, without borders
+    std::vector<vec> spare;               // one more buffer, for a gradient that is then added to a slot, or that is not needed
 
     Graph(const int32_t* described, int num_layers, const Image& input) {
         nodes.push_back({input, {}});
@@ -52,9 +52,9 @@ struct Graph {
         if (first_linear < num_layers && layers.back().dropout == 0) num_params = at;
     }
 
-    // Takes the memory for minibatches of ``groups`` groups, ``origins`` of which are no derivatives.
+    // Allocates the memory for minibatches of ``groups`` groups, of which ``origins`` are no derivative groups.
     void reserve(int groups, int origins) {
-        for (const Layer& layer : layers) {  // who writes keeps the border of who reads
+        for (const Layer& layer : layers) {  // a node has the border that the layers that read it need
             Image& read = nodes[layer.source].image;
             read.border_y = std::max(read.border_y, layer.kind == CONV ? layer.padding_y : 0);
             read.border_x = std::max(read.border_x, layer.kind == CONV ? layer.padding_x : 0);
@@ -65,7 +65,7 @@ struct Graph {
             layers[index].in = nodes[layers[index].source].image, layers[index].out = nodes[index + 1].image;
             ::reserve(layers[index], origins);
         }
-        if (groups == origins) drop_unread();  // a derivative goes the way that its origin went
+        if (groups == origins) drop_unread();  // derivative groups need the outputs of all layers of their origins
         for (Node& node : nodes) node.values.resize((node.is_kept ? groups : 1) * node.image.vectors());
         long largest = 0;
         for (int index = 0; index < first_linear; index++) largest = std::max(largest, layers[index].in.features());
@@ -75,23 +75,24 @@ struct Graph {
     }
 
   private:
-    // Whether it writes something, and no more numbers than can be counted.
+    // Returns true if the layer has an output, and if its sizes do not overflow the counters.
     static bool is_countable(const Layer& layer) {
         const Image& out = layer.out;
         const double weights = double(out.channels) * double(layer.in.features()) * double(std::max(1L, layer.taps()));
         return out.height > 0 && out.width > 0 && double(out.area()) * out.channels <= double(MOST_NUMBERS) && weights < 1e15;
     }
 
-    // On the way back a layer reads what came in if it has weights, and what went out if it has a ReLU, a norm excepted.
+    // The backward pass reads a layer's input if the layer has weights, and its output if it has a ReLU and is no NORM.
     void drop_unread() {
         for (size_t index = 0; index < layers.size(); index++) nodes[index + 1].is_kept = layers[index].relu && layers[index].kind != NORM;
         for (const Layer& layer : layers)
             if (layer.num_weights() > 0) nodes[layer.source].is_kept = true;
     }
 
-    // A node's gradient is needed from its last reader back to its writer; then another takes its buffer.
+    // Assigns buffers to gradients. A node's gradient is needed from the backward pass of its last reader to that of its writer;
+    // then another node reuses the buffer.
     void share_slots() {
-        std::vector<int> unused, holders;  // holders: how many nodes have a slot
+        std::vector<int> unused, holders;  // holders: the number of nodes that use each slot
         for (int index = first_linear - 1; index >= 0; index--) {
             const Layer& layer = layers[index];
             const int own = nodes[index + 1].slot;
@@ -108,12 +109,12 @@ struct Graph {
         }
     }
 
-    // Whether the gradient of a part of a sum may be where the sum's own is, and the other part's, which has the same: until
-    // the later part is through, nobody may add to it.
+    // Returns true if the gradient by an input (``part``) of an ADD layer may use the buffer of the sum's own gradient, to which
+    // it is equal. The other input may use the same buffer. So no layer may add to it before the later input is done.
     bool may_share(int sum, int part) const {
         if (layers[sum].kind != ADD || layers[sum].source == layers[sum].other) return false;
         const int later = std::max(layers[sum].source, layers[sum].other);
-        if (layers[later - 1].dropout > 0) return false;  // its mask is taken to the gradient in place
+        if (layers[later - 1].dropout > 0) return false;  // its mask is applied to the gradient in place
         for (int index = part; index < sum; index++) {
             const bool reads = layers[index].source == part || (layers[index].kind == ADD && layers[index].other == part);
             if (reads && index >= later - 1) return false;

@@ -1,22 +1,22 @@
-// A gradient that is kept until all of it is known: for what depends on its length.
+// A gradient that is stored until it is complete, for steps that depend on its length.
 #pragma once
 
 #include "optimizer.h"
 
 namespace {
 
-// The length of a vector that becomes known part by part. Its squares are summed in runs of numbers, each as soon as it is known
-// and still in a near cache, and the runs in their order, whichever was known first.
+// The length of a vector that becomes known part by part. The squares of a run of numbers are added as soon as the run is known,
+// while it is still in a fast cache. The sums of the runs are added in their order, whichever was known first.
 class Length {
   public:
-    // Before the first part of a vector of ``count`` numbers: ``numbers``, those behind the last are zeros; ``factors``: null, or
-    // what each of them is multiplied with.
+    // Must be called before the first part of a vector. ``numbers``: the vector, ``count`` numbers followed by zeros. ``factors``: a
+    // factor for each number; null: none.
     void start(const float* numbers, const float* factors, long count) {
         numbers_ = numbers, factors_ = factors, count_ = count, at_ = -1;
         squares_.assign((count + RUN - 1) / RUN, UNKNOWN);
     }
 
-    // Takes in that ``count`` numbers from ``at`` on are known: more than the last time from there, or others.
+    // Reports that ``count`` numbers from index ``at`` on are known. A later call with the same ``at`` has a larger ``count``.
     void add(long at, long count) {
         if (at != at_) at_ = at, next_ = (at + RUN - 1) / RUN;
         for (; (next_ + 1) * RUN <= at + count; next_++) squares_[next_] = square(next_);
@@ -30,7 +30,7 @@ class Length {
     }
 
   private:
-    static constexpr long RUN = 256 * LANES;  // sums of float32 numbers stay short
+    static constexpr long RUN = 256 * LANES;  // numbers per run, few enough for a float32 sum
     static constexpr double UNKNOWN = -1;
 
     NOINLINE double square(long run) const {
@@ -43,11 +43,11 @@ class Length {
     }
 
     const float *numbers_ = nullptr, *factors_ = nullptr;
-    long count_ = 0, at_ = -1, next_ = 0;  // numbers; where the last part began; its next run
-    std::vector<double> squares_;          // of each run
+    long count_ = 0, at_ = -1, next_ = 0;  // number of numbers; start of the last part; its next run
+    std::vector<double> squares_;          // the sum of squares of each run
 };
 
-// A sink that keeps the gradient, LANES longer than it has numbers: what lies behind them stays as it was.
+// A sink that stores the gradient in an array with LANES spare numbers, which stay unchanged.
 struct Kept {
     float* gradient;
     Length& length;
@@ -62,7 +62,7 @@ struct Kept {
     }
 };
 
-// A sink that keeps the gradient with all that the plan adds to it.
+// A sink that stores the gradient with the scale, the offset and the proximal term of the plan.
 struct Corrected {
     const Optimizer& optimizer;
     Kept kept;
@@ -76,9 +76,9 @@ struct Corrected {
     static constexpr bool is_plain() { return false; }
 };
 
-// Steps ``count`` parameters by a corrected gradient of this length, made no longer than ``clip_norm``.
+// Executes the optimiser's step with a corrected gradient of this length, clipped to the length ``clip_norm``.
 NOINLINE void move_clipped(const Optimizer& optimizer, const float* gradient, long count, double length) {
-    const float factor = float(std::min(optimizer.clip_norm / (length + 1e-6), 1.0));  // NaN where the length is
+    const float factor = float(std::min(optimizer.clip_norm / (length + 1e-6), 1.0));  // NaN if the length is NaN
     for (long at = 0; at < count; at += LANES) optimizer.move(at, factor * load(gradient + at), count - at);
 }
 

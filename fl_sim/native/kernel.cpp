@@ -1,21 +1,24 @@
-// Clients' local training, one after another in one call, or what a model makes of records: minibatch SGD or Adam on
-// convolutions, pooling, GroupNorm, residual blocks, ReLU, dropout and linear layers.
+// Local training of clients, one after another in one call, and inference. Training is minibatch SGD or Adam on convolutions,
+// pooling, GroupNorm, residual blocks, ReLU, dropout and linear layers.
 //
-// Layout. An activation is [group][channel][row][column][LANES]: a group is LANES records of the minibatch, and the
-// innermost index runs over records, so every step of every layer is the same instruction on LANES numbers, whatever
-// the channel count. Layers of planes go through one group at a time (a group's activations fit the L2 cache), linear
-// layers through all groups at once (their weights are read once a minibatch). Records that are missing in a smaller
-// minibatch are zeros, and the gradient of their loss is set to zero.
+// Layout. A group is LANES records of the minibatch. An activation is [group][channel][row][column][LANES]. The innermost index
+// runs over records, so every step of every layer is one instruction on LANES numbers, for any number of channels. Layers that
+// work on planes (the images of channels) process one group at a time, as its activations fit in the L2 cache. Linear layers
+// process all groups at once, so that their weights are read once per minibatch. Missing records in a smaller minibatch are
+// zeros, and the gradient of their loss is set to zero.
 //
-// Fusion. A convolution with the ReLU and the 2 x 2 pooling behind it is one layer: what is written is the pooled output
-// and, a byte each, which of the four numbers it was. A linear layer's weights are stepped where their gradient is made.
+// Words. A slope is the gradient of the loss by a number that a layer has computed. A tap is a position of a kernel. A place is a
+// position in a plane. A sink receives a gradient part by part as soon as it is known (optimizer.h).
 //
-// Second derivatives. FedMix's loss holds the derivative of cross-entropy along a record. Where every layer is linear but
-// for ReLU and pooling, that derivative goes forward and back through the same layers as further groups, with the ReLUs
-// and the maxima of the groups they belong to (``Flow``).
+// Fusion. A convolution with the ReLU and the 2 x 2 pooling that follow is one layer. It writes the pooled output and, as a byte,
+// the position of the maximum in each pooling window. A linear layer's weights are updated as soon as their gradient is known.
 //
-// Order of sums. One client is one thread and all loops are sequential: the bits depend on the arguments (and the
-// compiler) alone.
+// Second derivatives. FedMix's loss contains the derivative of cross-entropy along a record. If every layer is linear apart from
+// ReLU and pooling, this derivative passes forward and backward through the same layers, as additional groups: the derivative
+// groups. They use the ReLUs and the maxima of the groups that they belong to, their origins (``Flow``).
+//
+// Order of sums. A client is trained by one thread, and all loops are sequential. So the bits depend on the arguments and the
+// compiler only.
 
 #include <algorithm>
 #include <memory>
@@ -28,33 +31,34 @@
 
 namespace {
 
-// kernel.py fills it in, field by field.
+// The arguments for one client. request.py has the same structure, field by field.
 struct Request {
     const int32_t* layers;
     int64_t num_layers;
     const int32_t* input_shape;  // channels, height, width
     int64_t num_params;
-    float *params, *buffers;               // where the results go; buffers: null without momentum
-    const float *anchor, *warm;            // where params and buffers start; warm: null where there is none
-    const float *offset, *drift;           // of gradients and of steps; null where there is none
+    float *params, *buffers;               // receive the results; buffers: null without momentum
+    const float *anchor, *warm;            // initial values of params and buffers; warm: null: zeros
+    const float *offset, *drift;           // offsets of gradients and of steps; null: none
     const float* trained;                  // 0 for frozen parameters, else 1; null: none is frozen
     const float* inputs;
     const int64_t *labels, *order;                 // order: [epoch][record]
-    const float *partner_inputs, *partner_labels;  // null: the loss is plain
+    const float *partner_inputs, *partner_labels;  // the mixing pool; null: no mixing
     const int64_t* partners;                       // [step]
-    uint64_t masks;                                // the key of what dropout leaves out
-    int64_t num_partners;                          // records of the mixing pool
+    uint64_t masks;                                // the key of the random dropout masks
+    int64_t num_partners;                          // the number of records in the mixing pool
     int64_t num_examples, num_steps, batch_size, linearise;
-    int64_t adam;  // whether the optimiser is Adam or AdamW
+    int64_t adam;  // not 0: the optimiser is Adam or AdamW
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale, clip_norm;
-    float weight_kept;  // 1 but for AdamW
+    float weight_kept;  // AdamW's factor of a weight before its step; 1 for other optimisers
     Terms terms;
     Ascent ascent;
     Moves moves;  // places: [epoch][record in the epoch's order]
 };
 
-// A thread's last network again, where it has the same shape: its memory costs more to take than some clients to train.
-// Nothing of a client stays but numbers that the next one overwrites before it reads them. Null where layers do not fit.
+// Returns the network for a request, or null if its layers do not fit together. A thread reuses its last network if the shape is
+// the same, because allocating the memory can take longer than training a client. A client overwrites all numbers of the
+// previous client before it reads them.
 Network* network_for(const Request& request, int64_t batch_size) {
     thread_local std::vector<int64_t> shape;
     thread_local std::unique_ptr<Network> network;
@@ -78,12 +82,12 @@ int num_classes(const Request& request) { return request.layers[(request.num_lay
 
 int64_t num_batches(const Request& request) { return (request.num_examples - 1) / request.batch_size + 1; }
 
-// Says whether all of ``count`` numbers lie in 0 .. end - 1.
+// Returns true if all of the ``count`` numbers are in 0 .. end - 1.
 bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
     return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
 }
 
-// Returns 0, or which fault of the request's numbers would have memory read that is none of theirs.
+// Returns 0, or the error code (see fl_sim_train) of a number in the request that would cause an invalid memory access.
 int fault_of(const Request& request) {
     const int64_t count = request.num_examples;
     if (request.num_layers < 1) return 1;
@@ -95,7 +99,7 @@ int fault_of(const Request& request) {
     return request.partners && !are_below(request.partners, request.num_steps, request.num_partners) ? 4 : 0;
 }
 
-// Writes the logits of all records under ``params``, [record][class], or their features, [record][feature].
+// Writes the logits of all records for the weights ``params``, [record][class], or their features, [record][feature].
 void write_rows(Network& network, const Request& request, const float* params, bool wants_features, float* rows) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     const int classes = num_classes(request);
@@ -110,10 +114,10 @@ void write_rows(Network& network, const Request& request, const float* params, b
     }
 }
 
-// What terms compare every step with does not change while a client trains: one pass serves all epochs.
+// The outputs of other models that loss terms need. They do not change during training, so they are computed once for all epochs.
 class Memory {
   public:
-    // Returns the request's terms, with what they compare with.
+    // Returns the request's loss terms, with pointers to these outputs.
     Terms prepare(Network& network, const Request& request) {
         Terms terms = request.terms;
         if (terms.distillation.weight != 0) {
@@ -189,7 +193,7 @@ int infer(const Request& request, bool wants_features, float* rows) {
     return 0;
 }
 
-// Returns what ``work`` returns; no exception may reach Python.
+// Returns the result of ``work``, or an error code: no exception may reach Python.
 template <class Work>
 int guarded(const Work& work) try {
     const NoSubnormals none;
@@ -199,15 +203,15 @@ int guarded(const Work& work) try {
     return work();
 } catch (const std::bad_alloc&) {
     return 2;
-} catch (const std::length_error&) {  // more than there could ever be
+} catch (const std::length_error&) {  // a size beyond the limit of a vector
     return 2;
-} catch (const std::logic_error&) {  // a layer where none such belongs
+} catch (const std::logic_error&) {  // a layer of a kind that is not allowed there
     return 1;
 }
 
-#ifndef FL_SIM_BFLOAT16  // once for every width, whatever products are made of
-// Writes sum_i factors[i] * vectors[i], each of ``size`` numbers: in float64, in order, one fused multiplication and addition
-// for each number, rounded at the end. In blocks, whose sums stay in the first cache.
+#ifndef FL_SIM_BFLOAT16  // compiled once for every width, and not for each kind of products
+// Writes sum_i factors[i] * vectors[i], each of ``size`` numbers: in float64, in order, with one fused multiply-add for each
+// number, rounded at the end. The sums of a block fit in the L1 cache.
 void add_up(const float* const* vectors, const double* factors, int64_t count, int64_t size, float* sums) {
     constexpr int64_t BLOCK = 1024;
     double totals[BLOCK];
@@ -226,9 +230,9 @@ void add_up(const float* const* vectors, const double* factors, int64_t count, i
 
 }  // namespace
 
-// A library holds this file once for every width of vectors, so what Python calls has the width in its name:
-// fl_sim_train_16. None but those of a width that the processor has may be called.
-// What is compiled for products of bfloat16 says so behind it, and what takes AMX for them.
+// The library contains this file once for every width of vectors. So the names of the functions that Python calls end with the
+// width: fl_sim_train_16. Only functions of a width that the processor supports may be called. For products of bfloat16
+// numbers a suffix follows: _bfloat16, or _amx if they use AMX.
 #if defined(FL_SIM_AMX)
 #define JOINED(name, lanes) name##_##lanes##_amx
 #elif defined(FL_SIM_BFLOAT16)
@@ -241,19 +245,19 @@ void add_up(const float* const* vectors, const double* factors, int64_t count, i
 
 extern "C" {
 
-// A digest of the sources that this was compiled from.
+// Returns the digest of the sources that this library was compiled from.
 const char* OF_WIDTH(fl_sim_sources)() { return FL_SIM_SOURCES; }
 
-// What a request looks like here: kernel.py works out the same of its own.
+// Returns a number that depends on the structure Request; kernel.py compares it with the number for its own structure.
 int OF_WIDTH(fl_sim_layout)() { return int(1000 * sizeof(Request) + FIELDS); }
 
 #ifdef FL_SIM_AMX
-// Asks the system for AMX's registers; returns whether this process may use them.
+// Requests AMX's registers from the operating system; returns 1 if this process may use them.
 int OF_WIDTH(fl_sim_may_use)() { return may_use_amx(); }
 #endif
 
 #ifdef FL_SIM_CLOCK
-// Hands over the ticks of all places, [place][part], and begins anew.
+// Writes the ticks of all places, [place][part], and resets the clock.
 void OF_WIDTH(fl_sim_clock)(double* ticks) {
     the_clock.enter(OUTSIDE, FORWARD);
     std::copy(&the_clock.ticks[0][0], &the_clock.ticks[0][0] + MOST_PLACES * NUM_PARTS, ticks);
@@ -262,9 +266,9 @@ void OF_WIDTH(fl_sim_clock)(double* ticks) {
 }
 #endif
 
-// Trains ``count`` clients, one after another, up to the first that fails. Returns 0; 1 where the layers do not fit each
-// other, the input or ``num_params``; 2 where memory ran out; 3 where a label is no class; 4 where a place in ``order`` or
-// ``partners`` is no record, or where there is nothing to do.
+// Trains ``count`` clients, one after another, up to the first one that fails. Returns 0 for success. 1: the layers do not fit
+// each other, the input or ``num_params``. 2: not enough memory. 3: a label is no class. 4: an index in ``order`` or ``partners``
+// is no record, or there is nothing to do.
 int OF_WIDTH(fl_sim_train)(const Request* requests, int64_t count, double* mean_losses) {
     return guarded([&] {
         for (int64_t client = 0; client < count; client++)
@@ -273,9 +277,9 @@ int OF_WIDTH(fl_sim_train)(const Request* requests, int64_t count, double* mean_
     });
 }
 
-// Writes the logits of every record, [record][class], or (``wants_features``) what enters the last layer,
-// [record][feature]. Reads what describes the network, ``params``, ``inputs``,
-// ``num_examples`` and ``batch_size`` (how many go through together: last bits depend on it). Returns as above.
+// Writes the logits of every record, [record][class], or (``wants_features``) the inputs of the last layer, [record][feature].
+// Reads the fields that describe the network, ``params``, ``inputs``, ``num_examples`` and ``batch_size`` (records per forward
+// pass; the last bits depend on it). Returns an error code as fl_sim_train does.
 int OF_WIDTH(fl_sim_infer)(const Request* request, int64_t wants_features, float* rows) {
     return guarded([&] { return infer(*request, wants_features, rows); });
 }

@@ -1,4 +1,4 @@
-// What a layer is: its sizes, what it reads, and the memory it works in.
+// The description of a layer: its kind, its sizes, the layers that it reads, and its working memory.
 #pragma once
 
 #include <cstring>
@@ -10,11 +10,11 @@
 namespace {
 
 enum Kind { CONV = 0, POOL = 1, RELU = 2, LINEAR = 3, NORM = 4, ADD = 5, AVERAGE = 6, DROP = 7 };
-constexpr int FIELDS = 17;  // of a layer's description, named in layers.py
-constexpr long MOST_NUMBERS = 1L << 30;  // of a record in one place: what counts them in 32 bits does not overflow
-constexpr int MOST_WIDE = 1 << 15;       // of a kernel or its border: likewise
+constexpr int FIELDS = 17;  // the number of fields in a layer's description; layers.py names them
+constexpr long MOST_NUMBERS = 1L << 30;  // the most numbers of one record in one node, so that 32-bit counters do not overflow
+constexpr int MOST_WIDE = 1 << 15;       // the largest side of a kernel, and the largest border, for the same reason
 
-struct Image {  // planes of vectors, each with a border of zeros
+struct Image {  // the sizes of an activation: one plane of vectors for each channel, with a border of zeros
     int channels = 0, height = 0, width = 0, border_y = 0, border_x = 0;
     long row() const { return width + 2 * border_x; }
     long plane() const { return row() * (height + 2 * border_y); }
@@ -22,52 +22,52 @@ struct Image {  // planes of vectors, each with a border of zeros
     long area() const { return long(height) * width; }
     long features() const { return area() * channels; }
     long start() const { return border_y * row() + border_x; }
-    long line(int channel, int y) const { return channel * plane() + start() + y * row(); }  // where a row's pixels start
-    Image bare() const { return {channels, height, width}; }  // without its border
+    long line(int channel, int y) const { return channel * plane() + start() + y * row(); }  // the index of a row's first pixel
+    Image bare() const { return {channels, height, width}; }  // the same sizes without the border
     bool same_size(const Image& other) const {
         return channels == other.channels && height == other.height && width == other.width;
     }
 };
 
 #ifdef FL_SIM_AMX
-// What a convolution multiplies by AMX, as it lies for that: see amx_convolution.h and amx_gradient.h.
+// The operands of a convolution in the layout for AMX: see amx_convolution.h and amx_gradient.h.
 struct AmxRoom {
-    std::vector<Pairs::Weight> kernels, back_kernels;  // of the way forward, and back
-    std::vector<Pairs::Weight> room;                   // of some kernels in another order
-    std::vector<Pairs::Values> columns, slopes;        // what a row of outputs reads; a group's slopes
-    Pairs::Room records;                               // a group's records
-    std::vector<vec> gradient;                         // of the weights, summed over the minibatch
+    std::vector<Pairs::Weight> kernels, back_kernels;  // the kernels for the forward and the backward pass
+    std::vector<Pairs::Weight> room;                   // temporary memory for some kernels in another order
+    std::vector<Pairs::Values> columns, slopes;        // the inputs of a row of outputs; the slopes of a group
+    Pairs::Room records;                               // the inputs of a group, as pairs of records
+    std::vector<vec> gradient;                         // the weights' gradient, summed over the minibatch
 };
 #endif
 
 struct Layer {
     Kind kind;
-    int source, other;  // nodes that it reads; only ADD reads two
+    int source, other;  // the nodes that the layer reads; only ADD reads two
     int kernel_y, kernel_x, stride_y, stride_x, padding_y, padding_x;
-    bool has_bias, relu, pooled;      // pooled: a 2 x 2 window of stride 2 stands behind the convolution
-    int parts;                        // NORM: how many groups the channels are divided into
-    float epsilon;                    // NORM: added to the variance
-    float dropout;                    // with what probability a number that it writes is left out, see dropout.h
-    Image in, out;                    // what comes in, what goes out: with the widest border that a reader wants
-    int before_height, before_width;  // of a convolution's output before its pooling
-    long weight, bias;                // where its parameters start
-    std::vector<bvec> chosen;         // which number of its window a pooled convolution took: [group][out]
-    std::vector<int32_t> place;       // where a pooling layer found its maximum: [group][out][lane]
-    std::vector<vec> moments;         // NORM: means and reciprocal deviations, [group][2 * parts]
-    Image slope;                      // gradient before pooling, bordered for the way back
-    std::vector<vec> slopes;          // one group's
-    std::vector<vec> turned;          // some of them with the output innermost, see gradient.h
+    bool has_bias, relu, pooled;      // pooled: 2 x 2 max pooling of stride 2 follows the convolution
+    int parts;                        // NORM: the number of parts into which the channels are divided
+    float epsilon;                    // NORM: the number that is added to the variance
+    float dropout;                    // the probability that dropout sets an output to zero, see dropout.h
+    Image in, out;                    // the sizes of input and output, with the widest border that a reading layer needs
+    int before_height, before_width;  // the height and width of a convolution's output before pooling
+    long weight, bias;                // the indices of its first weight and its first bias among all parameters
+    std::vector<bvec> chosen;         // the index, 0 to 3, of the maximum in each pooling window of a convolution: [group][out]
+    std::vector<int32_t> place;       // the input index of the maximum in each window of a pooling layer: [group][out][lane]
+    std::vector<vec> moments;         // NORM: means and reciprocal standard deviations, [group][2 * parts]
+    Image slope;                      // the sizes of ``slopes``, with the border that the backward pass needs
+    std::vector<vec> slopes;          // the gradient of one group before ReLU and pooling
+    std::vector<vec> turned;          // some slopes in a layout with the output innermost, see gradient.h
     std::vector<vec> by_outputs;      // the gradient of a convolution's weights, [some outputs][channel][tap]
-    std::vector<float> flipped;       // a convolution's weights, [in channel][out channel] and each kernel turned round
-    const Factors::Weight* kernels;   // a convolution's weights as the way forward takes them, in ``kernel_room``
+    std::vector<float> flipped;       // a convolution's weights, [in channel][out channel], each kernel rotated by 180 degrees
+    const Factors::Weight* kernels;   // a convolution's weights in the layout of the forward pass, in ``kernel_room``
     Factors::Room kernel_room, flipped_room, plane_room;
-    std::vector<Factors::Values> chosen_slopes;  // of one output of a pooled first convolution, see chosen.h
+    std::vector<Factors::Values> chosen_slopes;  // the slopes of one output channel of a pooled first convolution, see chosen.h
 #ifdef FL_SIM_AMX
     AmxRoom amx;
 #endif
 
     long taps() const { return long(kernel_y) * kernel_x; }
-    // Of what comes in: where the first window starts.
+    // The index, in the input, at which the first window starts.
     long corner() const { return (in.border_y - padding_y) * in.row() + in.border_x - padding_x; }
     long num_weights() const {
         if (kind == CONV) return long(out.channels) * in.channels * taps();
@@ -77,13 +77,13 @@ struct Layer {
     long num_biases() const { return has_bias ? out.channels : 0; }
 };
 
-// Says whether a layer's window lies within what comes in, with its border.
+// Returns true if a layer's window fits into the input with its border.
 inline bool has_window(const int32_t* field, const Image& in) {
     for (int axis = 0; axis < 2; axis++) {
         const long kernel = field[2 + axis], stride = field[4 + axis], padding = field[6 + axis];
         if (kernel < 1 || kernel > MOST_WIDE || stride < 1 || padding < 0 || padding >= kernel) return false;
         if ((axis ? in.width : in.height) + 2 * padding < kernel) return false;
-        if (field[0] == POOL && 2 * padding > kernel) return false;  // a window could lie in the border alone
+        if (field[0] == POOL && 2 * padding > kernel) return false;  // a window could contain border pixels only
     }
     return true;
 }
@@ -94,9 +94,9 @@ inline float dropout_of(const int32_t* field) {
     return probability;
 }
 
-// Says whether a description can be read as one of the layers there are, on ``in``. A kind that is not named here is none.
+// Returns true if ``field`` describes a supported layer that fits an input of the sizes ``in``.
 inline bool is_known(const int32_t* field, const Image& in) {
-    if (field[10] && field[0] != CONV) return false;  // pooling is fused with a convolution alone
+    if (field[10] && field[0] != CONV) return false;  // only convolutions are fused with pooling
     if (!(dropout_of(field) >= 0 && dropout_of(field) < 1)) return false;
     switch (field[0]) {
         case CONV: return field[1] > 0 && field[15] == in.channels && has_window(field, in);
@@ -109,7 +109,7 @@ inline bool is_known(const int32_t* field, const Image& in) {
     return false;
 }
 
-// Reads a description that ``is_known``; ``in``: the size of what comes in. Borders are for the network to set.
+// Returns the layer for a description that ``is_known``. ``in``: the sizes of its input. ``Graph`` sets the borders later.
 inline Layer read_layer(const int32_t* field, const Image& in) {
     Layer layer{};
     layer.kind = Kind(field[0]);
@@ -134,13 +134,14 @@ inline Layer read_layer(const int32_t* field, const Image& in) {
     return layer;
 }
 
-// Takes the memory a layer needs for minibatches of ``groups`` groups.
+// Allocates a layer's memory for minibatches of ``groups`` groups.
 inline void reserve(Layer& layer, int groups) {
     if (layer.kind == POOL) layer.place.resize(groups * layer.out.features() * LANES);
     if (layer.kind == NORM) layer.moments.resize(groups * 2 * layer.parts);
     if (layer.kind != CONV) return;
     if (layer.pooled) layer.chosen.resize(groups * layer.out.features());
-    // The way back reads a window around every pixel of the input: of every stride-th tap, and of slopes that are zero.
+    // The backward pass reads, for every pixel of the input, a window of slopes with every stride-th kernel tap. Near the edges
+    // this window includes slopes of zero, which are the border.
     const int border_y = layer.stride_y == 1 ? layer.kernel_y - 1 - layer.padding_y : (layer.kernel_y - 1) / layer.stride_y;
     const int border_x = layer.stride_x == 1 ? layer.kernel_x - 1 - layer.padding_x : (layer.kernel_x - 1) / layer.stride_x;
     const int height = (layer.in.height - 1 + layer.padding_y) / layer.stride_y + 1 - border_y;
@@ -151,28 +152,28 @@ inline void reserve(Layer& layer, int groups) {
     layer.flipped.resize(layer.num_weights() + LANES);
 }
 
-// A group's gradient of what a convolution wrote, before its ReLU and pooling, and how it lies.
+// The slopes of a group: the gradient of the loss by a convolution's output before ReLU and pooling; and their layout.
 struct Slope {
     const vec* values;
     Image image;
     const vec* line(int channel, int y) const { return values + image.line(channel, y); }
 };
 
-// One group on its way through a layer. A derivative is carried along the way its ``origin`` went: the same maxima, the
-// same ReLUs, no biases. An ordinary group is its own origin.
+// One group's pass through a layer. A derivative group (see kernel.cpp) uses the maxima and ReLUs of its ``origin``, the group
+// that it is the derivative of, and no biases. An ordinary group is its own origin.
 struct Flow {
-    const vec *in, *other;  // what the layer reads; other: null unless it is an ADD
+    const vec *in, *other;  // the inputs of the layer; other: null unless the layer is an ADD
     vec* out;
-    const vec* passed;      // the origin's output: ReLU lets through where it is positive
+    const vec* passed;      // the origin's output: the ReLU is active where it is positive
     int origin;
     bool is_derivative;
 
-    // What a layer's ReLU, if it has one, makes of ``value`` at ``at`` in the output.
+    // Returns the result of the layer's ReLU, if it has one, for ``value`` at the index ``at`` of the output.
     vec let_through(const Layer& layer, long at, vec value) const {
         if (!layer.relu) return value;
         return !is_derivative ? rectified(value) : passed[at] > 0.0f ? value : vec{};
     }
-    // The same on the way back.
+    // The same in the backward pass: returns the gradient before the ReLU.
     vec let_back(const Layer& layer, long at, vec gradient) const {
         return !layer.relu || passed[at] > 0.0f ? gradient : vec{};
     }

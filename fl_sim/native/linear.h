@@ -1,4 +1,4 @@
-// Linear layers: over all groups of a minibatch at once; a gradient goes to its sink as soon as it is known.
+// Linear layers, for all groups of a minibatch at once. Each part of a gradient goes to its sink as soon as it is computed.
 #pragma once
 
 #include "factors.h"
@@ -9,12 +9,12 @@ namespace {
 // out[group][o] = bias[o] + sum_i weights[o * along + i * across] * in[group][i], for OUTPUTS outputs and GROUPS groups.
 struct Product {
     const Factors::Values* in;
-    long inputs;  // numbers, or pairs of them
+    long inputs;  // the number of numbers, or of pairs of numbers
     vec* out;
     long outputs;
     const Factors::Weight* weights;
     long along, across;
-    const float* bias;  // null: none
+    const float* bias;  // null: no bias
     bool relu;
 };
 
@@ -38,7 +38,7 @@ NOINLINE void multiply_part(const Product& product, int group, long output, cons
         UNROLL for (int g = 0; g < GROUPS; g++) out[g * product.outputs + o] = product.relu ? rectified(sums[o][g]) : sums[o][g];
 }
 
-constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // of weights: their sums for four groups stay in registers
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // rows of weights; their sums for four groups fit in registers
 
 template <int OUTPUTS>
 void multiply_rows(const Product& product, int group, int end, long output, const Factors::Weight* weights) {
@@ -48,13 +48,13 @@ void multiply_rows(const Product& product, int group, int end, long output, cons
     if (end - group == 1) multiply_part<OUTPUTS, 1>(product, group, output, weights);
 }
 
-// Groups whose numbers, 1 MB, stay in the L2 cache.
+// Returns the number of groups whose inputs, 1 MB, fit in the L2 cache.
 inline int groups_at_once(long inputs) { return int(std::max(4L, (1L << 14) / inputs / 4 * 4)); }
 
-// Blocks of four vectors of columns, for all records, of which that is so.
+// Returns the number of blocks of four vectors of columns that fit in the L2 cache, for all records.
 inline long blocks_at_once(int records) { return std::max(1L, (1L << 12) / records); }
 
-// ``rows(output, count)``: where ``count`` outputs' weights from ``output`` on are.
+// ``rows(output, count)`` returns a pointer to the weights of ``count`` outputs from ``output`` on.
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows) {
     const int most = groups_at_once(product.inputs);
@@ -69,7 +69,7 @@ void multiply(const Product& product, int groups, const Rows& rows) {
     }
 }
 
-// Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features]. ``apart``: of groups.
+// Writes activations [group][feature][lane] as [feature / LANES][record][LANES features]. ``apart``: the distance of groups.
 template <class Of>
 NOINLINE void to_rows(const vec* in, long features, long apart, int groups, typename Of::Values* rows) {
     for (long first = 0; first < features; first += LANES)
@@ -82,25 +82,25 @@ NOINLINE void to_rows(const vec* in, long features, long apart, int groups, type
 }
 
 template <class Of>
-struct Slopes {  // what the gradient of a linear layer's weights needs to know
+struct Slopes {  // the arguments for the gradient of a linear layer's weights
     long at, inputs, outputs;
     const typename Of::Weight* slopes;  // [group][output][lane]
-    long apart;                         // from one group's slopes to the next, in vectors
-    const typename Of::Values* rows;    // see to_rows
-    long block;                         // from one block of LANES features to the next
+    long apart;                         // the distance between the slopes of two groups, in vectors
+    const typename Of::Values* rows;    // the inputs, see to_rows
+    long block;                         // the distance between blocks of LANES features
     int records;
 };
 
-// Sums slope * input over records, for OUTPUTS rows and COLUMNS * LANES columns of the weights, and hands them to ``sink``.
-// WHOLE: all columns are there.
+// Sums slope * input over records, for OUTPUTS rows and COLUMNS * LANES columns of the weights, and passes the sums to
+// ``sink``. WHOLE: true if the weights have all of these columns.
 template <int OUTPUTS, int COLUMNS, bool WHOLE, class Of, class Sink>
 NOINLINE void product_part(const Slopes<Of>& given, long output, long first, const Sink& shared) {
-    const Sink sink = shared;  // no store can change it, as far as the compiler knows
+    const Sink sink = shared;  // a local copy, so that the compiler knows that no store changes it
     const long inputs = given.inputs, at = given.at + output * inputs + first;
     vec sums[OUTPUTS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
-    constexpr int IN_GROUP = LANES / Of::EACH;  // of an output
+    constexpr int IN_GROUP = LANES / Of::EACH;  // slopes of one output in a group
     const typename Of::Values* row = given.rows + first / LANES * given.block;
     const typename Of::Weight* slopes = given.slopes + output * IN_GROUP;
     for (int record = 0; record < given.records; record += LANES, slopes += given.apart * IN_GROUP) {
@@ -125,7 +125,7 @@ NOINLINE void product_part(const Slopes<Of>& given, long output, long first, con
             sink.template step<false>(at + o * inputs + c * LANES, sums[o][c], WHOLE ? LANES : inputs - first - c * LANES);
 }
 
-// MOST rows at a time, COLUMNS * LANES columns wide.
+// Computes the gradient of COLUMNS * LANES columns of the weights, MOST rows at a time.
 template <int COLUMNS, int MOST, class Of, class Sink>
 void product_columns(const Slopes<Of>& given, long first, const Sink& sink) {
     long output = 0;
@@ -133,7 +133,7 @@ void product_columns(const Slopes<Of>& given, long first, const Sink& sink) {
     for (; output < given.outputs; output++) product_part<1, COLUMNS, false>(given, output, first, sink);
 }
 
-// Hands over the gradient of a linear layer's weights.
+// Passes the gradient of a linear layer's weights to ``sink``.
 template <class Of, class Sink>
 void linear_steps(const Sink& sink, const Slopes<Of>& given) {
     constexpr int MOST = ROWS_AT_ONCE, STEP = 4 * LANES;
@@ -141,8 +141,8 @@ void linear_steps(const Sink& sink, const Slopes<Of>& given) {
     long first = whole;
     for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, REGISTERS / 4>(given, first, sink);
     for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, sink);
-    // Columns go together as far as they stay in the L2 cache, so that weights are met in their order in memory.
-    // Where the weights stay there, it is the columns that are kept near.
+    // As many columns as fit in the L2 cache are processed together, so that the weights are visited in memory order. If the
+    // weights themselves fit in the cache, the smallest number of columns is processed together.
     const bool is_small = given.inputs * given.outputs <= 1L << 16;
     const long panel = is_small ? STEP : blocks_at_once(given.records) * STEP;
     for (first = 0; first < whole; first += panel) {
@@ -158,8 +158,8 @@ void linear_steps(const Sink& sink, const Slopes<Of>& given) {
     }
 }
 
-// A sink that adds to a gradient, which is LANES longer than it has numbers: the later of two rows that overlap there comes
-// last.
+// A sink that adds to ``gradient``, an array with LANES spare numbers. Vectors may reach into the next row, which is written
+// later.
 struct Added {
     float* gradient;
 
@@ -174,7 +174,7 @@ struct Added {
 };
 
 #ifndef FL_SIM_AMX
-struct LinearRoom {};  // memory for all layers: none is needed
+struct LinearRoom {};  // shared memory of all layers: none is needed
 
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows, LinearRoom&) {

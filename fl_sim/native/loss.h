@@ -1,4 +1,4 @@
-// Cross-entropy, plain or mixed with an averaged record (Yoon et al. 2021): from logits to their gradient.
+// Cross-entropy, plain or mixed with an averaged record (Yoon et al. 2021), and its gradient by the logits.
 #pragma once
 
 #include "moves.h"
@@ -6,10 +6,11 @@
 
 namespace {
 
-// Partner records, one a minibatch. The loss is own * l(f(x'), y) + weight * l(f(x'), labels of the partner), where x' is
-// own * x + weight * partner; or own * x, with weight * <dl(f(x'), y) / dx', partner> added (``linearise``: FedMix).
+// Mixing with one partner record per minibatch. The loss is own * l(f(x'), y) + weight * l(f(x'), labels of the partner) with
+// x' = own * x + weight * partner (NaiveMix). If ``linearise`` is true (FedMix), x' = own * x, and the loss has one more term:
+// weight * <dl(f(x'), y) / dx', partner>.
 struct Mix {
-    const float *inputs, *labels;  // of the pool: [record][feature], [record][class]
+    const float *inputs, *labels;  // the mixing pool: [record][feature], [record][class]
     float own, weight;
     bool linearise;
 };
@@ -17,12 +18,12 @@ struct Mix {
 struct Terms;
 
 struct Batch {
-    const int64_t *labels, *chosen;  // a label of every record there is; the batch's records
+    const int64_t *labels, *chosen;  // the labels of all records of the client; the indices of the batch's records
     int count, groups, classes;
-    const Mix* mix;                  // null: plain
+    const Mix* mix;                  // null: no mixing
     int64_t partner;
-    const Terms* terms;              // of the loss, see terms.h; null: none
-    Moves moves;                     // of the records, if they are images
+    const Terms* terms;              // the loss terms, see terms.h; null: none
+    Moves moves;                     // the image augmentation of the records
 };
 
 INLINE vec exponential(vec value) {
@@ -30,8 +31,8 @@ INLINE vec exponential(vec value) {
     return value;
 }
 
-// Turns one group's logits into the gradient of the batch's mean loss; returns the group's sum of losses. ``moving``:
-// their derivative along the partner, likewise turned into the loss's gradient; null where the loss does not ask.
+// Replaces one group's logits by the gradient of the batch's mean loss; returns the sum of the group's losses. ``moving``: the
+// derivative of the logits along the partner record, which is replaced by the loss's gradient, too; null if not needed.
 NOINLINE double group_loss(const Batch& batch, int group, vec* logits, vec* moving) {
     const int classes = batch.classes, here = std::min(LANES, batch.count - group * LANES);
     const int64_t* chosen = batch.chosen + group * LANES;
@@ -45,7 +46,7 @@ NOINLINE double group_loss(const Batch& batch, int group, vec* logits, vec* movi
         total += double(own) * (highest[lane] - logits[label][lane]);
         if (moving) total -= double(weight) * moving[label][lane];
     }
-    float soft_total = 0;  // proportions add up to 1, but for rounding
+    float soft_total = 0;  // the sum of the class proportions: 1, apart from rounding
     for (int k = 0; k < classes; k++) {
         if (soft) expected += soft[k] * (highest - logits[k]), soft_total += soft[k];
         mass += logits[k] = exponential(logits[k] - highest);

@@ -1,4 +1,4 @@
-// Images moved before they are trained on: a window cut out of the padded image, mirrored or not.
+// Image augmentation: a window is cut out of the padded image, and mirrored or not.
 #pragma once
 
 #include <algorithm>
@@ -8,21 +8,22 @@
 
 namespace {
 
-// How a client's images are moved. ``places``: where the windows of the batch's images begin in the padded images, and
-// whether they are mirrored, [record][down, right, mirrored]; null: images stay as they are. ``black``: what lies beyond
-// an image's edge, [channel]; null: the image itself, reflected.
+// The augmentation of a client's images. ``places``: for each image of the batch the start of its window in the padded image, and 1
+// for mirroring, [record][down, right, mirrored]; null: no augmentation. ``black``: the value of the padding, [channel]; null: the
+// image is padded by reflection.
 struct Moves {
     const int64_t* places;
     const float* black;
     int64_t crop;
 };
 
-// Where in an image of ``size`` rows or columns that comes from which lies at ``place``, beyond its edges.
+// Returns the row or column of an image of ``size`` rows or columns that reflection at the edges puts at ``place``.
 int64_t reflected(int64_t place, int64_t size) {
     return std::max<int64_t>(0, size - 1 - std::abs(size - 1 - std::abs(place)));
 }
 
-// Writes the window of ``image`` that begins ``down`` and ``right`` of its first pixel, reflected beyond its edges.
+// Writes the window of ``image`` that begins ``down`` rows below and ``right`` columns to the right of its first pixel, padded by
+// reflection.
 NOINLINE void write_reflected(
     const float* image, const Image& shape, int64_t down, int64_t right, bool is_mirrored, float* to) {
     const int64_t width = shape.width;
@@ -41,7 +42,7 @@ NOINLINE void write_moved(const float* image, const Image& shape, const int64_t*
     const int64_t right = std::clamp<int64_t>(place[1], 0, 2 * crop) - crop;
     const bool is_mirrored = place[2] != 0;
     if (!moves.black) return write_reflected(image, shape, down, right, is_mirrored, to);
-    const int64_t first = std::clamp<int64_t>(is_mirrored ? right : -right, 0, width);  // of the columns inside
+    const int64_t first = std::clamp<int64_t>(is_mirrored ? right : -right, 0, width);  // the first column of the window that is inside the image
     const int64_t end = std::clamp<int64_t>(is_mirrored ? width + right : width - right, first, width);
     for (int channel = 0; channel < shape.channels; channel++, image += shape.area())
         for (int64_t y = down; y < down + shape.height; y++, to += width) {

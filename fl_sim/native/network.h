@@ -1,4 +1,4 @@
-// A network on one minibatch after another.
+// A network that trains on one minibatch after another.
 #pragma once
 
 #include <numeric>
@@ -18,7 +18,7 @@ namespace {
 
 class Network {
   public:
-    // ``graph`` has its memory, for minibatches of ``groups`` groups.
+    // ``graph``: with its memory allocated for minibatches of ``groups`` groups.
     Network(Graph graph, int groups) : graph_(std::move(graph)), spatial_(graph_), dropout_(graph_, groups) {
         long widest = graph_.layers.back().out.channels, widest_output = 0;
         for (const Layer& layer : graph_.layers) {
@@ -32,26 +32,26 @@ class Network {
         gradients_.resize(num_spatial() + LANES), by_bias_.resize(widest_output + LANES);
     }
 
-    // One step on ``batch``; returns its mean loss before the step.
+    // Executes one optimizer step on ``batch``; returns the batch's mean loss before the step.
     double step(const float* inputs, const Batch& batch, const Optimizer& optimizer, const Ascent& ascent) {
         const Timed timed(RECORDS, FORWARD);
         if (optimizer.clip_norm == 0) return descend(inputs, batch, optimizer.params, ascent, optimizer);
         whole_.resize(graph_.num_params + LANES);
-        std::fill(whole_.end() - LANES, whole_.end(), 0.0f);  // a client of NaN leaves NaN there
+        std::fill(whole_.end() - LANES, whole_.end(), 0.0f);  // removes a NaN that an earlier client may have left there
         whole_length_.start(whole_.data(), nullptr, graph_.num_params);
         const double loss = descend(inputs, batch, optimizer.params, ascent, Corrected{optimizer, {whole_.data(), whole_length_}});
         move_clipped(optimizer, whole_.data(), graph_.num_params, whole_length_.length());
         return loss;
     }
 
-    // Before a client's first step. ``masks``: the key of what dropout leaves out.
+    // Must be called before a client's first step. ``masks``: the key of the random dropout masks.
     void begin(uint64_t masks) { dropout_.start(masks); }
 
-    // Lays the weights out as minibatches will need them.
+    // Rearranges the weights for the passes of a minibatch.
     void start(const float* params) { spatial_.start(params); }
 
-    // Writes a batch's features (what enters the last layer), [record][feature], or its logits, [record][class]; the weights
-    // are those of the last ``start``.
+    // Writes a batch's features (the inputs of the last layer), [record][feature], or its logits, [record][class]. ``params``: the
+    // same as in the last call of ``start``.
     void infer(const float* inputs, const Batch& batch, const float* params, bool wants_features, float* rows) {
         forward(inputs, batch, params, nullptr, nullptr);
         const long numbers = wants_features ? num_features() : batch.classes;
@@ -64,28 +64,28 @@ class Network {
 
   private:
     int num_layers() const { return int(graph_.layers.size()); }
-    long num_spatial() const { return graph_.layers[graph_.first_linear].weight; }  // parameters before the first linear layer
+    long num_spatial() const { return graph_.layers[graph_.first_linear].weight; }  // the number of parameters before the first linear layer
     const vec* features() { return graph_.nodes[num_layers() - 1].at(0); }
 
-    // Hands the gradient of the batch's mean loss, where ``ascent`` says, to ``sink``; returns the loss at ``params``.
+    // Passes the gradient of the batch's mean loss, with the ascent step ``ascent``, to ``sink``; returns the loss at ``params``.
     template <class Sink>
     double descend(const float* inputs, const Batch& batch, const float* params, const Ascent& ascent, const Sink& sink) {
         if (ascent.radius == 0) return descend(inputs, batch, params, nullptr, sink);
         slope_.resize(graph_.num_params + LANES), above_.resize(ascent.share == 1 ? 0 : slope_.size());
-        std::fill(slope_.end() - LANES, slope_.end(), 0.0f);  // a client of NaN leaves NaN there
-        float* above = ascent.share == 1 ? slope_.data() : above_.data();  // in place where the slope has done its part
+        std::fill(slope_.end() - LANES, slope_.end(), 0.0f);  // removes a NaN that an earlier client may have left there
+        float* above = ascent.share == 1 ? slope_.data() : above_.data();  // in place, if the gradient is not needed later
         slope_length_.start(slope_.data(), ascent.adaptive ? params : nullptr, graph_.num_params);
         const double loss = descend(inputs, batch, params, nullptr, Kept{slope_.data(), slope_length_});
         const Climb climb(ascent, params, slope_.data(), slope_length_.length());
-        const long first = graph_.first_linear == 0 ? graph_.layers[0].bias : 0;  // what is before is climbed where it is read
+        const long first = graph_.first_linear == 0 ? graph_.layers[0].bias : 0;  // linear_forward computes the weights before it
         climb.write(first, graph_.num_params - first, above + first);
         descend(inputs, batch, above, &climb, Uphill<Sink>{sink, slope_.data(), ascent.share});
         return loss;
     }
 
-    // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss. ``climb``: null, or what led to
-    // ``params`` from where the same batch went last: its records are laid out, and the weights of a linear layer that reads
-    // them are not in ``params``.
+    // Passes the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss. ``climb``: null, or the ascent step
+    // that led to ``params`` from the weights of the previous call. Then the batch is the same and its records are laid out
+    // already, and ``params`` lacks the weights of a linear layer that reads these records.
     template <class Sink>
     double descend(const float* inputs, const Batch& batch, const float* params, const Climb* climb, const Sink& sink) {
         start(params);
@@ -100,14 +100,14 @@ class Network {
         return loss / batch.count;
     }
 
-    // Turns the logits into the gradient of the batch's mean loss; returns the sum of its records' losses.
+    // Replaces the logits by the gradient of the batch's mean loss; returns the sum of the records' losses.
     double turn(const Batch& batch) {
         const Timed timed(LOSS, FORWARD);
         vec* moving = groups_ > origins_ ? logits_.data() + origins_ * batch.classes : nullptr;
         return objective_.turn(batch, logits_.data(), moving, features(), num_features());
     }
 
-    // ``climb``: see ``descend``; ``dropout``: what is left out; null: nothing.
+    // ``climb``: see ``descend``. ``dropout``: the masks; null: no dropout.
     void forward(const float* inputs, const Batch& batch, const float* params, const Climb* climb, const Dropout* dropout) {
         origins_ = batch.groups;
         groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
@@ -125,8 +125,8 @@ class Network {
         return std::min(LANES, batch.count - group % origins_ * LANES);
     }
 
-    // Lays up to LANES records out with the record innermost; records that are missing are zeros. A derivative is taken
-    // along the partner record.
+    // Writes up to LANES records with the record innermost; missing records are zeros. The values of a derivative group are those
+    // of the partner record.
     NOINLINE void gather(const float* inputs, const Batch& batch, int group) {
         const Timed timed(RECORDS, FORWARD);
         const Image& shape = graph_.nodes[0].image;
@@ -152,7 +152,7 @@ class Network {
                 std::copy(flat, flat + shape.width, to + shape.line(channel, y));
     }
 
-    // Returns a group's records as they are moved, one behind the other.
+    // Returns a group's records, one after the other, after image augmentation.
     const float* moved(const float* inputs, const Batch& batch, int group) {
         const Image& shape = graph_.nodes[0].image;
         const int first = group % origins_ * LANES;
@@ -163,7 +163,7 @@ class Network {
         return moved_.data();
     }
 
-    // Takes dropout's mask to what a linear layer wrote.
+    // Applies the dropout mask to the output of a linear layer.
     void leave_out(int index, int group) {
         Node& out = graph_.nodes[index + 1];
         dropout_.apply(index, group % origins_, out.image, out.at(group));
@@ -193,11 +193,11 @@ class Network {
         for (long at = 0; layer.relu && at < origins_ * outputs; at++) product.out[at] = out[at] > 0.0f ? product.out[at] : vec{};
     }
 
-    // Hands over the gradient of the linear layers; returns that of what the first of them reads.
+    // Passes the gradient of the linear layers to ``sink``; returns the gradient by the input of the first linear layer.
     template <class Sink>
     vec* linear_backward(const Batch& batch, const float* params, const Climb* climb, const Sink& sink) {
         vec *slopes = logits_.data(), *next = other_.data();
-        const vec* added = objective_.by_features(batch);  // to the gradient of what the last layer reads
+        const vec* added = objective_.by_features(batch);  // what loss terms add to the gradient by the features
         for (int index = num_layers() - 1; index >= graph_.first_linear; index--) {
             const Timed timed(FIRST_LAYER + index, TO_INPUTS);
             const Layer& layer = graph_.layers[index];
@@ -206,7 +206,7 @@ class Network {
                 const vec* out = graph_.nodes[index + 1].at(0);
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
-            if (index > graph_.first_trained) {  // first, as a sink may step: with the weights of the way forward
+            if (index > graph_.first_trained) {  // before the weights' gradient, as the sink may change the weights
                 const Factors::Weight* columns = Factors::columns(params + layer.weight, outputs, inputs, weight_room_);
                 multiply({Factors::features(slopes, outputs, groups_, feature_room_), num_factors(outputs), next, inputs, columns,
                           1, inputs, nullptr, false}, groups_, [&](long input, long) { return columns + input; }, linear_room_);
@@ -218,7 +218,7 @@ class Network {
             const Timed weighing(TO_WEIGHTS);
             Factors::Values* rows = index ? rows_.data() : record_rows_.data();
             if (index || !climb) to_rows<Factors>(graph_.nodes[index].at(0), inputs, inputs, groups_, rows);
-            const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
+            const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // missing records have slope 0
             const Slopes<Factors> given{layer.weight, inputs, outputs, Factors::records(slopes, groups_ * outputs, weight_room_),
                                         outputs, rows, long(groups_) * LANES / Factors::EACH, records};
             linear_steps(sink, given, linear_room_);
@@ -239,20 +239,20 @@ class Network {
     Spatial spatial_;
     Dropout dropout_;
     Objective objective_;
-    std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
-    std::vector<vec> flat_;            // a group's inputs before they get a border
-    std::vector<Factors::Values> rows_;         // a linear layer's inputs with the feature innermost
-    std::vector<Factors::Values> record_rows_;  // likewise of the first layer, if it is linear
-    Factors::Room feature_room_, weight_room_;  // of what a linear layer multiplies
+    std::vector<vec> logits_, other_;  // logits, and gradients between linear layers, [group][feature]
+    std::vector<vec> flat_;            // a group's inputs without a border
+    std::vector<Factors::Values> rows_;         // a linear layer's inputs, with the feature innermost
+    std::vector<Factors::Values> record_rows_;  // the same for the first layer, if it is linear
+    Factors::Room feature_room_, weight_room_;  // memory for the operands of a linear layer
     LinearRoom linear_room_;
-    std::vector<float> moved_;         // a group's records, where they are moved
-    std::vector<float> gradients_;     // of the layers before the first linear one
-    std::vector<float> by_bias_;       // of a linear layer
-    std::vector<float> whole_;         // where it is clipped: the gradient with all that is added to it
-    std::vector<float> slope_, above_; // with an ascent: the gradient at the weights, and the weights uphill
+    std::vector<float> moved_;         // a group's records after image augmentation
+    std::vector<float> gradients_;     // the gradient of the layers before the first linear layer
+    std::vector<float> by_bias_;       // the gradient by the biases of a linear layer
+    std::vector<float> whole_;         // for clipping: the whole gradient, with all that the plan adds to it
+    std::vector<float> slope_, above_; // for an ascent step: the gradient, and the weights after the step
     Length whole_length_, slope_length_;
-    std::vector<float> climbed_;       // some rows of the first layer's weights uphill, if it is linear
-    int groups_ = 0, origins_ = 0;     // of this minibatch: all, and those that are no derivatives
+    std::vector<float> climbed_;       // some rows of the first layer's weights after an ascent step, if it is linear
+    int groups_ = 0, origins_ = 0;     // of this minibatch: all groups, and those that are no derivative groups
 };
 
 }  // namespace

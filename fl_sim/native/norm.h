@@ -1,5 +1,5 @@
-// GroupNorm with the ReLU behind it (Wu and He 2018): every record's channels are divided into parts, each of which is
-// shifted and scaled to mean 0 and variance 1, and every channel then has a weight and a bias.
+// GroupNorm (Wu and He 2018) with the ReLU that follows. The channels of every record are divided into parts. Each part is shifted
+// and scaled to mean 0 and variance 1. Then every channel is multiplied by a weight, and a bias is added.
 #pragma once
 
 #include "layer.h"
@@ -14,8 +14,8 @@ INLINE void each_row(const Layer& layer, int part, const Each& each) {
         for (int y = 0; y < layer.in.height; y++) each(channel, y);
 }
 
-// Writes the mean of a part and 1 / sqrt(variance + epsilon). Sums go row by row, so that rounding grows with the rows and
-// not with the pixels.
+// Writes the mean of a part and 1 / sqrt(variance + epsilon). Each row has its own sum, so that rounding errors grow with the
+// number of rows instead of the number of pixels.
 INLINE void measure(const Layer& layer, const vec* in, int part, vec* moments) {
     const Image& from = layer.in;
     const float count = float(from.features() / layer.parts);
@@ -36,7 +36,7 @@ INLINE void measure(const Layer& layer, const vec* in, int part, vec* moments) {
     moments[0] = mean, moments[1] = 1.0f / root(variance / count + layer.epsilon);
 }
 
-// What becomes of numbers of one channel, before the ReLU.
+// The normalisation of the numbers of one channel, before the ReLU.
 struct Normed {
     vec mean, slope, bias;
     Normed(const Layer& layer, const vec* moments, int channel, const float* params)
@@ -58,8 +58,8 @@ NOINLINE void norm_forward(Layer& layer, const Flow& flow, const float* params) 
     }
 }
 
-// With n = (x - mean) * scale: dx = scale * (w * dy - mean(w * dy) - n * mean(w * dy * n)), means over the part. What the
-// ReLU let through is found anew from what came in, which is at hand: what went out is not.
+// With n = (x - mean) * scale: dx = scale * (w * dy - mean(w * dy) - n * mean(w * dy * n)), with means over the part. The ReLU's
+// mask is computed again from the input, because the output is not stored.
 NOINLINE void norm_backward(const Layer& layer, const Flow& flow, const vec* gradient, vec* back, const float* params,
                             float* gradients) {
     const Image& from = layer.in;

@@ -1,7 +1,7 @@
-// Normal numbers from uniform bits: what fl_sim/privacy/mechanisms.py draws, in one pass.
+// Normal random numbers from uniform random bits, in one pass: the same numbers as in fl_sim/privacy/mechanisms.py.
 //
-// Of a number N one word is known, or two: the last bit of ``first`` is its sign, and first >> 1, then ``second``, are the
-// first binary digits of U = P(|N'| > |N|). The quantile is Wichura's (1988, algorithm AS 241, PPND16), right to about 2^-50.
+// A number N is computed from one or two words. The last bit of ``first`` is its sign. first >> 1, then ``second``, are the first
+// binary digits of U = P(|N'| > |N|). The quantile is Wichura's (1988, algorithm AS 241, PPND16), with an error of about 2^-50.
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@
 namespace {
 
 constexpr long NORMALS_AT_ONCE = 512;
-constexpr double SURE = 0.5 - 1.0 / (1 << 17);  // see TOLERANCE in grid.py
-constexpr uint64_t LEAST = uint64_t(1) << 47;   // of a first word: see DECIDED in grid.py
+constexpr double SURE = 0.5 - 1.0 / (1 << 17);  // see TOLERANCE in fl_sim/privacy/mechanisms.py
+constexpr uint64_t LEAST = uint64_t(1) << 47;   // the least word ``first``: see DECIDED in fl_sim/privacy/mechanisms.py
 
 template <int DEGREE>
 inline double polynomial(const double (&terms)[DEGREE + 1], double x) {
@@ -23,7 +23,7 @@ inline double polynomial(const double (&terms)[DEGREE + 1], double x) {
     return sum;
 }
 
-// What is exceeded with probability 0.5 - q, for 0 <= q <= 0.425.
+// Returns x with P(N > x) = 0.5 - q, for 0 <= q <= 0.425.
 inline double middle_quantile(double q) {
     constexpr double ABOVE[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
                                  1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4,
@@ -35,7 +35,7 @@ inline double middle_quantile(double q) {
     return q * polynomial<7>(ABOVE, r) / polynomial<7>(BELOW, r);
 }
 
-// The same in the tail, from r = sqrt(-log(probability)), for r <= 5.
+// The same in the tail, for r = sqrt(-log(probability)) <= 5.
 inline double near_tail(double r) {
     constexpr double ABOVE[8] = {1.42343711074968357734e0,  4.63033784615654529590e0,  5.76949722146069140550e0,
                                  3.64784832476320460504e0,  1.27045825245236838258e0,  2.41780725177450611770e-1,
@@ -46,7 +46,7 @@ inline double near_tail(double r) {
     return polynomial<7>(ABOVE, r - 1.6) / polynomial<7>(BELOW, r - 1.6);
 }
 
-// The same for r > 5: once in 10^11 numbers.
+// The same for r > 5, which happens once in 10^11 numbers.
 inline double far_tail(double r) {
     constexpr double ABOVE[8] = {6.65790464350110377720e0,  5.46378491116411436990e0,  1.78482653991729133580e0,
                                  2.96560571828504891230e-1, 2.65321895265761230930e-2, 1.24266094738807843860e-3,
@@ -57,14 +57,14 @@ inline double far_tail(double r) {
     return polynomial<7>(ABOVE, r - 5.0) / polynomial<7>(BELOW, r - 5.0);
 }
 
-// log(x) of a normal number, as fdlibm has it: right to a unit in the last place.
+// log(x) for a normal float64 number, as in fdlibm, with an error below one unit in the last place.
 inline double log_of(double x) {
     constexpr double LG[7] = {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
                               2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
                               1.479819860511658591e-01};
     int64_t bits;
     std::memcpy(&bits, &x, 8);
-    bits += 0x3ff0000000000000 - 0x3fe6a09e00000000;  // so that what is left of it lies about 1
+    bits += 0x3ff0000000000000 - 0x3fe6a09e00000000;  // so that the mantissa is close to 1
     const double power = double(int32_t((bits >> 52) - 1023));
     bits = (bits & 0x000fffffffffffff) + 0x3fe6a09e00000000;
     double rest;
@@ -74,8 +74,7 @@ inline double log_of(double x) {
            ((half - (s * (half + z * polynomial<6>(LG, z)) + power * 1.90821492927058770002e-10)) - f);
 }
 
-// The magnitudes of ``count`` numbers, at most NORMALS_AT_ONCE. ``second``: null where the middle of what it could be
-// will do.
+// Writes the magnitudes of ``count`` numbers, at most NORMALS_AT_ONCE. ``second``: null: the middle of its range is used instead.
 void magnitudes(const uint64_t* first, const uint64_t* second, long count, double* made) {
     double probabilities[NORMALS_AT_ONCE], tails[NORMALS_AT_ONCE];
     int32_t places[NORMALS_AT_ONCE];
@@ -85,7 +84,7 @@ void magnitudes(const uint64_t* first, const uint64_t* second, long count, doubl
         places[num_tails] = int32_t(i);
         num_tails += probabilities[i] < 0x1p63 * 0.15;
     }
-    // Where so many digits are zeros that fewer than 53 are left, the second word has the rest.
+    // If leading zeros leave fewer than 53 significant digits, the second word adds more digits.
     for (long tail = 0; tail < num_tails; tail++) {
         double& digits = probabilities[places[tail]];
         if (digits < 0x1p53)
@@ -107,7 +106,7 @@ inline double with_sign(double magnitude, uint64_t word) {
     return magnitude;
 }
 
-// Writes normal numbers.
+// Writes ``count`` normal numbers.
 void write_normals(const uint64_t* first, const uint64_t* second, long count, double* made) {
     for (long start = 0; start < count; start += NORMALS_AT_ONCE) {
         const long here = count - start < NORMALS_AT_ONCE ? count - start : NORMALS_AT_ONCE;
@@ -116,8 +115,8 @@ void write_normals(const uint64_t* first, const uint64_t* second, long count, do
     }
 }
 
-// Writes normal numbers times ``ratio``, rounded to whole ones; returns how many it cannot tell, whose places go to
-// ``undecided``: next to a boundary this may round the wrong way, and of a small U the first word does not say enough.
+// Writes normal numbers times ``ratio``, rounded to integers. Returns the number of undecided ones and writes their indices to
+// ``undecided``: next to a boundary this code may round the wrong way, and for a small U the first word has too few digits.
 long write_rounded_normals(const uint64_t* words, long count, double ratio, double* made, int64_t* undecided) {
     long num_undecided = 0;
     for (long start = 0; start < count; start += NORMALS_AT_ONCE) {

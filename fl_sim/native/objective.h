@@ -1,4 +1,4 @@
-// From a minibatch's logits to the gradient of its mean loss.
+// The loss of a minibatch: from its logits to the gradient of its mean loss.
 #pragma once
 
 #include "loss.h"
@@ -8,8 +8,9 @@ namespace {
 
 class Objective {
   public:
-    // Turns the batch's logits, [group][class], into the gradient of its mean loss, and their derivative along the partner
-    // (``moving``, or null) likewise; returns the sum of its records' losses. ``features``: [group], ``numbers`` each.
+    // Replaces the batch's logits, [group][class], by the gradient of its mean loss. ``moving``: null, or the derivative of the
+    // logits along the partner record, which is replaced by the loss's gradient, too. ``features``: [group], ``numbers`` each.
+    // Returns the sum of the records' losses.
     double turn(const Batch& batch, vec* logits, vec* moving, const vec* features, long numbers) {
         double loss = batch.terms ? add(batch, logits, features, numbers) : 0;
         for (int group = 0; group < batch.groups; group++, logits += batch.classes) {
@@ -20,7 +21,7 @@ class Objective {
         return loss;
     }
 
-    // What the terms add to the gradient by the features, [group][feature]; null: nothing.
+    // Returns the gradient of the loss terms by the features, [group][feature]; null if there is none.
     const vec* by_features(const Batch& batch) const {
         return batch.terms && batch.terms->look_at_features() ? by_features_.data() : nullptr;
     }
@@ -34,8 +35,8 @@ class Objective {
         return loss + add_feature_terms(*batch.terms, batch, features, numbers, row_.data(), by_features_.data());
     }
 
-    std::vector<vec> by_logits_, by_features_;  // what terms add to the gradient
-    std::vector<vec> row_;                      // a group's leads or prototypes
+    std::vector<vec> by_logits_, by_features_;  // the gradient of the loss terms by logits and by features
+    std::vector<vec> row_;                      // the leads (contrast.h) or prototypes (pull.h) of a group
 };
 
 }  // namespace

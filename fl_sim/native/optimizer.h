@@ -1,23 +1,24 @@
-// The step of SGD, and those of Adam and AdamW.
+// The optimizer steps of SGD, Adam and AdamW, and the interface of sinks for gradients.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Adam's running means of a gradient and of its squares (Kingma and Ba 2015), LANES longer than they have numbers.
+// Adam's running means of gradients and of squared gradients (Kingma and Ba 2015), with LANES spare numbers.
 struct Moments {
     static constexpr double FIRST_KEPT = 0.9, SECOND_KEPT = 0.999;
     float *first, *second;
-    float first_share, second_share;  // what part of a mean is of gradients: the rest is of the zeros it began with
+    float first_share, second_share;  // the total weight of gradients in a mean; its initial zeros have the rest
 
-    // Before the step of number ``step``, from 1.
+    // Must be called before step number ``step``, counted from 1.
     void begin(int64_t step) {
         first_share = float(1 - std::pow(FIRST_KEPT, double(step)));
         second_share = float(1 - std::pow(SECOND_KEPT, double(step)));
     }
 
-    // Takes in a gradient; returns what the weights move against. Those that are not ``is_mine`` stay as they were.
+    // Updates the means by a gradient; returns Adam's step before multiplication by the learning rate. Lanes in which ``is_mine`` is
+    // false stay unchanged.
     inline __attribute__((always_inline)) vec direction(long at, vec gradient, ivec is_mine) const {
         const vec mean = load(first + at), square = load(second + at);
         const vec new_mean = mean + float(1 - FIRST_KEPT) * (gradient - mean);
@@ -28,21 +29,21 @@ struct Moments {
     }
 };
 
-// Where the parts of a gradient go as soon as they are known. A sink has the functions
-//     step<PLAIN>(at, gradient, count): ``count`` numbers of the gradient, at most LANES, those of the parameters from ``at``
-//         on; what lies behind them is written as it was;
-//     finish(at, count): ``count`` numbers from ``at`` on, a layer's first, are through;
-//     is_plain(): whether ``step<true>`` does the same, without asking for all that there could be.
+// A sink receives the parts of a gradient as soon as they are known. It has the functions
+//     step<PLAIN>(at, gradient, count): receives ``count`` numbers of the gradient, at most LANES, for the parameters from index
+//         ``at`` on; numbers after these stay unchanged;
+//     finish(at, count): the first ``count`` numbers of a layer, from index ``at`` on, are complete;
+//     is_plain(): true if ``step<true>``, a faster version for plain SGD, gives the same result.
 //
-// This one takes torch.optim.SGD's step, or those of Adam and AdamW. All arrays are LANES longer than they have parameters.
+// This sink executes the step of torch.optim.SGD, Adam or AdamW. All arrays have LANES spare numbers.
 struct Optimizer {
-    float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale, clip_norm;  // clip_norm 0: not clipped
-    float weight_kept;             // what AdamW leaves of a weight before its step; 1: all of it
-    float *params, *buffers;       // buffers are not touched without momentum
-    const float *anchor, *offset;  // offset: of the gradient; null where there is none
-    const float* drift;            // joins what the optimiser makes of the gradient; likewise
+    float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale, clip_norm;  // clip_norm 0: no clipping
+    float weight_kept;             // AdamW's factor of a weight before its step; 1: none
+    float *params, *buffers;       // buffers: not used without momentum
+    const float *anchor, *offset;  // offset: added to the gradient; null: none
+    const float* drift;            // added to the optimiser's direction; null: none
     const float* trained;          // 0 for a frozen parameter, which never moves, else 1; null: no parameter is frozen
-    Moments moments;               // null but for Adam and AdamW
+    Moments moments;               // null pointers for SGD
     bool decays = weight_decay != 0, has_momentum = momentum != 0;
 
     bool is_plain() const {
@@ -56,7 +57,7 @@ struct Optimizer {
 
     void finish(long, long) const {}
 
-    // Returns a gradient with all that the plan adds to it.
+    // Returns the gradient with the scale, the offset and the proximal term of the plan.
     inline __attribute__((always_inline)) vec corrected(long at, vec gradient) const {
         if (gradient_scale != 1) gradient *= gradient_scale;
         if (offset) gradient += load(offset + at);
@@ -65,7 +66,7 @@ struct Optimizer {
         return gradient;
     }
 
-    // Takes the optimiser's step.
+    // Executes the optimiser's step.
     template <bool PLAIN = false>
     inline __attribute__((always_inline)) void move(long at, vec gradient, long count) const {
         ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
@@ -85,7 +86,7 @@ struct Optimizer {
     }
 };
 
-// Hands over the gradient of ``count`` parameters from ``at`` on; LANES numbers behind it are read, too.
+// Passes the gradient of ``count`` parameters, from index ``at`` on, to ``sink``; reads up to LANES numbers after the gradient.
 template <class Sink>
 void step_range(const Sink& sink, long at, long count, const float* gradient) {
     for (long done = 0; done < count; done += LANES) sink.step(at + done, load(gradient + done), count - done);

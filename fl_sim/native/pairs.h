@@ -1,7 +1,8 @@
-// The clipped sum of the gradients of (real, fake) pairs: what clients/dafl/dpcgan/clipping.py defines, in one pass.
+// The clipped sum of the gradients of (real, fake) pairs, in one pass; clients/dafl/dpcgan/clipping.py defines it.
 //
-// Real and fake of a pair are rows 2i and 2i + 1, which are sorted by class. What enters and what leaves the layers is float32, and a row's bits do
-// not depend on the other rows. Norms and sums are float64, and the bias is the weight of one more input, which is 1.
+// The real and the fake record of pair i are rows 2i and 2i + 1; rows are then sorted by class. The inputs and outputs of layers
+// are float32, and the bits of a row do not depend on the other rows. Norms and sums are float64. A bias is treated as the
+// weight of one more input, which is 1.
 #pragma once
 
 #include "perceptron.h"
@@ -9,11 +10,11 @@
 namespace {
 
 constexpr double SLACK = 1.0 / (1L << 32);  // see _SLACK in clipping.py
-constexpr long PAIRS_AT_ONCE = 48;          // their rows stay in the second cache
-constexpr long SORTED_PAIRS_AT_ONCE = 256;  // of many classes more, lest few rows be of each
-constexpr long ROWS_AT_ONCE = 96;           // that are float64: they stay there, too
+constexpr long PAIRS_AT_ONCE = 48;          // pairs at a time, so that their rows fit in the L2 cache
+constexpr long SORTED_PAIRS_AT_ONCE = 256;  // with classes more pairs at a time, so that each class has enough rows
+constexpr long ROWS_AT_ONCE = 96;           // float64 rows at a time, which fit in the L2 cache, too
 
-// Eight numbers are eight lanes on any processor, so that their sum is rounded in one way.
+// A vector of eight lanes on every processor, so that the rounding of sums is the same everywhere.
 typedef double eight __attribute__((vector_size(64)));
 typedef double loose_eight __attribute__((vector_size(64), aligned(8), may_alias));
 
@@ -36,7 +37,7 @@ INLINE void widen(const float* from, eight& to) {
 }
 #endif
 
-// Two rows' squares, and their product, of ``count`` numbers: products of float32 are exact in float64.
+// The scalar products of two rows of ``count`` numbers with themselves and each other; products of float32 are exact in float64.
 struct Products {
     double real, fake, across;
 
@@ -54,7 +55,7 @@ struct Products {
 
 class ClippedSum {
   public:
-    // Writes the sum, in the order of D's parameters. A pair's record is the row of ``real`` in the place that is chosen.
+    // Writes the sum, in the order of the discriminator's parameters. The real record of pair i is row chosen[i] of ``real``.
     void write(const Perceptron& net, const Shown& real, const int64_t* chosen, const Shown& fake, double bound,
                double* sum) {
         passage_.begin(net, 1);
@@ -85,17 +86,17 @@ class ClippedSum {
         }
     }
 
-    // Totals are those of the first layer by class, and then those of the other layers.
+    // The layer of total number ``number``: first come the totals of the first layer by class, then those of the other layers.
     static Linear layer_of(const Perceptron& net, long number) {
         return number < net.num_blocks() ? net.of_class(0, number) : net.layers[number - net.num_blocks() + 1];
     }
 
-    // Takes what enters the first layer to the scores, and the losses' derivatives back.
+    // Computes the scores from the inputs of the first layer, and propagates the losses' derivatives back.
     void score(long pairs) {
         passage_.forward(rows_);
         const long count = rows_.count();
         const Rows scores = passage_.left(count), errors = passage_.last_errors(count);
-        for (long first = 0; first < 2 * pairs; first += LANES) {  // of softplus(-score) and softplus(score)
+        for (long first = 0; first < 2 * pairs; first += LANES) {  // the derivatives of softplus(-score) and softplus(score)
             vec score{}, sign{};
             const int here = int(std::min<long>(LANES, 2 * pairs - first));
             for (int i = 0; i < here; i++)
@@ -108,7 +109,7 @@ class ClippedSum {
         passage_.back(count);
     }
 
-    // Finds every row's factor; NaN for zeros.
+    // Computes the clipping factor of every row; NaN for rows that count as zero.
     void clip(long pairs, double bound) {
         const Perceptron& net = passage_.net();
         const long count = rows_.count();
@@ -130,7 +131,7 @@ class ClippedSum {
             for (const long row : {2 * pair, 2 * pair + 1}) factors_[rows_.place(row)] = factor;
         }
     }
-    // Adds every row's part to the totals.
+    // Adds the gradient of every row, times its factor, to the totals.
     void add() {
         const Perceptron& net = passage_.net();
         const long count = rows_.count(), num_blocks = net.num_blocks();
@@ -159,7 +160,7 @@ class ClippedSum {
         }
     }
 
-    // NaN for a factor: zeros. 0 * nan is nan, so what is not finite must go, not be multiplied by 0.
+    // A factor of NaN gives zeros: rows that are not finite must be replaced, because 0 * nan is nan.
     static void scale(const float* from, double factor, long count, double* to) {
         if (std::isnan(factor))
             std::fill_n(to, count, 0.0);
@@ -190,7 +191,7 @@ class ClippedSum {
 
     Passage passage_;
     Sorted rows_;
-    std::vector<double> squares_, factors_;  // of pairs; of rows
+    std::vector<double> squares_, factors_;  // squared norms of the pairs' gradients; clipping factors of rows
     std::vector<Numbers<double>> totals_;
     Numbers<double> wide_, wide_errors_;
 };

@@ -1,4 +1,4 @@
-// What a convolution's pass over a group needs to know, and how what it sums up leaves it.
+// The arguments of a convolution over one group, and the functions that write its outputs.
 #pragma once
 
 #include "layer.h"
@@ -11,24 +11,24 @@ typedef vec Read;
 typedef Factors::Values Read;
 #endif
 
-struct Pass {  // a convolution over one group: forward, or back to the input with the flipped weights
+struct Pass {  // forward pass, or backward pass to the input with the flipped weights
     int kernel_y, kernel_x, stride_y, stride_x;
     const Read* in;
-    long corner;  // where the first window starts in it
+    long corner;  // the index in ``in`` at which the first window starts
     Image in_shape;
     vec* out;
     Image out_shape;
-    int rows, columns, step_y, step_x;  // how many places of ``out`` to write, and how far they are from each other
+    int rows, columns, step_y, step_x;  // the number of outputs to write, and the distances between them in ``out``
     bvec* chosen;  // null: no pooling
     bvec* chosen_at(int output, int y, int x) const { return chosen + (long(output) * out_shape.height + y) * out_shape.width + x; }
     const Factors::Weight* weights;
-    const float* bias;  // null where there is none
+    const float* bias;  // null: no bias
     bool relu;
-    int first_row, end_row;  // rows of ``in`` outside of which all is zero
-    const vec* passed;       // null; or a derivative's origin: take what it took (``chosen`` too), let through what it let
-    bool adds = false;       // to what is in ``out``; without pooling and ReLU
-    int planes() const { return in_shape.channels / Factors::EACH; }            // of as many channels as a value has numbers
-    bool is_odd() const { return in_shape.channels % Factors::EACH != 0; }      // a channel of pairs of rows is left
+    int first_row, end_row;  // the rows of ``in`` outside of this range are zero
+    const vec* passed;       // null; for a derivative group its origin's output, whose ReLUs and maxima (``chosen``) it uses
+    bool adds = false;       // true: add to the numbers in ``out``; without pooling and ReLU
+    int planes() const { return in_shape.channels / Factors::EACH; }            // the number of planes: of channels, or of whole pairs of channels
+    bool is_odd() const { return in_shape.channels % Factors::EACH != 0; }      // true if one channel is left without a partner; its pairs are pairs of rows
     long per_output() const { return long(planes() * kernel_y + is_odd() * ((kernel_y + 1) / 2)) * kernel_x; }
 };
 
@@ -37,13 +37,13 @@ INLINE vec let_through(const Pass& pass, long at, vec value) {
     return !pass.passed ? rectified(value) : pass.passed[at] > 0.0f ? value : vec{};
 }
 
-// Writes a number that no pooling is behind.
+// Writes an output that is not pooled.
 INLINE void write_plain(const Pass& pass, long at, vec value) {
     pass.out[at] = pass.adds ? pass.out[at] + value : let_through(pass, at, value);
 }
 
-// Writes the largest of four numbers at ``at`` and which it was; of a derivative, the one that its origin took. BIASED: plus
-// ``bias``.
+// Writes the largest of four numbers to the index ``at``, and its number, 0 to 3, to ``chosen``. For a derivative group it
+// writes the number that its origin chose. BIASED: adds ``bias``.
 template <bool BIASED = false>
 INLINE void write_largest(const Pass& pass, long at, bvec* chosen, const vec (&from)[2][2], vec bias = vec{}) {
     if (pass.passed) {

@@ -1,28 +1,28 @@
-// Perceptrons, forward and back, a row for every record.
+// The forward and backward pass of multilayer perceptrons, with one row for every record.
 #pragma once
 
 #include "sorted.h"
 
 namespace {
 
-// A linear layer, as torch keeps it, and the ReLU behind it. perceptrons.py fills it in, field by field.
+// A linear layer, in PyTorch's layout, and the ReLU that follows it. perceptrons.py has the same structure, field by field.
 struct Linear {
-    const float *weights, *bias;  // [output][input]; bias: null where there is none
-    int64_t inputs, outputs, stride;  // stride: from one output's weights to the next's
-    double slope;                     // of the ReLU below zero; 1 where there is none
+    const float *weights, *bias;  // [output][input]; bias: null: none
+    int64_t inputs, outputs, stride;  // stride: the distance between the weights of two outputs
+    double slope;                     // the slope of the LeakyReLU below zero; 0 for a ReLU, 1 for no ReLU
 };
 
-// ``num_classes``: 0, or of how many blocks the inputs are: a row's own class has its values and a one in its block, and
-// there are zeros in all others, which nobody multiplies.
+// ``num_classes``: the number of blocks in the inputs, one for each class; 0: no blocks. A row's values and a one fill the block of
+// the row's class. All other blocks are zero and are not multiplied.
 struct Perceptron {
     const Linear* layers;
     int64_t num_layers, num_classes;
 
     long num_blocks() const { return num_classes ? num_classes : 1; }
-    long block() const { return layers[0].inputs / num_blocks(); }  // how many inputs a row of one class has
+    long block() const { return layers[0].inputs / num_blocks(); }  // the number of inputs in one block
     long width() const { return num_classes ? block() - 1 : block(); }
 
-    // What a layer is for the rows of one class.
+    // Returns the layer for the rows of one class: the first layer has only the weights of its block.
     Linear of_class(long layer, long number) const {
         Linear found = layers[layer];
         if (layer == 0) found.weights += number * block(), found.inputs = block();
@@ -30,7 +30,7 @@ struct Perceptron {
     }
 };
 
-// Rows of a network's width. ``classes``: of each row, looked at if the network has classes.
+// The input rows of a network. ``classes``: the class of each row; read only if the network has classes.
 struct Shown {
     const float* values;
     const int64_t* classes;
@@ -50,7 +50,7 @@ struct Shown {
     const float* row(const Perceptron& net, long number) const { return values + number * net.width(); }
 };
 
-// A matrix whose rows lie one behind the other, each filled up with zeros.
+// A matrix of consecutive rows, each padded with zeros.
 struct Rows {
     float* at = nullptr;
     long count = 0, width = 0, stride = 0;  // count: a multiple of TILE
@@ -58,7 +58,7 @@ struct Rows {
     float* row(long number) const { return at + number * stride; }
     Rows part(long first, long number) const { return {row(first), number, width, stride}; }
 
-    // Fills up all rows. ``first``: what stands behind a row's own numbers.
+    // Pads all rows with zeros. ``first``: the number directly after a row's own numbers.
     void fill_up(float first) const {
         for (long number = 0; number < count; number++) {
             std::fill(row(number) + width, row(number) + stride, 0.0f);
@@ -79,7 +79,7 @@ class RowsMemory {
     Numbers<float> numbers_;
 };
 
-// e^x; NaN where ``x`` is. Cephes' polynomial: right to 2 units in the last place.
+// e^x; NaN where ``x`` is NaN. Cephes' polynomial, with an error of at most 2 units in the last place.
 INLINE vec exponential_of(vec x) {
     x = x < -87.0f ? spread(-87.0f) : x;
     x = x > 88.0f ? spread(88.0f) : x;
@@ -95,7 +95,7 @@ INLINE vec exponential_of(vec x) {
 
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exponential_of(-x)); }
 
-// A layer's weights as products want them: [input][output], and [output][input] for the way back.
+// A layer's weights in the layouts for products: [input][output], and [output][input] for the backward pass.
 class Packed {
   public:
     void pack(const Linear& layer, bool goes_back) {
@@ -122,13 +122,13 @@ class Packed {
         }
     }
 
-    // What the layer makes of ``in``.
+    // Computes the layer's outputs for ``in``, before the ReLU.
     template <class Take>
     void forward(const Linear& layer, const Rows& in, const Take& take) const {
         multiply_rows<float>({in.at, in.stride, 1, forward_, columns_, layer.inputs, bias_, 0}, in.count, columns_, take);
     }
 
-    // The loss's derivative by what entered the layer, from that by what left it.
+    // Computes the loss's derivative by the layer's inputs from the derivative by its outputs.
     template <class Take>
     void back(const Linear& layer, const Rows& errors, const Take& take) const {
         multiply_rows<float>({errors.at, errors.stride, 1, back_, inputs_, layer.outputs, nullptr, 0}, errors.count,
@@ -141,10 +141,10 @@ class Packed {
     long columns_ = 0, inputs_ = 0;
 };
 
-// A perceptron at work: what entered each layer, and the loss's derivative by what left it. Rows are sorted by class.
+// The passes of a perceptron: the inputs of each layer, and the loss's derivative by its outputs (errors). Rows are sorted by class.
 class Passage {
   public:
-    // ``goes_back_to``: the first layer whose inputs' derivative is wanted.
+    // ``goes_back_to``: the first layer for which the derivative by its inputs is needed.
     void begin(const Perceptron& net, long goes_back_to) {
         net_ = net;
         packed_.resize(net.num_layers), first_.resize(net.num_blocks());
@@ -154,7 +154,7 @@ class Passage {
         for (long layer = 1; layer < net.num_layers; layer++) packed_[layer].pack(net.layers[layer], layer >= goes_back_to);
     }
 
-    // Room for what enters the first layer.
+    // Memory for the inputs of the first layer, of all layers, and for errors.
     Rows inputs(long count) { return entered(0, count); }
     Rows entered(long layer, long count) {
         const long width = layer == 0                ? net_.block()
@@ -166,13 +166,13 @@ class Passage {
     Rows left(long count) { return entered(net_.num_layers, count); }
     Rows last_errors(long count) { return errors(net_.num_layers - 1, count); }
 
-    // Writes a row that enters the first layer: the network's width of numbers.
+    // Writes an input row of the first layer.
     void enter(const float* values, float* row) const {
         std::copy_n(values, net_.width(), row);
         if (net_.num_classes) row[net_.width()] = 1.0f;
     }
 
-    // Before: what enters the first layer is there.
+    // The forward pass. The inputs of the first layer must have been written.
     void forward(const Sorted& rows) {
         const long count = rows.count();
         rows.for_fillers([&](long row) { std::fill_n(inputs(count).row(row), inputs(count).stride, 0.0f); });
@@ -188,7 +188,7 @@ class Passage {
         }
     }
 
-    // From the last layer's errors to those of the first.
+    // The backward pass, from the errors of the last layer to those of the first layer.
     void back(long count) {
         for (long number = net_.num_layers - 1; number > 0; number--) {
             const Rows in = errors(number, count), out = errors(number - 1, count), after = entered(number, count);
@@ -201,7 +201,7 @@ class Passage {
         }
     }
 
-    // From the first layer's errors to the derivative by what entered it: ``take(row, column, vector)``.
+    // Calls ``take(row, column, vector)`` with the derivative by the inputs of the first layer, from that layer's errors.
     template <class Take>
     void back_to_inputs(const Sorted& rows, const Take& take) {
         for (const Sorted::Group& group : rows.groups())
@@ -220,7 +220,7 @@ class Passage {
         });
     }
 
-    // Behind what enters a layer comes the input whose weights are its bias, if it has one.
+    // Pads the inputs of a layer. The number after a row's inputs is 1 if the layer has biases: they are the weights of this input.
     void fill_up(long layer, long count) {
         entered(layer, count).fill_up(layer < net_.num_layers && net_.layers[layer].bias ? 1.0f : 0.0f);
     }

@@ -1,6 +1,6 @@
-// Layers without a kernel: pooling of any window, ReLU on its own, the mean of a plane, a residual's sum.
+// Layers without weights: pooling with any window, a separate ReLU, the mean of a plane, the sum in a residual block.
 //
-// Backward functions write the gradient of the input, without border, from that of the output, likewise.
+// Backward functions compute the gradient by the input from the gradient by the output, both without borders.
 #pragma once
 
 #include "layer.h"
@@ -46,7 +46,7 @@ void pool_backward(const Layer& layer, const Flow& flow, const vec* gradient, ve
             }
 }
 
-// A residual's sum, or (``flow.other`` null) a ReLU or a dropout on its own. ``other``: how its second part lies.
+// The sum in a residual block, or (``flow.other`` null) a separate ReLU or dropout. ``other``: the sizes of the second input.
 void add_forward(const Layer& layer, const Image& other, const Flow& flow) {
     for (int channel = 0; channel < layer.out.channels; channel++)
         for (int y = 0; y < layer.out.height; y++) {
@@ -58,7 +58,7 @@ void add_forward(const Layer& layer, const Image& other, const Flow& flow) {
         }
 }
 
-// The gradient of either part; in place where ``back`` is ``gradient``. ``adds``: to what is in ``back``.
+// The gradient by either input; in place if ``back`` is ``gradient``. ``adds``: true: add it to the numbers in ``back``.
 void add_backward(const Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds = false) {
     for (int channel = 0; channel < layer.out.channels; channel++)
         for (int y = 0; y < layer.out.height; y++) {

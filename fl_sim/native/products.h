@@ -1,12 +1,12 @@
-// Products of matrices of float32 or float64, row by row: what a row becomes does not depend on the rows beside it.
+// Products of matrices of float32 or float64. The bits of a row of the result do not depend on the other rows.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-constexpr long BLOCK = 16;  // columns of a matrix that lies in rows are filled up to a multiple of this
-constexpr long TILE = 8;    // and its rows to a multiple of this
+constexpr long BLOCK = 16;  // the rows of a matrix are padded to a multiple of this length
+constexpr long TILE = 8;    // the number of rows of a matrix is padded to a multiple of this
 
 constexpr long filled(long count, long block = BLOCK) { return (count + block - 1) / block * block; }
 
@@ -37,7 +37,7 @@ INLINE void store_some(T* to, typename Vector<T>::Type value) {
     *reinterpret_cast<typename Vector<T>::Loose*>(to) = value;
 }
 
-// a * b + c, rounded once, whatever the compiler makes of sums and products elsewhere.
+// a * b + c, rounded once, independently of the compiler's options for sums and products.
 #if FL_SIM_LANES == 16
 INLINE vec fused(vec a, vec b, vec c) { return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
 INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c))); }
@@ -49,11 +49,11 @@ INLINE vec fused(vec a, vec b, vec c) { return vec(vfmaq_f32(float32x4_t(c), flo
 INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(vfmaq_f64(float64x2_t(c), float64x2_t(a), float64x2_t(b))); }
 #endif
 
-// Numbers that start where a vector of 64 bytes may.
+// An array of numbers with an alignment of 64 bytes.
 template <class T>
 class Numbers {
   public:
-    // Room for ``count`` numbers, whose values are whatever they were.
+    // Returns memory for at least ``count`` numbers, which are not initialised.
     T* at_least(long count) {
         if (long(blocks_.size()) * PER_BLOCK < count) blocks_.resize((count + PER_BLOCK - 1) / PER_BLOCK);
         return reinterpret_cast<T*>(blocks_.data());
@@ -67,16 +67,16 @@ class Numbers {
     std::vector<Block> blocks_;
 };
 
-// sum_k left[row][k] * right[k][column], added to ``start``: first to last k, one rounding each, on any processor.
+// start + sum_k left[row][k] * right[k][column], added from the first to the last k with one rounding each, on any processor.
 template <class T>
 struct Product {
     const T* left;
-    long left_row, left_step;  // from one row to the next, from one k to the next
+    long left_row, left_step;  // the distances in ``left`` between rows, and between consecutive k
     const T* right;
     long right_step;
     long depth;
     const T* start;  // null: zero
-    long start_row;  // 0: the same for all rows
+    long start_row;  // the distance between rows of ``start``; 0: all rows have the same start
 };
 
 template <class T, int ROWS, int VECTORS, class Take>
@@ -91,7 +91,7 @@ INLINE void product_tile(const Product<T>& of, long row, long column, const Take
         typename Vector<T>::Type values[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) values[v] = load_some(right + v * WIDTH<T>);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            // Less zero: plus zero would be an addition, since it makes 0 of -0.
+            // Minus zero: the compiler removes x - 0, but not x + 0, which turns -0 into 0.
             const auto factor = left[r * of.left_row] - typename Vector<T>::Type{};
             UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = fused(factor, values[v], sums[r][v]);
         }
@@ -106,7 +106,7 @@ NOINLINE void product_columns(const Product<T>& of, long rows, long column, cons
     for (long row = 0; row < rows; row += ROWS) product_tile<T, ROWS, VECTORS>(of, row, column, take);
 }
 
-// Hands over the product's vectors: ``take(row, column, vector)``. ``rows``: a multiple of TILE; ``columns``: of WIDTH.
+// Calls ``take(row, column, vector)`` for all vectors of the product. ``rows``: a multiple of TILE; ``columns``: of WIDTH.
 template <class T, class Take>
 void multiply_rows(const Product<T>& of, long rows, long columns, const Take& take) {
     for (long column = 0; column < columns;) {

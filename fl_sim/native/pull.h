@@ -1,4 +1,4 @@
-// Features pulled to the prototype of their class (FedProto, Tan et al. 2022, eq. 6).
+// A loss term that moves features towards the prototype of their class (FedProto, Tan et al. 2022, eq. 6).
 #pragma once
 
 #include "loss.h"
@@ -12,8 +12,8 @@ struct Pull {
     float weight;             // 0: no such term
 };
 
-// Adds the term's gradient by one group's features to ``slopes``; returns the sum of what it adds to the records' losses.
-// ``wanted``: memory for the group's prototypes.
+// Adds the term's gradient by one group's features to ``slopes``; returns the sum of the term over the group's records.
+// ``wanted``: memory for the prototypes of the group's records.
 NOINLINE double pull(const Pull& term, const Batch& batch, int group, const vec* features, long numbers, vec* wanted,
                      vec* slopes) {
     const int here = std::min(LANES, batch.count - group * LANES);
@@ -25,7 +25,7 @@ NOINLINE double pull(const Pull& term, const Batch& batch, int group, const vec*
     }
     lay_out(term.prototypes, labels, here, numbers, wanted);
     for (long i = 0; i < numbers; i++) {
-        const vec way = strength == 0 ? vec{} : features[i] - wanted[i];  // what is not present may be NaN
+        const vec way = strength == 0 ? vec{} : features[i] - wanted[i];  // the prototype of a class that is not present may be NaN
         square += way * way;
         slopes[i] += strength * (2.0f / float(batch.count)) * way;
     }

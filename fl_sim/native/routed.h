@@ -1,24 +1,24 @@
-// The way back through a convolution with 2 x 2 pooling behind it, without the zeros.
+// The backward pass of a convolution that is followed by 2 x 2 pooling, without multiplying zeros.
 //
-// Pooling lets a gradient through to one of four places, and ReLU stops some of the rest: three quarters and more of the
-// slopes are zero, at other places in every record. So the record leaves the innermost index: a record's input is laid
-// out as [row][column][channel], where the part of a kernel's window that lies in one row is one run of numbers. Every
-// slope that is left adds a multiple of its window to the gradient of its output channel's weights, and a multiple of
-// these weights to the window's gradient.
+// Pooling passes a gradient to one of four places, and ReLU sets some gradients to zero. So at least three quarters of the
+// slopes are zero, at different places in every record. Therefore the record is not the innermost index here. A record's input is
+// laid out as [row][column][channel], so that the part of a window that lies in one row is one run of consecutive numbers.
+// Every slope that is not zero adds a multiple of its window to the gradient of the weights of its output channel. It also adds
+// a multiple of these weights to the gradient by the window.
 #pragma once
 
 #include "routes.h"
 
 namespace {
 
-// A record's slopes of one output in a band of places: their values, and where their windows start in it.
+// A record's slopes of one output in a band of places: their values, and the starts of their windows in the record.
 struct Listed {
     const float* values;
     const int32_t* windows;
     int count;
 };
 
-// Calls ``each(output, listed)`` for all of a record, band after band.
+// Calls ``each(output, listed)`` for all slopes of a record, band after band.
 template <class Each>
 INLINE void each_listed(const Routes& routes, const RouteShape& shape, const Each& each) {
     for (long band = 0; band < shape.bands; band++)
@@ -54,7 +54,7 @@ INLINE void add_windows(const Listed& slopes, const float* in, long row, float* 
     if constexpr (REST > 0) add_rows<REST, VECTORS>(slopes, in + r * row, row, gradient + r * VECTORS * LANES);
 }
 
-// The weights' gradient of a record.
+// Adds the gradient of one record by the weights.
 template <int ROWS, int VECTORS>
 NOINLINE void to_weights(Routes& routes, const RouteShape& shape, int lane) {
     const Timed timed(TO_WEIGHTS);
@@ -65,9 +65,9 @@ NOINLINE void to_weights(Routes& routes, const RouteShape& shape, int lane) {
     });
 }
 
-// window's gradient += sum over outputs of slope * weights, for one place and PART vectors of every row of the kernel. What
-// goes to the left and what goes to the right are each summed in registers; what goes below is a row further down in them.
-// Where the registers hold the window too, its multiples are added to the weights' gradient.
+// window's gradient += sum over outputs of slope * weights, for one place and PART vectors of every row of the kernel. The
+// slopes of the left and of the right pooling column have separate sums in registers; a slope of the lower pooling row adds one
+// row further down in them. If the window fits in the registers, too, its multiples are added to the weights' gradient.
 template <int ROWS, int VECTORS, int PART>
 INLINE void add_place(const float* values, const uint32_t* going, const RouteShape& shape, const float* weights, float* back,
                       const float* in, float* gradient, long pixel) {
@@ -113,7 +113,7 @@ INLINE void add_places(Routes& routes, const Layer& layer, const RouteShape& sha
             routes.gradient.data() + first * LANES, pixel);
 }
 
-// The input's gradient of a record, place by place.
+// Adds the gradient of one record by its input, place by place.
 template <int ROWS, int VECTORS>
 NOINLINE void to_input_by_place(Routes& routes, const Layer& layer, const RouteShape& shape, int lane) {
     constexpr int PART = std::min(VECTORS, AT_ONCE / (ROWS + 1)), REST = VECTORS % PART;
@@ -123,7 +123,7 @@ NOINLINE void to_input_by_place(Routes& routes, const Layer& layer, const RouteS
     if constexpr (REST > 0) add_places<ROWS, VECTORS, REST>(routes, layer, shape, lane, first);
 }
 
-// The same output by output, with no sums in registers.
+// The same, output by output, without sums in registers.
 template <int ROWS, int VECTORS>
 NOINLINE void to_input_by_output(Routes& routes, const RouteShape& shape, int lane) {
     each_listed(routes, shape, [&](long output, const Listed& slopes) {
@@ -152,7 +152,7 @@ void follow(Routes& routes, const Layer& layer, const RouteShape& shape, int lan
     }
 }
 
-// As conv_backward, for ``count`` records; the weights' gradient stays in ``routes`` until the minibatch is through.
+// The same as conv_backward, for ``count`` records. The weights' gradient stays in ``routes`` until the end of the minibatch.
 void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int count, const vec* gradient, vec* back,
                      float* gradients) {
     const RouteShape shape(layer);

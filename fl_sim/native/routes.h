@@ -1,54 +1,55 @@
-// Where the slopes of a pooled convolution go, and how what they meet is laid out: see routed.h.
+// The layouts for routed.h: lists of a pooled convolution's slopes that are not zero, and inputs laid out by record.
 #pragma once
 
 #include "layer.h"
 
 namespace {
 
-constexpr int AT_ONCE = REGISTERS == 32 ? 24 : 14;  // vectors of sums that stay in registers
-constexpr int MOST_RUN = REGISTERS == 32 ? 8 : 14;  // vectors in a row of a kernel
+constexpr int AT_ONCE = REGISTERS == 32 ? 24 : 14;  // the most vectors of sums that fit in registers
+constexpr int MOST_RUN = REGISTERS == 32 ? 8 : 14;  // the most vectors in a row of a kernel
 
 INLINE long run_vectors(const Layer& layer) { return (long(layer.kernel_x) * layer.in.channels + LANES - 1) / LANES; }
 
-// Says whether chosen.h's way is open, as nobody asks for the gradient of the records. With 16 registers it is the longer one.
+// Returns true if chosen.h applies: to a first convolution, as the gradient by the records is not needed. With 16 registers it
+// would be slower.
 inline bool is_first_pooled(const Layer& layer) {
     if (REGISTERS < 32 || layer.kind != CONV || layer.source || !layer.pooled) return false;
     if (layer.stride_y != 1 || layer.stride_x != 1) return false;
     return layer.kernel_y == layer.kernel_x && (layer.kernel_y == 3 || layer.kernel_y == 5);
 }
 
-// Says whether this way is open and cheaper: per slope, the kernel's vectors and some overhead against four times the
-// kernel's numbers, a LANES-th each.
+// Returns true if routed.h applies and is cheaper. Its cost for each slope is the number of vectors in the kernel plus an
+// overhead. The other code costs four times the numbers in the kernel, divided by LANES.
 inline bool is_routed(const Layer& layer) {
-    if (HAS_AMX) return false;  // there it is cheaper to multiply the zeros
+    if (HAS_AMX) return false;  // with AMX it is cheaper to multiply the zeros, too
     if (layer.kind != CONV || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
     if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
     if (layer.corner() != 0) return false;
-    if (Factors::EACH == 2 && is_first_pooled(layer)) return false;  // which takes pairs
+    if (Factors::EACH == 2 && is_first_pooled(layer)) return false;  // which supports pairs
     const long vectors = run_vectors(layer) * layer.kernel_y;
     if (run_vectors(layer) > MOST_RUN) return false;
     return vectors * 4 / 3 + 7 < 4 * layer.in.channels * layer.taps() / LANES;
 }
 
-constexpr bool BY_PLACE = REGISTERS == 32;  // the way to the input: 16 registers hold too few sums
-constexpr int HELD = 28;                    // vectors of sums and of a window that stay in registers beside each other
-constexpr int BAND_ROWS = 4;                // of pooled output: what they read fits the L1 cache
-constexpr int WAYS = 4;                     // that pooling chooses from: left above, right above, left below, right below
+constexpr bool BY_PLACE = REGISTERS == 32;  // the order for the gradient by the input; 16 registers are too few for it
+constexpr int HELD = 28;                    // the most vectors of sums and of a window together that fit in registers
+constexpr int BAND_ROWS = 4;                // rows of pooled output in a band, whose inputs fit in the L1 cache
+constexpr int WAYS = 4;                     // the places from which pooling chooses: left above, right above, left below, right below
 
 struct Routes {
-    Floats in, back;               // of a group: [record][row][column][channel], borders counted
+    Floats in, back;               // a group's input and its gradient: [record][row][column][channel], with borders
     Floats weights;                // [output][kernel row][run]
-    Floats gradient;               // likewise, summed over the minibatch
-    Floats values;                 // [record][output][place]: slopes
-    std::vector<int32_t> starts;   // likewise: where their windows start in the record
-    Floats met;                    // of a record: [output][place], slopes that are not zero
-    std::vector<int32_t> windows;  // likewise
-    std::vector<int> counts;       // of a record: [band][output]
-    Floats crossing;               // [record][place][output]: slopes again
-    std::vector<int32_t> ways;     // likewise: which of the WAYS each goes
-    std::vector<uint32_t> going;   // of a record: [place][way][LANES outputs], a bit for each slope that goes there
-    std::vector<int32_t> written;  // [place]: where it lies in a plane of the output
-    std::vector<int32_t> corners;  // [place]: where the window of its way 0 starts in a record
+    Floats gradient;               // the weights' gradient in the same layout, summed over the minibatch
+    Floats values;                 // the slopes: [record][output][place]
+    std::vector<int32_t> starts;   // the start of each slope's window in the record, in the same layout
+    Floats met;                    // the slopes of one record that are not zero: [output][place]
+    std::vector<int32_t> windows;  // the starts of their windows, in the same layout
+    std::vector<int> counts;       // the numbers of these slopes: [band][output]
+    Floats crossing;               // the slopes again: [record][place][output]
+    std::vector<int32_t> ways;     // the place that pooling chose for each slope, 0 to 3, in the same layout
+    std::vector<uint32_t> going;   // of one record: [place][way][LANES outputs], a bit for each slope with this way
+    std::vector<int32_t> written;  // [place]: its index in a plane of the output
+    std::vector<int32_t> corners;  // [place]: the start, in a record, of the window of way 0
 };
 
 struct RouteShape {
@@ -85,7 +86,7 @@ inline void reserve(Routes& routes, const Layer& layer) {
         }
 }
 
-// Before a minibatch: lays the weights out by runs, and clears their gradient.
+// Before a minibatch: rearranges the weights by rows of kernels (runs), and clears their gradient.
 inline void start_routes(Routes& routes, const Layer& layer, const float* weights) {
     const RouteShape shape(layer);
     routes.gradient.clear_values();
@@ -96,7 +97,7 @@ inline void start_routes(Routes& routes, const Layer& layer, const float* weight
                     routes.weights.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel] = *weights++;
 }
 
-// After a minibatch: hands the weights' gradient over in their own order.
+// After a minibatch: writes the weights' gradient in the order of the parameters.
 inline void finish_routes(const Routes& routes, const Layer& layer, float* gradient) {
     const RouteShape shape(layer);
     for (long output = 0; output < layer.out.channels; output++)
@@ -106,7 +107,7 @@ inline void finish_routes(const Routes& routes, const Layer& layer, float* gradi
                     *gradient++ = routes.gradient.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel];
 }
 
-// Lays a group's planes out record by record. Writes up to LANES numbers too many: what follows is written later.
+// Rearranges a group's planes record by record. Writes up to LANES numbers too many; the next record overwrites them.
 NOINLINE void to_records(const vec* in, const Image& image, float* records, long record) {
     const long plane = image.plane(), channels = image.channels, numbers = plane * channels;
     long pixel = 0, channel = 0;
@@ -121,7 +122,7 @@ NOINLINE void to_records(const vec* in, const Image& image, float* records, long
     }
 }
 
-// The other way round, without the border.
+// The inverse of ``to_records``, without the border.
 NOINLINE void from_records(const float* records, long record, const Image& image, vec* out) {
     const long channels = image.channels, area = image.area(), numbers = image.width * channels;
     for (long y = 0; y < image.height; y++) {
@@ -140,7 +141,7 @@ NOINLINE void from_records(const float* records, long record, const Image& image
     }
 }
 
-// A group's slopes behind its ReLU, and which way each goes.
+// A group's slopes after ReLU's backward pass, and the place that pooling chose for each of them.
 class PooledSlopes {
   public:
     PooledSlopes(const Layer& layer, const Flow& flow, const vec* gradient, const int32_t* written)
@@ -163,7 +164,7 @@ class PooledSlopes {
     const long area_, plane_;
 };
 
-// Adds the bias gradient of a group.
+// Adds the gradient of a group by the biases.
 inline void add_biases(const Layer& layer, const PooledSlopes& slopes, float* bias_gradient) {
     for (long output = 0; output < layer.out.channels; output++) {
         vec total{};
@@ -172,7 +173,7 @@ inline void add_biases(const Layer& layer, const PooledSlopes& slopes, float* bi
     }
 }
 
-// Writes a group's slopes and where their windows start, record by record and output by output.
+// Writes a group's slopes and the starts of their windows, record by record and output by output.
 NOINLINE void route(Routes& routes, const Layer& layer, const PooledSlopes& slopes) {
     const RouteShape shape(layer);
     const long outputs = layer.out.channels;
@@ -195,7 +196,7 @@ NOINLINE void route(Routes& routes, const Layer& layer, const PooledSlopes& slop
         }
 }
 
-// Writes a group's slopes and ways, record by record and place by place.
+// Writes a group's slopes and their ways, record by record and place by place.
 NOINLINE void cross(Routes& routes, const Layer& layer, const PooledSlopes& slopes) {
     const RouteShape shape(layer);
     for (long place = 0; place < shape.places; place++)
@@ -215,10 +216,10 @@ NOINLINE void cross(Routes& routes, const Layer& layer, const PooledSlopes& slop
         }
 }
 
-// Says whether the way to the input by place goes to the weights, too: then a window is loaded once for all outputs.
+// Returns true if one pass computes the gradients by input and by weights: then a window is loaded once for all outputs.
 constexpr bool holds_window(long rows, long vectors) { return BY_PLACE && vectors * (2 * rows + 1) <= HELD; }
 
-// Lists a record's slopes that are not zero, by output and band.
+// Lists the slopes of a record that are not zero, by output and band.
 NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, int lane) {
     for (long output = 0; output < shape.outputs; output++)
         for (long band = 0; band < shape.bands; band++) {
@@ -238,7 +239,7 @@ NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, int lane) {
         }
 }
 
-// Says of a record which slopes go which way, by place.
+// Lists, for one record and every place, the outputs whose slopes are not zero, by way.
 NOINLINE void list_ways(Routes& routes, const RouteShape& shape, int lane) {
     const long from = lane * shape.places * shape.blocks * LANES;
     uint32_t* going = routes.going.data();

@@ -1,11 +1,11 @@
-// Rows of numbers, one a record, laid out with the record innermost.
+// Rearranges rows of numbers, one row per record, to a layout with the record innermost.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Lays ``count`` rows, at most LANES, those at ``chosen``, out as [number][lane]; rows that are missing are zeros.
+// Writes the ``count`` rows with the indices ``chosen``, at most LANES, as [number][lane]; the missing lanes are zeros.
 NOINLINE void lay_out(const float* rows, const int64_t* chosen, int count, long numbers, vec* to) {
     for (long first = 0; first < numbers; first += LANES) {
         const long here = std::min<long>(LANES, numbers - first);

@@ -1,4 +1,4 @@
-// What moves numbers between the lanes of vectors of 16.
+// Functions that move numbers between lanes, for vectors of 16.
 #pragma once
 
 #include <immintrin.h>
@@ -7,20 +7,20 @@ namespace {
 
 constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// All lanes alike. Not ``vec{} + value``, which is an addition too: as -0 + 0 is 0, no compiler may leave it out.
+// The same value in all lanes. ``vec{} + value`` would be an addition, which no compiler may remove, because -0 + 0 is 0.
 INLINE vec spread(float value) {
     return vec{value, value, value, value, value, value, value, value,
                value, value, value, value, value, value, value, value};
 }
 
-// Not by __builtin_convertvector, which some compilers take apart into single lanes.
+// Conversions between bytes and int32. __builtin_convertvector would be slow: some compilers convert lane by lane.
 INLINE ivec widened(bvec value) { return (ivec)_mm512_cvtepi8_epi32((__m128i)value); }
 INLINE bvec narrowed(ivec value) { return (bvec)_mm512_cvtepi32_epi8((__m512i)value); }
 
-// A bit for every lane of a comparison that holds.
+// A mask with a bit for every lane in which a comparison is true.
 INLINE uint32_t bits(ivec holds) { return _mm512_movepi32_mask((__m512i)holds); }
 
-// Stores the lanes of ``which`` one behind the other, and anything behind them, LANES numbers in all.
+// Stores the lanes with a bit in ``which`` one after the other. Writes LANES numbers in all, the others with any value.
 INLINE void store_some(float* to, vec value, uint32_t which) {
     store(to, (vec)_mm512_maskz_compress_ps(__mmask16(which), (__m512)value));
 }
@@ -33,7 +33,7 @@ INLINE float sum(vec value) {
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
-// The sums of four vectors at once, at a third of the cost of one after another.
+// The sums of four vectors at once, at a third of the cost of four separate sums.
 INLINE four sums(vec a, vec b, vec c, vec d) {
     const auto ab = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
                     __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);

@@ -1,4 +1,4 @@
-// What moves numbers between the lanes of vectors of 4: see shuffles16.h.
+// Functions that move numbers between lanes, for vectors of 4: see shuffles16.h.
 #pragma once
 
 #include <arm_neon.h>

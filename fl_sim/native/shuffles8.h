@@ -1,4 +1,4 @@
-// What moves numbers between the lanes of vectors of 8: see shuffles16.h.
+// Functions that move numbers between lanes, for vectors of 8: see shuffles16.h.
 #pragma once
 
 #include <immintrin.h>

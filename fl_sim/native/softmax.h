@@ -1,11 +1,11 @@
-// A softmax over some of a few numbers, wherever they lie.
+// A softmax over some of a few numbers, which a function returns.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Of ``value(0)`` .. ``value(count - 1)``, over those for which ``takes_part``.
+// The softmax of those numbers ``value(i)``, i from 0 to ``count`` - 1, for which ``takes_part(i)`` is true.
 template <class Value, class TakesPart>
 struct Softmax {
     Value value;
@@ -20,7 +20,7 @@ struct Softmax {
         log_mass = float(std::log(mass));
     }
     float log_of(int i) const { return value(i) - highest - log_mass; }
-    float log_sum() const { return highest + log_mass; }  // -inf where none takes part
+    float log_sum() const { return highest + log_mass; }  // -inf if no number takes part
 };
 
 }  // namespace

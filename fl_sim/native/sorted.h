@@ -5,15 +5,15 @@
 
 namespace {
 
-// Where rows lie that are sorted by class: those of each begin at a multiple of TILE.
+// The positions of rows that are sorted by class. The rows of each class begin at a multiple of TILE.
 class Sorted {
   public:
     struct Group {
-        long number, first, count;  // of which class; its first row; how many there are
+        long number, first, count;  // the class; its first row; the number of its rows
         long filled_up() const { return filled(count, TILE); }
     };
 
-    // ``class_of(row)`` is below ``num_classes``.
+    // Sorts ``num_rows`` rows by ``class_of(row)``, which must be below ``num_classes``.
     template <class Of>
     void sort(long num_rows, long num_classes, const Of& class_of) {
         classes_.resize(num_rows), places_.resize(num_rows), next_.assign(num_classes, 0), groups_.clear(), count_ = 0;
@@ -26,12 +26,12 @@ class Sorted {
         for (long row = 0; row < num_rows; row++) places_[row] = next_[classes_[row]]++;
     }
 
-    long count() const { return count_; }  // with the rows that fill up groups
+    long count() const { return count_; }  // the number of rows, including the padding of groups
     long place(long row) const { return places_[row]; }
     bool are_alike(long row, long other) const { return classes_[row] == classes_[other]; }
     const std::vector<Group>& groups() const { return groups_; }
 
-    // Calls ``act(row)`` for every row that fills up a group.
+    // Calls ``act(row)`` for every row that is padding of a group.
     template <class Act>
     void for_fillers(const Act& act) const {
         for (const Group& group : groups_)

@@ -1,4 +1,4 @@
-// The layers before the first linear one, which work on planes, a group at a time.
+// The layers before the first linear layer. They work on planes, one group at a time.
 #pragma once
 
 #include <stdexcept>
@@ -25,13 +25,13 @@ class Spatial {
         }
     }
 
-    // Before a minibatch: lays the weights out as it will need them.
+    // Before a minibatch: rearranges the weights for its passes.
     void start(const float* params) {
         for (int index = 0; index < graph_.first_linear; index++) start(index, params);
     }
 
-    // Takes a group through. ``origins``: how many groups of the minibatch are no derivatives. ``dropout``: null, or what is
-    // left out.
+    // The forward pass of one group. ``origins``: the number of groups of the minibatch that are no derivative groups.
+    // ``dropout``: the masks; null: no dropout.
     void forward(int group, int origins, const float* params, const Dropout* dropout) {
         for (int index = 0; index < graph_.first_linear; index++) {
             forward(index, flow_of(index, group, origins), params);
@@ -40,7 +40,7 @@ class Spatial {
         }
     }
 
-    // Takes a group of ``count`` records back. ``boundary``: the gradient of what the first linear layer reads.
+    // The backward pass of a group of ``count`` records. ``boundary``: the gradient by the input of the first linear layer.
     void backward(int group, int origins, int count, vec* boundary, const float* params, const Dropout& dropout,
                   float* gradients) {
         for (Node& node : graph_.nodes) node.is_known = false;
@@ -52,7 +52,7 @@ class Spatial {
         }
     }
 
-    // After a minibatch: hands the gradient over.
+    // After a minibatch: passes the gradient of these layers to ``sink``.
     template <class Sink>
     void finish(float* gradients, const Sink& sink) {
         for (int index = 0; index < graph_.first_linear; index++) {
@@ -131,9 +131,9 @@ class Spatial {
         });
     }
 
-    // ``slot``: which buffer ``gradient`` is; -1: none.
+    // ``slot``: the index of the buffer that ``gradient`` points to; -1: none.
     void sum_backward(const Layer& layer, int slot, const Flow& flow, vec* gradient) {
-        bool stays = false;  // where it is, for one part or both
+        bool stays = false;  // true if the gradient by an input of the sum uses the same buffer
         for (int part : {layer.other, layer.source}) {
             if (part && graph_.nodes[part].slot == slot) graph_.nodes[part].is_known = stays = true;
             else pass_back(layer, part, [&](vec* back, bool adds) { add_backward(layer, flow, gradient, back, adds); });
@@ -141,8 +141,8 @@ class Spatial {
         if (stays && layer.relu) add_backward(layer, flow, gradient, gradient);
     }
 
-    // Lets ``write`` write the gradient of a node, or adds it to what another reader of the node has written. It is told whether
-    // to add by itself.
+    // Calls ``write(buffer, adds)`` for the gradient by a node. If another reader of the node has already written a gradient, the
+    // two are added: by ``write`` itself if ``adds`` is true, else here.
     template <class Write>
     void pass_back(const Layer& layer, int node_index, const Write& write) {
         Node& node = graph_.nodes[node_index];
@@ -154,8 +154,8 @@ class Spatial {
     }
 
     Graph& graph_;
-    std::vector<Routes> routes_;       // of every layer; empty where it is not routed
-    std::vector<Winograd> winograds_;  // likewise
+    std::vector<Routes> routes_;       // for every layer; empty for layers that are not routed
+    std::vector<Winograd> winograds_;  // for every layer; empty for layers that do not use Winograd's algorithm
     Tiles tiles_;
 };
 

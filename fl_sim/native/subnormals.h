@@ -1,7 +1,7 @@
-// Numbers below 1.2e-38 count as zero while an object of this class lives, in the thread that made it.
+// While an object of this class lives, numbers below 1.2e-38 (subnormal numbers) count as zero in its thread.
 //
-// A momentum that nothing feeds any more, and the probability of a class that a client never sees, decay to such numbers,
-// with which a processor takes a hundred times as long: a client of one class trained three times slower.
+// A momentum without new gradients, and the probability of a class that a client does not have, decay to such numbers. A
+// processor takes a hundred times as long to compute with them: a client with one class trained three times slower.
 #pragma once
 
 #include <cstdint>

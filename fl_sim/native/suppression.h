@@ -1,4 +1,4 @@
-// The logits of classes that records are not of, pushed down (FedVLS, Guo et al. 2025, as its released code has it).
+// A loss term that lowers the logits of classes that a record does not have (FedVLS, Guo et al. 2025, as in its released code).
 #pragma once
 
 #include "loss.h"
@@ -11,7 +11,7 @@ struct Suppression {
     float weight;         // 0: no such term
 };
 
-// Adds the term's gradient by all logits of the batch, [group][class], to ``slopes``; returns the term times their number.
+// Adds the term's gradient by all logits of the batch, [group][class], to ``slopes``; returns the term times the batch size.
 NOINLINE double suppress(const Suppression& term, const Batch& batch, const vec* logits, vec* slopes) {
     double total = 0;
     for (int k = 0; k < batch.classes; k++) {

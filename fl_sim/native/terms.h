@@ -1,4 +1,4 @@
-// What a plan does to the loss beside mixing: from logits to their gradient.
+// The loss terms of a local plan, apart from mixing, and their gradients.
 #pragma once
 
 #include "contrast.h"
@@ -8,9 +8,9 @@
 
 namespace {
 
-// request.py fills it in, field by field.
+// request.py has the same structure, field by field.
 struct Terms {
-    const float *scale, *shift;  // [class], or null: cross-entropy is that of scale * logits + shift, the other terms are not
+    const float *scale, *shift;  // [class], or null: only cross-entropy uses scale * logits + shift
     Distillation distillation;
     Suppression suppression;
     Contrast contrast;
@@ -21,7 +21,7 @@ struct Terms {
     }
 };
 
-// Adds the gradient of the terms that look at logits to ``slopes``, [group][class]; returns their sum over the records.
+// Adds the gradient of the terms of the logits to ``slopes``, [group][class]; returns the sum of these terms over the records.
 inline double add_terms(const Terms& terms, const Batch& batch, const vec* logits, vec* slopes) {
     double total = terms.suppression.weight != 0 ? suppress(terms.suppression, batch, logits, slopes) : 0;
     for (int group = 0; terms.distillation.weight != 0 && group < batch.groups; group++)
@@ -29,8 +29,8 @@ inline double add_terms(const Terms& terms, const Batch& batch, const vec* logit
     return total;
 }
 
-// Adds the gradient of the terms that look at features, [group][feature], to ``slopes``; returns their sum over the records.
-// ``row``: memory for ``numbers`` vectors.
+// Adds the gradient of the terms of the features, [group][feature], to ``slopes``; returns the sum of these terms over the
+// records. ``row``: memory for ``numbers`` vectors.
 inline double add_feature_terms(const Terms& terms, const Batch& batch, const vec* features, long numbers, vec* row,
                                 vec* slopes) {
     double total = 0;
@@ -41,7 +41,7 @@ inline double add_feature_terms(const Terms& terms, const Batch& batch, const ve
     return total;
 }
 
-// Turns a group's logits into those that cross-entropy is taken of.
+// Replaces a group's logits by scale * logits + shift, for cross-entropy.
 inline void adjust(const Terms& terms, int classes, vec* logits) {
     for (int k = 0; k < classes; k++) {
         if (terms.scale) logits[k] *= terms.scale[k];
@@ -49,7 +49,8 @@ inline void adjust(const Terms& terms, int classes, vec* logits) {
     }
 }
 
-// Turns cross-entropy's gradient by those into that of the loss by the logits; ``added``: what other terms add to it.
+// Replaces cross-entropy's gradient by the adjusted logits by the loss's gradient by the logits. ``added``: the gradient of the
+// other terms.
 inline void adjust_back(const Terms& terms, int classes, const vec* added, vec* slopes) {
     for (int k = 0; k < classes; k++) slopes[k] = (terms.scale ? slopes[k] * terms.scale[k] : slopes[k]) + added[k];
 }

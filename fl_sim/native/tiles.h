@@ -1,8 +1,8 @@
 // The arithmetic of Winograd's F(4 x 4, 3 x 3) (Lavin and Gray 2016, section 4): the transforms of tiles, windows and
 // kernels, and the products between them.
 //
-// The points are 0, 5/8, -5/8, 3/2, -3/2 and infinity: with them rounding is half of what it is with 1 and 2 for 5/8 and
-// 3/2, and all constants of windows and tiles are float32 numbers without rounding.
+// The interpolation points are 0, 5/8, -5/8, 3/2, -3/2 and infinity. Their rounding errors are half of those with 1 and 2 in
+// place of 5/8 and 3/2. All constants for windows and tiles are exact float32 numbers.
 #pragma once
 
 #include "vectors.h"
@@ -74,17 +74,17 @@ INLINE void transform(const T (&in)[FROM][FROM], T (&out)[TO][TO]) {
     }
 }
 
-// Numbers of some tiles: [tile][position][channel], the last two a vector longer than need be, so that tiles and
-// positions do not meet in a few lines of the L1 cache.
+// The layout of tiles is [tile][position][channel]. Each position has one spare vector, so that tiles and positions do not
+// compete for the same few lines of the L1 cache.
 INLINE long position_apart(long channels) { return channels + 1; }
 INLINE long tile_apart(long channels) { return POSITIONS * position_apart(channels); }
 
-struct TileProduct {  // at one position
+struct TileProduct {  // the arguments of the product at one position
     const vec* in;
     long inputs, in_apart;
     vec* out;
     long outputs, out_apart;
-    const float* weights;  // of output o and input i at o * along + i * across
+    const float* weights;  // the weight of output o and input i has the index o * along + i * across
     long along, across;
 };
 
@@ -108,14 +108,14 @@ INLINE void multiply_tiles(const TileProduct& product, long output, const vec* i
 
 template <int TILES>
 void multiply_tiles(const TileProduct& product, const vec* in, vec* out) {
-    constexpr int MOST = REGISTERS / 4;  // with three tiles their sums stay in registers
+    constexpr int MOST = REGISTERS / 4;  // outputs whose sums for three tiles fit in registers
     long output = 0;
     for (; output + MOST <= product.outputs; output += MOST) multiply_tiles<MOST, TILES>(product, output, in, out);
     for (; output + 2 <= product.outputs; output += 2) multiply_tiles<2, TILES>(product, output, in, out);
     for (; output < product.outputs; output++) multiply_tiles<1, TILES>(product, output, in, out);
 }
 
-// out = weights * in, for all tiles.
+// out = weights * in, for ``tiles`` tiles.
 NOINLINE void multiply_tiles(const TileProduct& product, int tiles) {
     int tile = 0;
     const auto in = [&] { return product.in + tile * product.in_apart; };

@@ -1,4 +1,4 @@
-// Vectors of LANES numbers, one of each record of a group: as wide as the processor's registers, and how many it has.
+// Vectors of LANES numbers, one for each record of a group. LANES and REGISTERS are the processor's register width and count.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #define INLINE static inline __attribute__((always_inline))
-#define INLINED __attribute__((always_inline))  // of a lambda
+#define INLINED __attribute__((always_inline))  // for lambdas
 #define NOINLINE __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 32")
 
@@ -35,7 +35,7 @@ typedef float loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4
 INLINE vec load(const float* from) { return *reinterpret_cast<const loose*>(from); }
 INLINE void store(float* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
 
-// Numbers that start where a vector may: a load across two cache lines costs twice as much.
+// An array of numbers with the alignment of vectors: a load across two cache lines costs twice as much.
 class Floats {
   public:
     void resize(long count) { vectors_.resize((count + LANES - 1) / LANES); }
@@ -47,7 +47,7 @@ class Floats {
     std::vector<vec> vectors_;
 };
 
-// At most ``count`` numbers, zeros behind them.
+// Loads at most ``count`` numbers, followed by zeros.
 INLINE vec load(const float* from, long count) {
     if (count >= LANES) return load(from);
     float values[LANES] = {};
@@ -55,7 +55,7 @@ INLINE vec load(const float* from, long count) {
     return load(values);
 }
 
-// NaN where ``right`` is.
+// The larger number in each lane; NaN where ``right`` is NaN.
 INLINE vec larger(vec left, vec right) { return left > right ? left : right; }
 
 INLINE vec rectified(vec value) { return larger(vec{}, value); }

@@ -1,11 +1,11 @@
-// Convolutions vector by vector: sums of some channels at some places stay in registers.
+// Convolutions vector by vector: the sums of some channels at some places stay in registers.
 #pragma once
 
 #include "pass.h"
 
 namespace {
 
-// sums[o][y][x] += weights of OUTPUTS channels * the window at ROWS x COLUMNS places. K: a K x K kernel; S: of stride S; 0: any.
+// sums[o][y][x] += weights * window, for OUTPUTS channels at ROWS x COLUMNS places. K, S: side and stride of the kernel; 0: any.
 template <int OUTPUTS, int ROWS, int COLUMNS, int K, int S>
 INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, vec (&sums)[OUTPUTS][ROWS][COLUMNS]) {
     const int kernel_y = K ? K : pass.kernel_y, kernel_x = K ? K : pass.kernel_x;
@@ -35,7 +35,7 @@ INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, 
     for (int y = begin / 2 * 2; y < end; y += 2, weights += kernel_x) add_row(in + y * row, weights);
 }
 
-// One pooled output of OUTPUTS channels.
+// Computes one pooled output of OUTPUTS channels.
 template <int OUTPUTS, int K, int S>
 INLINE void pooled_part(const Pass& pass, int output, int y, int x) {
     vec sums[OUTPUTS][2][2];
@@ -47,10 +47,10 @@ INLINE void pooled_part(const Pass& pass, int output, int y, int x) {
     UNROLL for (int o = 0; o < OUTPUTS; o++) write_pooled(pass, output + o, y, x, sums[o]);
 }
 
-// COLUMNS outputs in a row, of OUTPUTS channels.
+// Computes COLUMNS outputs in a row of OUTPUTS channels.
 template <int OUTPUTS, int COLUMNS, int K, int S>
 INLINE void plain_part(const Pass& shared, int output, int y, int x) {
-    const Pass pass = shared;  // no store can change it, as far as the compiler knows
+    const Pass pass = shared;  // a local copy, so that the compiler knows that no store changes it
     const Image& shape = pass.out_shape;
     vec sums[OUTPUTS][1][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
@@ -70,9 +70,9 @@ NOINLINE void part(const Pass& pass, int output, int y, int x) {
     else plain_part<OUTPUTS, COLUMNS, K, S>(pass, output, y, x);
 }
 
-constexpr int OUTPUTS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // their sums of four places each stay in registers
+constexpr int OUTPUTS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // channels whose sums for four places fit in registers
 
-// All channels at one place (COLUMNS 0: pooled), one part after another: what they all read stays in a near cache.
+// Computes all channels at one place (COLUMNS 0: a pooled place), some at a time; their common inputs stay in a fast cache.
 template <int COLUMNS, int K, int S>
 INLINE void place(const Pass& pass, int y, int x) {
     int output = 0;
@@ -105,13 +105,13 @@ void convolve(const Pass& pass) {
     convolve<0, 0>(pass);
 }
 
-// Before a minibatch: lays the kernels out for the way forward.
+// Before a minibatch: rearranges the kernels for the forward pass.
 inline void start_forward(Layer& layer, const float* params) {
     layer.kernels = Factors::kernels(params + layer.weight, layer.out.channels, layer.in.channels, layer.kernel_y,
                                      layer.kernel_x, layer.kernel_room);
 }
 
-// What a pass reads of planes. ``layer``: whose memory is taken.
+// Returns the planes as the factors that a pass reads, in the memory of ``layer``.
 inline const Read* read_of(const vec* planes, const Image& image, Layer& layer) {
     return Factors::planes(planes, image.channels, image.plane(), image.row(), layer.plane_room);
 }

@@ -1,10 +1,10 @@
 // 3 x 3 convolutions of stride 1 by Winograd's F(4 x 4, 3 x 3): 36 multiplications for a tile of 4 x 4 outputs instead of
 // 144. See tiles.h.
 //
-// With V = B' d B of the tile's 6 x 6 window, U = G g G' of the kernel, and at each of the 36 positions M = sum over
-// channels of U * V: outputs = A' M A. The way back is the transpose of these steps: Y = A dy A', dV = sum over outputs of
-// U * Y, window += B dV B'; dU = sum over tiles and records of Y * V, dg = G' dU G. At every position the sums are matrix
-// products. A tile that lies over the plane's edge reads zeros there, and what it would write there is dropped.
+// Forward: V = B' d B for the tile's 6 x 6 window d, U = G g G' for the kernel g. At each of the 36 positions M = sum over
+// channels of U * V. The outputs are A' M A. The backward pass is the transpose of these steps: Y = A dy A', dV = sum over
+// outputs of U * Y, window += B dV B'; dU = sum over tiles and records of Y * V, dg = G' dU G. At every position the sums are
+// matrix products. A tile that extends beyond the plane reads zeros there, and its outputs there are dropped.
 #pragma once
 
 #include "convolution_back.h"
@@ -14,30 +14,31 @@
 namespace {
 
 struct Winograd {
-    Floats weights, gradient;  // of a layer: [position][output][channel]; LANES longer
+    Floats weights, gradient;  // transformed, of one layer: [position][output][channel]; gradient: with LANES spare numbers
 };
 
-struct Tiles {  // some tiles of a group, the same memory for all layers
+struct Tiles {  // the memory for some tiles of a group, shared by all layers
     std::vector<vec> in, out;  // [tile][position][channel]
-    std::vector<vec> rows;     // of one position, see to_rows
+    std::vector<vec> rows;     // the inputs at one position, see to_rows
 };
 
-// The part of a convolution's output that is asked for: what pooling drops is not.
+// The sizes of the part of a convolution's output that is needed: pooling drops an odd last row or column.
 INLINE int rows_asked(const Layer& layer) { return layer.pooled ? 2 * layer.out.height : layer.before_height; }
 INLINE int columns_asked(const Layer& layer) { return layer.pooled ? 2 * layer.out.width : layer.before_width; }
 INLINE int tiles_down(const Layer& layer) { return (rows_asked(layer) + TILE - 1) / TILE; }
 INLINE int tiles_across(const Layer& layer) { return (columns_asked(layer) + TILE - 1) / TILE; }
 
-constexpr long TILE_NUMBERS = 4096;  // vectors at a position, of windows and outputs together
+constexpr long TILE_NUMBERS = 4096;  // numbers at one position of some tiles, inputs and outputs together
 
-// How many tiles go together: their numbers fit the L2 cache.
+// Returns the number of tiles that are processed together; their numbers fit in the L2 cache.
 INLINE int tiles_at_once(const Layer& layer) {
     return std::max(4, int(TILE_NUMBERS / LANES / (layer.in.channels + layer.out.channels)));
 }
 
-// With few channels the transforms cost more than they save, and so do the parts of tiles that lie over the edge.
+// Returns true if Winograd's algorithm applies and is faster. With few channels the transforms cost more than they save. The
+// same holds if large parts of the tiles extend beyond the plane.
 inline bool is_winograd(const Layer& layer) {
-    if (HAS_AMX) return false;  // there it is not products that take the time
+    if (HAS_AMX) return false;  // with AMX the products do not take most of the time
     if (layer.kind != CONV || layer.kernel_y != 3 || layer.kernel_x != 3) return false;
     if (layer.stride_y != 1 || layer.stride_x != 1 || std::min(layer.in.channels, layer.out.channels) < 8) return false;
     return 6L * tiles_down(layer) * tiles_across(layer) <= long(rows_asked(layer)) * columns_asked(layer);
@@ -52,7 +53,7 @@ inline void reserve(Winograd& winograd, Tiles& tiles, const Layer& layer) {
     tiles.rows.resize(std::max<long>(tiles.rows.size(), most * (inputs + LANES)));
 }
 
-// Calls ``each(first, count)`` for LANES kernels at a time, [output][channel], and for each of the last by itself.
+// Calls ``each(first, zero)`` for LANES kernels, [output][channel], at a time, and for each of the last kernels alone.
 template <class Each>
 INLINE void each_kernels(const Layer& layer, const Each& each) {
     const long pairs = long(layer.out.channels) * layer.in.channels;
@@ -70,7 +71,7 @@ INLINE void give(const vec& from, float* to, long apart) {
     for (int lane = 0; lane < LANES; lane++) to[lane * apart] = from[lane];
 }
 
-// Before a minibatch: transforms the weights, and clears their gradient.
+// Before a minibatch: transforms the weights and clears their gradient.
 NOINLINE void start_winograd(Winograd& winograd, const Layer& layer, const float* weights) {
     winograd.gradient.clear_values();
     const long pairs = long(layer.out.channels) * layer.in.channels;
@@ -95,14 +96,14 @@ NOINLINE void finish_winograd(const Winograd& winograd, const Layer& layer, floa
     });
 }
 
-// Calls ``each(first, count)`` for all the tiles of a plane, some at a time.
+// Calls ``each(first, count)`` for all tiles of a plane, some at a time.
 template <class Each>
 INLINE void each_tiles(const Layer& layer, const Each& each) {
     const int all = tiles_down(layer) * tiles_across(layer), most = tiles_at_once(layer);
     for (int first = 0; first < all; first += most) each(first, std::min(most, all - first));
 }
 
-// Reads SIZE x SIZE numbers, of which there are ``rows`` x ``columns`` (fewer than 1: none): the others are zeros.
+// Reads SIZE x SIZE numbers. Only ``rows`` x ``columns`` of them exist (none, if one is below 1); the others are zeros.
 template <int SIZE>
 INLINE void read_square(const vec* from, long row, int rows, int columns, vec (&to)[SIZE][SIZE]) {
     if (rows >= SIZE && columns >= SIZE) {
@@ -114,7 +115,7 @@ INLINE void read_square(const vec* from, long row, int rows, int columns, vec (&
         for (int x = 0; x < SIZE; x++) to[y][x] = y < rows && x < columns ? from[y * row + x] : vec{};
 }
 
-// Asks for a tile of numbers that will be read or written soon: rows this short are not foreseen by the processor.
+// Prefetches a tile of numbers for a later access: the processor does not predict rows that are so short.
 INLINE void prefetch_square(const vec* from, long row) {
     UNROLL for (int y = 0; y < TILE; y++)
         UNROLL for (int x = 0; x < TILE; x++) __builtin_prefetch(from + y * row + x);
@@ -129,7 +130,7 @@ INLINE void read_positions(const vec* from, long apart, vec (&to)[WINDOW][WINDOW
     UNROLL for (int at = 0; at < POSITIONS; at++) to[at / WINDOW][at % WINDOW] = from[at * apart];
 }
 
-// ``in``: where the first window starts.
+// Transforms the windows of some tiles. ``in``: the start of the first window.
 NOINLINE void transform_windows(const Layer& layer, const vec* in, int first, int count, vec* to) {
     const long channels = layer.in.channels, across = tiles_across(layer);
     for (long channel = 0; channel < channels; channel++, in += layer.in.plane(), to++)
@@ -174,7 +175,7 @@ NOINLINE void write_outputs(const Layer& layer, const Pass& pass, int first, int
     }
 }
 
-// At every position: to[tile][o] = sum over i of weights * from[tile][i].
+// Computes, at every position, to[tile][o] = sum over i of weights * from[tile][i].
 INLINE void multiply_positions(const Winograd& winograd, const vec* from, long inputs, vec* to, long outputs, long along,
                                long across, int count) {
     for (long at = 0; at < POSITIONS; at++)
@@ -227,7 +228,7 @@ NOINLINE void add_windows(const Layer& layer, int first, int count, const vec* f
     }
 }
 
-// At every position: the weights' gradient. Where the sums of lanes cost more than turning rows, rows are turned.
+// Adds the weights' gradient at every position. The inputs are transposed where that costs less than sums over lanes.
 INLINE void add_gradient(Winograd& winograd, Tiles& tiles, long inputs, long outputs, int count) {
     constexpr int ROWS = REGISTERS / 8;
     const bool is_by_lanes = inputs % 4 == 0 && outputs % ROWS == 0 && 2 * count >= outputs;
@@ -245,7 +246,7 @@ INLINE void add_gradient(Winograd& winograd, Tiles& tiles, long inputs, long out
     }
 }
 
-// As conv_backward; the weights' gradient stays in ``winograd`` until the minibatch is through. 
+// The same as conv_backward. The weights' gradient stays in ``winograd`` until the end of the minibatch.
 void winograd_backward(Winograd& winograd, Tiles& tiles, Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds,
                        float* gradients) {
     const Slope slope = slope_of(layer, flow, gradient, false, gradients);
@@ -259,7 +260,7 @@ void winograd_backward(Winograd& winograd, Tiles& tiles, Layer& layer, const Flo
             add_gradient(winograd, tiles, inputs, outputs, count);
         }
         if (!back) return;
-        multiply_positions(winograd, tiles.out.data(), outputs, tiles.in.data(), inputs, 1, inputs, count);  // over windows
+        multiply_positions(winograd, tiles.out.data(), outputs, tiles.in.data(), inputs, 1, inputs, count);  // overwrites the windows
         add_windows(layer, first, count, tiles.in.data(), back);
     });
 }
