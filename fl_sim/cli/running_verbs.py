@@ -1,6 +1,6 @@
 """The commands (verbs) that run or plan experiments, with their options and help, and options that verbs share.
 
-This module does not import the code of experiments, so that help and errors about files appear at once.
+This module does not import the code of experiments. Help and errors about files thus appear at once.
 """
 
 from pathlib import Path
@@ -62,9 +62,9 @@ def run(
     dry_run: DryRun = False,
     json_output: AsJson = False,
 ) -> None:
-    """Run one experiment; without arguments FedAvg on the digits that come with the package, one label per client.
+    """Run one experiment. Without arguments: FedAvg on the digits that come with the package, one label per client.
 
-    Settings come from a TOML file or a preset (digits, mnist); KEY=VALUE changes them. The name of a preset always
+    Settings come from a TOML file or a preset (digits, mnist). KEY=VALUE changes a setting. The name of a preset always
     means the preset; for a file of the same name, write ./NAME.
 
     Settings: data, features, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
@@ -118,20 +118,24 @@ def table(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Compare methods in a table: rows are methods, columns are data sets and partitions, seeds are averaged.
 
-    Without arguments: many methods on the digits that come with the package. Presets: digits, mnist. The name of a
-    preset always means the preset; for a file of the same name, write ./NAME. The same command resumes a table after a
-    crash or Ctrl-C, and repeats no finished run. Writes table.md, table.csv (one line per run), table.tex (for a paper)
-    and table.json after every run, rounds.csv (one line per round) at the end, and a directory for each run in
-    DIR/cells. Bold marks the significantly best method; with fewer than three seeds, the highest mean.
+    Without arguments, the table compares many methods on the digits that come with the package. Presets: digits, mnist.
+    The name of a preset always means the preset; for a file of the same name, write ./NAME.
 
-    A FILE has a section [base], settings as for 'fl-sim run', and a section [grid], lists of values: algorithm, data,
-    partition, seed or any other setting. Several [[grid]] make one table with the runs of all grids. An entry of
-    algorithm may set more than the algorithm, such as {algorithm = "fedavg", preprocess = {kind = "da-fl", epsilon =
-    10}}; its label names the row. reference = "FedAvg" names the row with which other rows are compared; the default is
-    the row with the highest mean. centralized = false leaves out the upper bound. KEY=VALUE takes a list for a setting
-    in the grid. [tune] first searches for the settings of every method, at the same cost for each and without the test
-    records: trials, rounds, halving, validation, search, seed, data, and the search spaces [tune.space] and
-    [tune.spaces.METHOD], with lists or ranges {low = 0.001, high = 0.1, log = true}.
+    The same command resumes a table after a crash or Ctrl-C, and repeats no finished run. After every run, the command
+    writes table.md, table.csv (one line per run), table.tex (for a paper) and table.json. At the end it writes
+    rounds.csv (one line per round). Each run has a directory in DIR/cells. Bold marks the significantly best method.
+    With fewer than three seeds, bold marks the highest mean.
+
+    A FILE has a section [base] and a section [grid]. [base] has settings as for 'fl-sim run'. [grid] has lists of
+    values for algorithm, data, partition, seed or any other setting. Several sections [[grid]] make one table with the
+    runs of all grids. An entry of algorithm may set more than the algorithm, such as {algorithm = "fedavg", preprocess
+    = {kind = "da-fl", epsilon = 10}}. The label of an entry is the name of its row. reference = "FedAvg" names the row
+    with which other rows are compared. The default is the row with the highest mean. centralized = false leaves out the
+    row Centralized. On the command line, KEY=VALUE takes a list of values for a setting in [grid].
+
+    [tune] first searches for the settings of every method, at the same cost for each method and without the test
+    records. Its settings are trials, rounds, halving, validation, search, seed and data. The search spaces are in
+    [tune.space] and [tune.spaces.METHOD], as lists or ranges {low = 0.001, high = 0.1, log = true}.
 
     For example:
 
@@ -164,8 +168,9 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Run all combinations of several values of any settings, KEY=A,B,C, without a file that defines a table.
 
-    Makes a table of the runs, with seeds averaged, as 'fl-sim table' does. Other settings, FILE and PRESET are as for
-    'fl-sim run'. The same command resumes the table; with further values, it runs only the new combinations.
+    The command makes a table of the runs, as 'fl-sim table' does, and averages over seeds. Other settings, FILE and
+    PRESET are as for 'fl-sim run'. The same command resumes the table. With further values, the command runs only the
+    new combinations.
 
     For example:
 
@@ -196,9 +201,9 @@ def plan(
 ) -> None:
     """Forecast one run or the runs of a table: time, bytes, and the total privacy cost.
 
-    Shows finished rounds, the remaining time on this machine, the bytes of messages, and the total privacy cost of all
-    runs. A few training steps of each kind are timed, on public test records. Nothing else is trained, and no file is
-    written. FILE has the settings of a run, or defines a table (with [base] or [grid]).
+    The command shows finished rounds, the remaining time on this machine, the bytes of messages, and the total privacy
+    cost of all runs. It times a few training steps of each kind on public test records. Nothing else is trained, and no
+    file is written. FILE has the settings of a run, or defines a table (with [base] or [grid]).
 
     For example:
 
@@ -247,7 +252,7 @@ def partition(
 class RunArguments(NamedTuple):
     """The arguments of a command (verb).
 
-    ``name``: the argument FILE or PRESET; None without one. ``path``, ``table``: path and content of this file.
+    ``name``: the argument FILE or PRESET; None if it is missing. ``path``, ``table``: path and content of this file.
     ``overrides``: the ``key=value`` arguments as text.
     """
 

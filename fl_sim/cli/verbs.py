@@ -1,6 +1,6 @@
 """The command line: all commands (verbs) with their options and help. The code of a verb is imported when it runs.
 
-This module must not import torch, Flower or matplotlib, so that help and errors about arguments appear at once.
+This module must not import torch, Flower or matplotlib. Help and errors about arguments thus appear at once.
 """
 
 from pathlib import Path
@@ -75,7 +75,7 @@ def settings(
     *,
     json_output: AsJson = False,
 ) -> None:
-    """Explain settings: values, default and meaning; without NAME the most common settings.
+    """Explain settings: values, default and meaning. Without NAME: the most common settings.
 
     For example:
 
@@ -116,18 +116,20 @@ def report(
 ) -> None:
     """Draw accuracy and loss over rounds, and write a page that compares finished runs.
 
-    Runs that differ only in the seed are averaged; the legend names all other differences. Writes report.html (one
-    interactive file, to open or to send), accuracy.png and loss.png. For more than four data sets and partitions, each
-    has figures of its own. For runs with synthetic records there are figures of these records by class and epsilon
-    (samples-*.png). If such runs differ only in epsilon or gamma, there are figures of the final accuracy over this
-    setting (sweep-*.png). For runs of PATE there are figures of noisy labels over 1/gamma, of the student's accuracy
-    over queries and epsilon, and of the teachers' agreement if their votes were stored (pate-*.png). Damaged and
-    unfinished runs are reported, and all other runs are shown.
+    Runs that differ only in the seed are averaged. The legend names all other differences. The command writes
+    report.html (one interactive file, to open or to send), accuracy.png and loss.png. If there are more than four data
+    sets and partitions, each of them has figures of its own.
 
-    Synthetic records in a public feature space (features=scattering) are vectors. --pictures finds images whose
-    features are close to these vectors, for four records of each of up to 20 classes. This costs no privacy, because
-    the search uses only released vectors. The images are stored in the run directory (synthetic-pictures.safetensors)
-    for later reports. If the vectors have changed, the search is repeated.
+    For runs with synthetic records, there are figures of the synthetic records by class and epsilon (samples-*.png). If
+    such runs differ only in epsilon or gamma, there are figures of the final accuracy over epsilon or gamma
+    (sweep-*.png). For runs of PATE, there are figures of noisy labels over 1/gamma, and of the student's accuracy over
+    queries and epsilon (pate-*.png). If the teachers' votes were stored, there is also a figure of the teachers'
+    agreement. Damaged and unfinished runs are reported, and all other runs are shown.
+
+    Synthetic records in a public feature space (features=scattering) are vectors, not images. --pictures finds images
+    whose features are close to these vectors, for four records of each of up to 20 classes. This search has no privacy
+    cost, because it uses only the published synthetic vectors. The images are stored in the run directory
+    (synthetic-pictures.safetensors) for later reports. If the vectors have changed, the search is repeated.
 
     For example:
 
@@ -150,9 +152,10 @@ def report(
 
 
 def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
-    """Check this installation: versions, trainer, GPU, data sets, caches, ledgers, and a self-test of a few seconds.
+    """Check this installation: versions, trainer, GPU, data sets, caches, privacy ledgers, and a short self-test.
 
-    Exits with 1 if a check fails. Attach the output of --json to a bug report. It contains names of your folders.
+    The self-test takes a few seconds. The exit code is 1 if a check fails. Attach the output of --json to a bug report.
+    The output contains names of your folders.
 
     For example:
 
@@ -174,8 +177,8 @@ def watch(
 ) -> None:
     """Show the progress of runs from another terminal: round, accuracy, curve, time left, epsilon so far.
 
-    Only reads files, so no run is disturbed. Ends when all runs have ended, or with Ctrl-C. A run counts as stopped if
-    its process ended without a result; the command that started the run resumes it.
+    The command only reads files, so that no run is disturbed. It ends when all runs have ended, or with Ctrl-C. A run
+    counts as stopped if its process ended without a result. The command that started a stopped run resumes it.
 
     For example:
 
@@ -194,8 +197,8 @@ def export(
 ) -> None:
     """Send finished runs to TensorBoard, MLflow, Weights & Biases or Trackio. --track does this during a run.
 
-    No run is sent to a tracker twice. Weights & Biases writes offline files unless $WANDB_MODE is set; MLflow uses
-    $MLFLOW_TRACKING_URI.
+    No run is sent to the same tracker twice. Weights & Biases writes offline files unless $WANDB_MODE is set. MLflow
+    uses $MLFLOW_TRACKING_URI.
 
     For example:
 
@@ -231,7 +234,7 @@ def verify_data(
 ) -> None:
     """Compare data sets with their published checksums, shapes, numbers of records and labels.
 
-    Exits with 1 if a file is damaged or a named data set is missing.
+    The exit code is 1 if a file is damaged or a named data set is missing.
 
     For example:
 
@@ -259,7 +262,7 @@ def show_data(
 ) -> None:
     """Describe a data set: numbers of records, classes, clients, columns with their roles, and a few records.
 
-    If the data cannot be read, the error is that of 'fl-sim run'.
+    If the data cannot be read, the error message is the same as that of 'fl-sim run'.
 
     For example:
 

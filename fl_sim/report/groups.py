@@ -20,9 +20,10 @@ _NOT_OF_CENTRALIZED = {
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
 _DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
-"""Default values of the settings in the section ``evaluate``. They do not separate runs into different groups.
+"""Default values of the settings in the section ``evaluate``. These settings do not separate runs into groups.
 
-Runs of older versions have no section ``evaluate``. They belong to the same group as newer runs with these values.
+Runs of older versions have no section ``evaluate``. An older run belongs to the same group as newer runs with the
+default values.
 """
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 

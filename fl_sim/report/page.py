@@ -159,7 +159,8 @@ def _digest(text: str) -> str:
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
     """Return the names of the pictures that fit into ``room`` bytes.
 
-    Pictures whose curves the script also draws come last, because the page shows these curves anyway.
+    The page's script draws some of the curves again. Pictures of such curves come last, because the page shows the
+    curves anyway.
     """
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):

@@ -62,7 +62,7 @@ WIDE_PAGE = Layout("", 11.0, 4.2, text=9, title=11, small=8, line=1.6, across=2)
 COLUMN = Layout("-column", 3.3, 2.2, text=7, title=8, small=7, line=0.9, highest=7.0)
 TEXT_WIDTH = Layout("-wide", 6.9, 2.6, text=8, title=8, small=7, line=1.1, across=2, highest=7.0)
 PAPER = (COLUMN, TEXT_WIDTH)
-"""Two layouts for papers that have two columns of text: as wide as one column, and as wide as both columns."""
+"""Two layouts for papers with two columns of text. A figure is as wide as one column, or as wide as two columns."""
 
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
 """Settings of matplotlib: PDF files embed TrueType fonts, and identifiers in SVG files are not random."""

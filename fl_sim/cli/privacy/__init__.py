@@ -179,7 +179,7 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
     plot: Annotated[Path | None, typer.Option(help="Draw epsilon over queries.", metavar="FILE.png")] = None,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of labels by PATE: the data-dependent (private) and the data-independent epsilon.
+    """Record-level privacy of labels by PATE: the data-dependent epsilon (private) and the data-independent epsilon.
 
     For example:
 
@@ -214,7 +214,7 @@ def run_audit(
     ] = None,
     json_output: _Json = False,
 ) -> None:
-    """Test the claimed privacy of the Global DP aggregator, and of faulty variants, on worst-case updates.
+    """Test the claimed privacy of the Global DP aggregator, and of variants with planted faults, on worst-case updates.
 
     For example:
 

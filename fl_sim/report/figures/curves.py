@@ -60,8 +60,8 @@ _SKEWED = 20
 class Curve:
     """The line of one method: mean and standard deviation over seeds in each round that all seeds evaluated.
 
-    ``deviation``: sample standard deviations; 0 for a single seed. ``times``: the mean virtual time in seconds at the
-    end of each of these rounds; empty if it is unknown.
+    ``deviation``: sample standard deviations; 0 for a single seed. ``times``: for each of these rounds, the mean
+    virtual time in seconds at the end of the round; empty if the times are unknown.
     """
 
     rounds: list[int]

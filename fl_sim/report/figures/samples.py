@@ -59,9 +59,9 @@ _NAMES = 150
 def images(inputs: NDArray[np.uint8]) -> list[Tile]:
     """Return ``inputs``, images of shape (records, channels, height, width), as tiles of a figure.
 
-    Small images are enlarged to about 50 pixels. Images with one channel are shown in grey, and images with three
-    channels as RGB. For any other number of channels, the mean of all channels is shown in grey. Raises ValueError if
-    the records are not images.
+    Small images are enlarged to a height or width of about 50 pixels. Images with one channel are shown in grey, and
+    images with three channels as RGB. For any other number of channels, the mean of all channels is shown in grey.
+    Raises ValueError if the records are not images.
     """
     if inputs.ndim != 4:
         raise ValueError(f"records of shape {inputs.shape[1:]} are not images")
@@ -86,9 +86,9 @@ def noise(inputs: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def mark_noise(axes: "Axes", places: Sequence[tuple[int, int]], size: tuple[int, int]) -> None:
-    """Draw a frame around images that look like noise.
+    """Draw a frame around each image that looks like noise.
 
-    ``places``: the upper left corners (x, y) of these images. ``size``: (height, width) of an image.
+    ``places``: the upper left corners (x, y) of the images that look like noise. ``size``: (height, width) of an image.
     """
     from matplotlib.patches import Rectangle  # noqa: PLC0415 (a second to import)
 
