@@ -69,9 +69,10 @@ class LossTerm:
 
     ``function``: differentiable torch operations. No branch may depend on numbers in tensors, because many clients are
     computed at once. All clients must use the same object, such as a module-level function or a method of the
-    algorithm. It returns one number per record, shape (n,), whose mean is added, or one number, shape (), which is
-    added as it is. ``data``: this client's tensors for the function; each has the same shape for all clients.
-    ``features``: True if the function reads ``Batch.features``, for which the model needs a last linear layer.
+    algorithm. The function may return one number per record, shape (n,); then the mean is added to the loss. Or it
+    returns one number, shape (), which is added to the loss. ``data``: this client's tensors for the function; each has
+    the same shape for all clients. ``features``: True if the function reads ``Batch.features``, for which the model
+    needs a last linear layer.
     """
 
     function: Callable[[Batch], torch.Tensor]

@@ -150,8 +150,8 @@ def build(
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
     number, for "gru" or a user's own model. ``trial``: two records; a user's own model is tested on them. Raises
-    UserError for an unknown name, for a user's own model that cannot be trained here, and for a model without BatchNorm
-    layers if ``batch_norm`` is set.
+    UserError for an unknown name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set,
+    raises UserError for a model without BatchNorm layers.
     """
     own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):

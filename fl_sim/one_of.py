@@ -1,10 +1,10 @@
 """Settings fields with several variants (kinds), such as ``algorithm``. A user may add variants.
 
-A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``. It accepts
-a name (``scaffold``), a name with its first parameter (``dirichlet:0.05``, ``label-2``), an import path
-(``my_pkg.fed:FedDyn``), a table whose ``kind`` is a name or an import path, and a Python object. Installed packages may
-define further names by entry points. Only the chosen class is imported. Names and import paths are read from the
-packages' metadata; those of fl-sim come from pyproject.toml.
+A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``. The field
+accepts a name (``scaffold``), or a name with its first parameter (``dirichlet:0.05``, ``label-2``). It also accepts an
+import path (``my_pkg.fed:FedDyn``), a table whose ``kind`` is a name or an import path, and a Python object. Installed
+packages may define further names by entry points. Only the chosen class is imported. Names and import paths are read
+from the packages' metadata; those of fl-sim come from pyproject.toml.
 """
 
 import importlib.metadata

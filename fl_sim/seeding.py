@@ -8,9 +8,9 @@ weights, and those of PATE's networks, "teacher". ``sampling_seed``: "sampler". 
 "batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a forest's
 "teacher" and students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
 
-A user's own code may draw from the global generators of torch, NumPy or Python. They are seeded for the purposes above,
-for "data set" (by 0), for "plan" and "finish" of a client in a round, and for "sampling", "merging" and "evaluation" in
-a round. They are not seeded for code that makes synthetic records.
+A user's own code may draw from the global generators of torch, NumPy or Python. The global generators are seeded for
+the purposes above, and for "data set" (by 0). In a round they are seeded for "plan" and "finish" of a client, and for
+"sampling", "merging" and "evaluation". They are not seeded for code that makes synthetic records.
 """
 
 from __future__ import annotations

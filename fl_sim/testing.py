@@ -304,7 +304,7 @@ def check_compressor(way: Compressor) -> None:
     returns. 3. The compressed update depends only on the update, on the client's stored tensors and on ``coins``. 4. A
     finite update is finite after decompression, and an update with NaN or infinity is not. 5. The client's stored
     tensors always have the same names and shapes. 6. Over many rounds, the sum of the received updates approaches the
-    sum of the sent updates, by error feedback or because compression is unbiased.
+    sum of the sent updates. The cause is error feedback, or an unbiased compression.
     """
     experiment = Experiment(compress=way)
     if experiment_from(experiment.model_dump(mode="json")) != experiment:

@@ -104,9 +104,9 @@ class Examples:
 class Column:
     """The public facts about one column of a table, which is one feature of a record or several neighbouring features.
 
-    A column of numbers is one feature, which may be rounded to ``values``, in ascending order and in the units of the
-    records. A column of categories has one feature for each of its ``categories``. At most one of these features is 1;
-    for an unlisted category, all of them are 0.
+    A column of numbers is one feature. The numbers may be rounded to ``values``, which are in ascending order and in
+    the units of the records. A column of categories has one feature for each of its ``categories``. At most one of
+    these features is 1; for an unlisted category, all of them are 0.
     """
 
     name: str
@@ -137,11 +137,11 @@ class Dataset:
     table, in order, if they are known; the columns are public, as the constants are. ``classes``: the names of the
     classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content found in a file,
     its use). ``read_off``: facts that were computed from the records and are visible in results or in the model's
-    shape, each with the setting that makes it public, if there is one; every privacy statement lists them.
-    ``inferred``: assumptions about a file that no setting states, such as its decimal separator, one line each.
-    ``vocabulary``: if above 0, records are sequences of whole numbers below it (tokens). ``validation``: records that
-    no client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the shape of the
-    original images if features have replaced them; else empty.
+    shape. A fact comes with the setting that makes the fact public, if there is such a setting. Every privacy statement
+    lists these facts. ``inferred``: assumptions about a file that no setting states, such as its decimal separator, one
+    line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it (tokens). ``validation``:
+    records that no client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the
+    shape of the original images if features have replaced them; else empty.
     """
 
     name: str
@@ -265,11 +265,11 @@ class Trained:
     """The result of local training.
 
     ``params``: the new model. ``momentum_buffers``: the optimiser's momentum buffers. ``num_steps``: the number of
-    steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: (C, d), for
-    each class the sum over the client's records of the inputs of the new model's last linear layer, if the plan asks
-    for it. ``statistics``: the running statistics of the new model's BatchNorm layers. ``further``: the results of the
-    algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course
-    (fl_sim.training.courses).
+    steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: (C, d), given
+    if the plan asks for it. For each class it is the sum, over the client's records, of the inputs of the new model's
+    last linear layer. ``statistics``: the running statistics of the new model's BatchNorm layers. ``further``: the
+    results of the algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a
+    course (fl_sim.training.courses).
     """
 
     params: Params
@@ -394,8 +394,9 @@ class Aggregate:
 class ServerState:
     """The server state: the global model (``params``), and tensors for clients (``broadcast``) and server (``memory``).
 
-    ``layers``: the means over clients, after the last round, of the running statistics of BatchNorm layers and, if
-    these layers are personal, of their parameters. Algorithms neither read nor change ``layers``.
+    ``layers``: the means, over clients, of the running statistics of BatchNorm layers after the last round. If
+    BatchNorm layers are personal, ``layers`` also holds the means of their parameters. Algorithms neither read nor
+    change ``layers``.
     """
 
     params: Params

@@ -52,9 +52,9 @@ class RayResources:
 
     ``actors``: the number of actors; 0 means as many as there is room for. ``cpus`` and ``gpus``: the share of one
     actor; a fraction means that several actors share one CPU or GPU. ``address``: host:port of a running cluster to
-    join. Every user of that cluster can run code in this run and read its messages, unless the cluster was started with
-    a token (Ray's RAY_AUTH_MODE=token) that this process has, too. ``threads``: the number of torch threads in an
-    actor.
+    join. Every user of that cluster can run code in this run and read its messages. A token prevents this: the cluster
+    is started with RAY_AUTH_MODE=token, and this process has the same token. ``threads``: the number of torch threads
+    in an actor.
     """
 
     actors: int = 0

@@ -1,9 +1,9 @@
 """Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
-This file defines the form of their messages, the encryption, signed tickets, and the import of the user's own modules,
-which are sent to workers. A ticket is the proof that a client's privacy ledger contains the cost of a private output.
-This file does not import Ray. Messages are encrypted because Ray keeps objects in the memory of a node, and writes them
-to the node's disk if memory runs short.
+This file defines the form of their messages, the encryption, signed tickets, and the import of the user's own modules
+on workers. A ticket is the proof that a client's privacy ledger contains the cost of a private output. This file does
+not import Ray. Messages are encrypted. The reason: Ray keeps objects in a node's memory, and writes objects to the
+node's disk if memory runs short.
 """
 
 import hashlib
@@ -79,9 +79,9 @@ class DriverStore(Protocol):
 class RemoteWorkers:
     """The settings of workers that do not share a disk with the driver.
 
-    ``setup``: a value that is sent to every worker once, as the argument of the factories of its app and of its batch
-    handler. It must have a dictionary ``files``, to which a worker adds the content of files by name. ``store``: the
-    driver's storage. ``modules``: names of the user's own modules that workers need.
+    ``setup``: a value that is sent to every worker once. It is the argument of the two functions that make the worker's
+    app and its batch handler. It must have a dictionary ``files``, to which a worker adds the content of files by name.
+    ``store``: the driver's storage. ``modules``: names of the user's own modules that workers need.
     """
 
     setup: Any

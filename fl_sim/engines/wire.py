@@ -255,8 +255,9 @@ def read_synthetic(
     """Return the pair (synthetic records, the client's facts about them as JSON).
 
     The JSON object has the keys counts, refused, facts and receipt; the content of ``facts`` and ``receipt`` is not
-    checked. Raises Malformed unless there are at most ``most_rows`` records of shape ``input_shape``, all numbers are
-    finite, and the counts, one for each class, add up to the number of records.
+    checked. Raises Malformed in three cases. There are more than ``most_rows`` records, or records of another shape
+    than ``input_shape``. A number is not finite. The counts, one for each class, do not add up to the number of
+    records.
     """
     check_names(content, {_POOL, _SAID})
     inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
@@ -304,8 +305,8 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
     """Return the moments of a client's features from a content of ``moments_content``.
 
     There is one row for each class; the first column has the numbers of records. ``most_records``: the largest total
-    number of records; None if the moments have noise. Raises Malformed for another shape, for numbers that are not
-    finite or far too large, and, without noise, for invalid numbers of records.
+    number of records; None if the moments have noise. Raises Malformed for another shape, and for numbers that are not
+    finite or far too large. Without noise, raises Malformed for invalid numbers of records, too.
     """
     moments = _single_array(content, _MOMENTS, shape, "<f8").astype(np.float64)
     if not (np.abs(moments) <= _LARGEST_MOMENT).all():

@@ -114,7 +114,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     """Return the job of ``experiment``; defaults that depend on the data are filled in.
 
     ``data_root``: the first folder to look for data sets. Raises UserError for settings that do not fit the data or the
-    model, for an impossible partition, and for a GPU that is set but not available.
+    model. Raises UserError, too, for an impossible partition, and for a GPU that is not available.
     """
     dataset = _scaled(load(experiment.data, data_root, experiment.features), experiment.normalise)
     experiment = _resolved(experiment, dataset)

@@ -115,9 +115,9 @@ def merged(dataset: Dataset) -> Dataset:
 def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Dataset, Parts, Parts]:
     """Cut each client's records into training and test records at random.
 
-    Return the data set with the clients' test records as its test set, each client's training records, and each
-    client's test records. ``share``: the share of a client's records that become test records, rounded, and at least
-    one record of a client with two or more.
+    Return three values: the data set, each client's training records, and each client's test records. The test set of
+    this data set consists of all clients' test records. ``share``: the share of a client's records that become test
+    records. The share is rounded to whole records; a client with two or more records gets at least one test record.
     """
     is_test = np.zeros(len(shards.records), dtype=bool)
     for client in np.flatnonzero(shards.sizes > 1).tolist():

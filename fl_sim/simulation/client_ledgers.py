@@ -87,7 +87,8 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
     """Return a sentence on the joint privacy cost, for the privacy statement about one set of synthetic records.
 
-    ``together``: the joint privacy cost of everything published about the same records. None if it is unknown here.
+    ``together``: the joint privacy cost of everything published about the same records. None if unknown on this
+    machine.
     """
     if together is None:
         return (

@@ -130,8 +130,8 @@ def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
     """Return the number of training records of every client, shape (clients,).
 
-    The settings decide whether a client trains on its own records, on the ``num_synthetic`` synthetic records of a
-    pool, or on both kinds.
+    A pool has ``num_synthetic`` synthetic records. The settings decide whether a client trains on its own records, on
+    the pool, or on both.
     """
     own: NDArray[np.int64] = job.shards.sizes
     if not num_synthetic:

@@ -34,7 +34,8 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
     """Return the stored result of a finished run of ``experiment`` in ``out``; None if there is no such run.
 
     A run with another number of rounds does not count. ``now``: the identity of the present records and code. Raises
-    UserError if ``out`` holds a run with other settings, records or code, or a result that does not fit its rounds.
+    UserError if ``out`` holds a run with other settings, records or code. Raises UserError, too, if the stored result
+    does not fit the stored rounds.
     """
     earlier = earlier_run(experiment, out, now)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -341,8 +342,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
     """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, or None.
 
     The result None means that ``out`` holds no run. The run's settings and the privacy ledger of Global DP also stay in
-    ``out``. The reason: a repetition with other noise publishes another model about the same clients, and its privacy
-    cost is added to the earlier one. Raises UserError if ``out`` holds another run or other files. A run with another
+    ``out``. The reason: a repetition with other noise publishes another model about the same clients. Its privacy cost
+    is added to the earlier cost. Raises UserError if ``out`` holds another run or other files. A run with another
     number of rounds is refused with the same error, unless ``of_any_length`` is True. Raises RunError if ``out`` is in
     use or cannot be written.
     """

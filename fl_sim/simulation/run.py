@@ -45,10 +45,10 @@ def run(
     """Run ``experiment`` in the run directory ``out`` and return the content of ``result.json``.
 
     ``grid``: Flower's Grid (it delivers messages), if Flower's own runtime started this process. Without ``grid``, this
-    function starts the experiment's engine. If ``out`` holds an unfinished run of the experiment, or a run with fewer
-    rounds, the run continues after its last finished round. A finished run is not repeated and has no further privacy
-    cost: its stored result is returned. Raises RunError if the run cannot continue; finished rounds stay on the disk.
-    Raises UserError for settings that cannot be run, and for files that do not fit together.
+    function starts the experiment's engine. ``out`` may hold an unfinished run of the experiment, or a run with fewer
+    rounds. Then the run continues after its last finished round. A finished run is not repeated and has no further
+    privacy cost: its stored result is returned. Raises RunError if the run cannot continue; finished rounds stay on the
+    disk. Raises UserError for settings that cannot be run, and for files that do not fit together.
     """
     observer = observer or Silent()
     if grid is not None and experiment.is_timed:
@@ -97,8 +97,8 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     """Write the final model, and ``clients.csv`` with one line for each client.
 
-    ``clients.csv`` is left out if no measure of single clients is known, if there are more than ``MOST_LISTED``
-    clients, and always if the run promises privacy.
+    ``clients.csv`` is never written if the run promises privacy. It is also left out if no measure of single clients is
+    known, or if there are more than ``MOST_LISTED`` clients.
     """
     run_directory.write_model(out, {**log.fixed, **log.server.model})
     records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)

@@ -114,8 +114,8 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
 def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path:
     """Return the user's permanent folder for ``name``: the value of the environment variable ``variable``, if set.
 
-    If it is not set, the folder is ``fl-sim/NAME`` below the value of ``base_variable`` (such as XDG_CACHE_HOME) or, if
-    that is not set either, below ``base``.
+    If ``variable`` is not set, the folder is ``fl-sim/NAME`` below the value of ``base_variable`` (such as
+    XDG_CACHE_HOME). If ``base_variable`` is not set either, the folder is ``fl-sim/NAME`` below ``base``.
     """
     named, below = os.environ.get(variable), os.environ.get(base_variable) or base
     return (Path(named) if named else Path(below) / "fl-sim" / name).expanduser().absolute()
@@ -215,8 +215,8 @@ def run_lock(folder: Path) -> Iterator[None]:
 def is_locked(folder: Path) -> bool | None:
     """Return True if the process that locked ``folder`` still runs. This function itself locks and changes nothing.
 
-    Returns None if that process is on another machine, or if this system cannot tell. The start time of the process is
-    compared with the time of the lock, because a new process may have the process id of a dead one.
+    Returns None if that process is on another machine, or if this system cannot tell. A new process may have the
+    process id of a dead process. Therefore the start time of the process is compared with the time of the lock.
     """
     try:
         said = json.loads(_content(folder / LOCK))

@@ -1,9 +1,9 @@
 """Tensors on disk: files named by the hash of their content, and client states (SCAFFOLD's c_i) with a checksum.
 
 Client states are private: only their owner may read the files, from the first byte on. A resumed run verifies the
-checksum of all client states: a client whose state is lost would start like a client that has not taken part yet, and
-the results of the run would change. The checksum is computed from the client states, so it is as private as the states.
-It is stored in their folder, and not in the checkpoint.
+checksum of all client states. Without this check, a client whose state is lost would start like a new client, and the
+results of the run would change. The checksum is computed from the client states, so it is as private as the states. It
+is stored in their folder, and not in the checkpoint.
 """
 
 import errno
@@ -76,10 +76,10 @@ def write_private(path: Path, content: bytes) -> None:
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
     """Save the state of ``client`` after ``server_round``. The state from before this round is kept, too.
 
-    All clients of a run have states of the same names, shapes and type. The file has two slots for each client, so a
-    repeated round reads the same older state and writes the same numbers: a retry or a resume changes nothing, even if
-    a process dies while it writes. Several processes may save at once, each for its own clients. Raises RunError, with
-    the cure, if the file cannot be written.
+    All clients of a run have states of the same names, shapes and type. The file has two slots for each client: the
+    newest state and the state before. So a repeated round reads the same older state and writes the same numbers. A
+    retry or a resume changes nothing, even if a process dies while it writes. Several processes may save at once, each
+    for its own clients. Raises RunError, with the cure, if the file cannot be written.
     """
     if not state:
         return
