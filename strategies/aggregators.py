@@ -101,7 +101,7 @@ the clients' replies, one for each row."""
 def combined(
     cohort: Cohort, combine: Combine, no_effect: Callable[[torch.Tensor], str] | None = None
 ) -> Aggregate | None:
-    """Return the robust aggregate of the clients that have records, or None if no client has records.
+    """Return the robust aggregate of the updates of clients with records, or None if no client has records.
 
     ``combine``: the aggregation rule. ``no_effect``: a function that gets the updates, as rows. If the rule only
     returns the mean of these updates, the function returns a sentence that says so for the user, otherwise an empty

@@ -34,7 +34,7 @@ class Population:
     nodes: Sequence[int]
 
     def client_of(self, node: int) -> int | None:
-        """Return the client of ``node``, or None if the node belongs to no client."""
+        """Return the number of the client on Flower node ``node``, or None if no client is there."""
         if isinstance(self.nodes, range):
             return self.nodes.index(node) if node in self.nodes else None
         return self._clients.get(node)
@@ -96,7 +96,7 @@ def by_client(
 ) -> dict[int, list[Message]]:
     """Return {client: its replies}; a correct client sends one reply. ``client_of``: node id -> client, or None.
 
-    A reply from a node without a client is ignored, or raises RunError if ``strict``.
+    A reply from a node without a client is ignored. If ``strict``, such a reply raises RunError.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:

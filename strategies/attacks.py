@@ -28,7 +28,7 @@ from strategies.layer import Layer, Relabel
 
 
 class Attack(Protocol):
-    """An attack: the behaviour of the hostile clients, whose number is ``clients``."""
+    """An attack: the behaviour of the hostile clients. ``clients``: the number of hostile clients."""
 
     @property
     def clients(self) -> int:
@@ -48,7 +48,7 @@ class Attack(Protocol):
 
 
 class _Harmless(Settings):
-    """Leaves labels and updates unchanged. Every attack overrides one of its methods, ``poisoned`` or ``forged``."""
+    """Leaves labels and updates unchanged. Each attack is a subclass that overrides ``poisoned`` or ``forged``."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
         del num_classes
@@ -123,11 +123,11 @@ class SignFlip(_Attack):
 class ALittleIsEnough(_Attack):
     """ALIE: all hostile clients send mean - z * deviation of their honest updates (Baruch et al. 2019, alg. 3).
 
-    ``deviations``: z; 1.5 is the default of the authors' released program. "formula" takes the paper's bound on z below
-    which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with
-    s = floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0:
-    exactly 0 for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100
-    on. A hostile client that is alone in a round has no deviation and sends its honest update.
+    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the paper's bound
+    on z below which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with s =
+    floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0: exactly 0
+    for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100 on. If a
+    round has only one hostile client, there is no deviation, and this client sends its honest update.
     """
 
     kind: Literal["alie"] = "alie"
@@ -136,7 +136,7 @@ class ALittleIsEnough(_Attack):
     before: ClassVar[Mapping[str, Any]] = {"deviations": "formula"}
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if updates are compressed: the forged updates have no compressed form."""
+        """Raise ValueError if clients compress updates, because forged updates have no compressed form."""
         super().check(experiment)
         if not is_none(experiment.compress):
             raise ValueError(

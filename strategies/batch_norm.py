@@ -71,7 +71,7 @@ class BatchNormLayers(Layer):
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError for personal BatchNorm layers with an algorithm such as FedCM.
 
-        FedCM adds a share of the last mean update to every local step. Personal layers have no mean update.
+        FedCM adds a share of the last mean update to every local step. Personal BatchNorm layers have no mean update.
         """
         if experiment.local.batch_norm == "personal" and (scale := beginning.plan.gradient_scale) != 1:
             raise UserError(
@@ -112,14 +112,17 @@ class ClientBatchNorm(ClientLayer):
         return replace(plan, contrast=replace(plan.contrast, previous=previous))
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the result with personal layers reset to their initial values, so that their update is zero."""
+        """Return the training result with personal layers set to their initial values, so that their update is 0."""
         if not (names := self._personal(came)):
             return task, trained
         resting = {name: task.params[name] for name in names}
         return task, replace(trained, params={**trained.params, **resting})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update with the BatchNorm tensors added; personal layers are added to the client state, too."""
+        """Return the update with BatchNorm tensors added.
+
+        Personal BatchNorm layers are also added to the client state.
+        """
         del task
         names = self._personal(came)
         if not (layers := layers_after(trained, names)):

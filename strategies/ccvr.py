@@ -33,13 +33,13 @@ class CCVR(Settings):
     """Clients send moments of the features of each class; the server trains the head on samples from class Gaussians.
 
     ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training starts from the
-    head after the last round. It is plain SGD for ``epochs`` over the samples, with this ``learning_rate`` and
+    head after the last round. It is plain SGD for ``epochs`` passes over the samples, with this ``learning_rate`` and
     ``batch_size``.
 
     ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of a client's moments for each of
-    its records. With ``epsilon`` the moments are one Gaussian release, and features are clipped to ``clipping_norm``.
-    ``noise``: "secret" is real protection and differs from run to run, "seeded" is repeatable and protects in
-    simulation only.
+    its records. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features are
+    clipped to ``clipping_norm``. ``noise``: "secret" is real protection and differs from run to run, "seeded" is
+    repeatable and protects in simulation only.
     """
 
     kind: Literal["ccvr"] = "ccvr"
@@ -79,12 +79,12 @@ class CCVR(Settings):
 
     @property
     def is_private(self) -> bool:
-        """Return True if the moments are a private release."""
+        """Return True if clients send their moments with noise, that is under differential privacy."""
         return self.epsilon is not None
 
     @property
     def protection(self) -> Protection | None:
-        """Return the privacy parameters for the moments, or None without protection."""
+        """Return the privacy parameters for the clients' moments, or None if these are sent without noise."""
         if self.epsilon is None:
             return None
         from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)

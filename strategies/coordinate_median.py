@@ -14,8 +14,9 @@ from strategies.algorithm import Weighting
 class CoordinateMedian(Robust):
     """The median of every coordinate; for an even number of clients, the mean of the two middle values.
 
-    Fewer than half of the clients cannot move a coordinate beyond the range of honest clients' values. Every client has
-    the same weight, because the server cannot verify a client's number of records. No privacy guarantee.
+    If fewer than half of the clients are hostile, every coordinate stays within the range of the honest clients'
+    values. Every client has the same weight, because the server cannot verify a client's number of records. No privacy
+    guarantee.
     """
 
     kind: Literal["median"] = "median"

@@ -4,11 +4,11 @@ Banded matrix factorisation: with x_t the sum of the clipped updates of round t,
 
     C a = C x + Z,      so that a_t = x_t + (C^-1 Z)_t,
 
-with fresh Gaussian noise Z and a lower-triangular Toeplitz matrix C of b bands. Its coefficients are those of the
-square root of the matrix of prefix sums, c_0 = 1, c_k = c_{k-1} (2k - 1) / 2k, cut off after b of them (Kalinin and
-Lampert 2024, "Banded square root matrix factorization for differentially private model training"), and divided by
-their norm. The model is a prefix sum of the a_t. Its noise is smaller than with independent noise of the same size in
-every round.
+with fresh Gaussian noise Z and a lower-triangular Toeplitz matrix C of b bands. The coefficients of C are those of the
+square root of the matrix of prefix sums: c_0 = 1, c_k = c_{k-1} (2k - 1) / 2k. They are cut off after b coefficients
+(Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private model training"), and
+divided by their norm. The model is a prefix sum of the a_t. The noise of this prefix sum is smaller than with
+independent noise of the same size in every round.
 
 Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. For each round
 in which a client takes part, the client changes C x by a column of C times its update. Columns have norm 1, and two
@@ -39,8 +39,8 @@ class CorrelatedNoise:
     """The state that later rounds need to subtract noise of earlier rounds; with one band there is no state.
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
-    the ``released`` sums they reveal the noise. They are kept only in memory: a resumed run begins with an empty state,
-    which costs accuracy but no privacy (two such mechanisms, one after the other).
+    the ``released`` sums they reveal the noise. They are kept only in memory, so a resumed run begins with an empty
+    state. This costs accuracy but no privacy (two such mechanisms run one after the other).
     """
 
     bands: int

@@ -32,7 +32,7 @@ class Ditto(Averaging):
 
     The client's own model v begins at the run's initial model, and is trained in the rounds in which the client takes
     part: as many steps as the global model, on the same batches. ``strength``: the paper's lambda, chosen among 0.1, 1
-    and 2 on validation records; 0 trains v alone. In the released code both models take turns batch by batch.
+    and 2 on validation records; 0 trains v alone. In the released code x and v are trained in turns, one batch each.
     """
 
     kind: Literal["ditto"] = "ditto"

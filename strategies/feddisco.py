@@ -33,7 +33,7 @@ class FedDisco(Averaging):
         return [off("algorithm.a=0", "labels do not count" if self.b else FEDAVG)]
 
     def note(self) -> str:
-        """Return the note for tables: the number that clients send besides their update."""
+        """Return the note for tables: it names the number that clients send besides their update."""
         return "FedDisco: every client also sends one number, the distance of its label distribution from uniform."
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

@@ -21,8 +21,8 @@ class FedNova(Averaging):
 
     y_i is the trained model of client i, n_i its number of records, and n the sum of n_i. a_i is the distance of client
     i's local steps with a constant unit gradient, divided by the learning rate. ``tau_eff``: None takes sum_i p_i a_i
-    of the round, as the paper does by default; a number is fixed and public, and then clients do not send a_i (the
-    paper lets the server choose tau_eff, section 4.2).
+    of the round, as the paper does by default. A number is fixed and public; clients then do not send a_i. (The paper
+    lets the server choose tau_eff, section 4.2.)
     """
 
     kind: Literal["fednova"] = "fednova"

@@ -13,7 +13,7 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedNTD(Averaging):
     """Each client adds ``beta`` T^2 KL(received model || own model) to its loss.
 
-    The softmaxes of both models leave the record's own class out. ``beta`` 0 is FedAvg. ``temperature``: T, the paper's
+    The softmax of each model leaves the record's own class out. ``beta`` 0 is FedAvg. ``temperature``: T, the paper's
     tau. The factor T^2 follows the released code.
     """
 

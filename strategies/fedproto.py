@@ -60,7 +60,7 @@ class FedProto(Averaging):
         return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Return the note for tables: the statistics that clients send besides their update."""
+        """Return the note for tables: it names the statistics that clients send besides their update."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:

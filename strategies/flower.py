@@ -127,7 +127,7 @@ class FederatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return no messages: the model is evaluated at the server, on the public test set."""
+        """Return no messages: clients do not evaluate, as the server measures the model on the public test set."""
         del server_round, arrays, config, grid
         return []
 
@@ -219,10 +219,10 @@ class _Innermost(Layer):
     strategy: FederatedStrategy
 
     def ready(self, work: Workload) -> None:
-        """Do nothing: the amount of work has no effect here."""
+        """Do nothing: the innermost layer does not use the amount of work."""
 
     def begin(self, server_round: int) -> None:
-        """Do nothing: there is nothing to prepare here."""
+        """Do nothing: the innermost layer needs no preparation for a round."""
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         strategy = self.strategy
@@ -237,7 +237,7 @@ class _Innermost(Layer):
         return replies
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Raise RunError, which names the first failed client."""
+        """Raise RunError, with an error message that names the first failed client."""
         del answered
         for client, error in failed.items():
             who = f"client {client} in round {server_round}"

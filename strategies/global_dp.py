@@ -112,16 +112,16 @@ class GlobalDP(Settings):
 
     ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm (with adaptive
     clipping the updates get more noise, so that updates and counts together cost z); 0 clips only and guarantees
-    nothing. "from-epsilon" finds the least z with which all rounds together cost no more than ``epsilon``.
+    nothing. With "from-epsilon" the run uses the least z with which all rounds together cost no more than ``epsilon``.
     ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
     the bound in the first round). ``epsilon``: the budget at ``delta``: training stops before the round that would
-    exceed it; rounds that cost less leave a part of it unused; None sets no limit. ``accountant``: the method that
-    computes the epsilon spent. ``noise`` "secret": a fresh key from the operating system, so no two runs have the same
-    noise; With "seeded" the noise is repeatable; the guarantee is then only about the method, not about this run.
-    ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in the model; 1
-    for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the correlation
-    starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out:
-    the norm is fixed.
+    exceed this budget. If all rounds cost less, a part of the budget stays unused. None sets no limit. ``accountant``:
+    the method that computes the epsilon spent. ``noise`` "secret": a fresh key from the operating system, so no two
+    runs have the same noise; With "seeded" the noise is repeatable; the guarantee is then only about the method, not
+    about this run. ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in
+    the model; 1 for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the
+    correlation starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the
+    updates; left out: the norm is fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -277,11 +277,11 @@ class GlobalDP(Settings):
         Book the cost in the privacy ledger BEFORE this call.
 
         ``template``: the payload template; its values are not read. All clients have the same weight, whatever their
-        num_examples is. A client counts as zeros if it is missing, answered twice, or sent payloads that are not finite
-        or differ from the template in names or shapes. Noise and denominator (``cohort.expected_size``, public) stay
-        the same, also for an empty cohort. Noise is drawn from the streams of ``cohort.server_round``: never release
-        two different cohorts under one key and round. ``correlated``: the state of the correlated noise, carried from
-        round to round; None with one band.
+        num_examples is. The update of a client counts as zeros if the client is missing or answered twice. It also
+        counts as zeros if a payload is not finite or differs from the template in names or shapes. Noise and
+        denominator (``cohort.expected_size``, public) stay the same, also for an empty cohort. Noise is drawn from the
+        streams of ``cohort.server_round``: never release two different cohorts under one key and round. ``correlated``:
+        the state of the correlated noise, carried from round to round; None with one band.
         """
         correlated = CorrelatedNoise(1) if correlated is None else correlated
         assert correlated.bands == self.noise_bands
@@ -360,8 +360,9 @@ def _clipped_sum(
     """Return the float64 sum of the updates clipped to ``limit``, and the centred count of updates within the norm.
 
     The centred count is the number of updates within ``clipping_norm`` minus half the number of all updates that count
-    (finite and not zero). An update of zeros, which a client without records sends, or one that is not finite changes
-    neither result. Any other update changes the sum by at most ``limit``, and the count by exactly 1/2.
+    (finite and not zero). Two kinds of updates change neither the sum nor the count: an update of zeros, which a client
+    without records sends, and an update that is not finite. Any other update changes the sum by at most ``limit``, and
+    the count by exactly 1/2.
     """
     total = torch.zeros(size, dtype=torch.float64)
     centred = 0.0

@@ -15,7 +15,7 @@ from strategies.algorithm import Weighting
 
 
 class Krum(Robust):
-    """The one update with the least sum of squared distances to its n - ``hostile`` - 2 nearest neighbours.
+    """The one update with the least sum of squared distances to its n - ``hostile`` - 2 nearest other updates.
 
     ``hostile``: the paper's f, the number of hostile clients in a round that Krum tolerates. Every round needs
     n >= 2 ``hostile`` + 3 clients with records. Clients with different data are also far from each other: under label

@@ -2,10 +2,10 @@
 
 Each layer wraps the next inner layer, and by default each of its methods calls the same method of the inner layer. The
 innermost layer samples the cohort, takes the mean and merges it. ``ORDER`` lists the settings with layers from the
-inside out. So noise is added after hostile clients have sent their updates, and a client that is late has sent no
-update. A layer may have code that runs on clients, called its client half, such as the compression of updates. Client
-halves are nested in the same order: the outermost half sees a task first and an update last. A settings class names its
-layer as ``layer = "module:Class"``; a class of the user may do the same.
+inside out. So noise is added after hostile clients have sent their updates. A client that is late sends no update. A
+layer may have code that runs on clients, called its client half, such as the compression of updates. Client halves are
+nested in the same order: the outermost half sees a task first and an update last. A settings class names its layer as
+``layer = "module:Class"``; a class of the user may do the same.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Layer:
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
-        """Return the layer for a run of ``experiment`` in run directory ``out``, or None if it is not needed.
+        """Return the layer for a run of ``experiment`` in run directory ``out``, or None if the run needs no layer.
 
         ``progress``: the layer's ``state`` from the checkpoint of a resumed run; empty in a new run.
         """
@@ -233,7 +233,7 @@ class Layer:
         return self.inner.ended(rounds)
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings for the user at the end of the run. ``rounds``: the results of all rounds of the run."""
+        """Return warnings for the user at the end of the run. ``rounds``: the records of all rounds of the run."""
         return self.inner.conclusions(rounds)
 
     def affords(self, server_round: int) -> bool:

@@ -33,7 +33,7 @@ class MOON(Averaging):
         return [off(f"algorithm.mu={self.mu:g}", first)] if experiment.rounds == 1 else []
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds the contrastive term, with the client's own last model as the negative."""
+        """Return the local plan that adds the contrastive term. Its negative example is the client's own last model."""
         return LocalPlan(contrast=Contrast(self.mu, self.tau, task.state.get("model") or task.params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

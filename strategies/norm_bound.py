@@ -18,9 +18,9 @@ class NormBound(Robust):
     """The mean of the clients' payloads, each taken as one vector and scaled down to a norm of at most ``norm_bound``.
 
     ``weights`` "uniform": every client has the same weight, so that one of n clients in a round moves the mean by
-    ``norm_bound`` / n at most. "examples" weights clients by records if the algorithm does, as Sun et al. do. But the
-    server cannot verify the number of records: a client that claims most of the records moves the mean by nearly
-    ``norm_bound``. No noise is added: no privacy guarantee.
+    ``norm_bound`` / n at most. With "examples" a client's weight is its number of records, if the algorithm weights
+    clients so, as Sun et al. do. But the server cannot verify the number of records: a client that claims most of the
+    records moves the mean by nearly ``norm_bound``. No noise is added: no privacy guarantee.
     """
 
     kind: Literal["norm-bound"] = "norm-bound"

@@ -71,7 +71,7 @@ class OwnPart(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return a sentence on the clients' own models, which are trained without noise."""
+        """Return a sentence for privacy statements on the clients' own models, which are trained without noise."""
         del experiment
         return [UNCOVERED]
 

@@ -55,7 +55,7 @@ class PerFedAvg(Averaging):
         return [] if self.personal_learning_rate else [off("algorithm.personal_learning_rate=0", FEDAVG)]
 
     def course(self, job: LocalJob) -> Course:
-        """Make the local steps, each with two or three gradients."""
+        """Make the client's local steps; each computes two or three gradients."""
         w, settings, losses = job.task.params, job.task.settings, list[float]()
         statistics, alpha = job.task.statistics, self.personal_learning_rate
         for step, first, third in zip(steps_of(job), steps_of(job, 1), steps_of(job, 2), strict=True):

@@ -6,7 +6,7 @@ covariances. Each step publishes one noisy sum by Global DP's own mechanism. A c
 noise is added once to the sum over clients, and the run's privacy ledger books the cost. All else is post-processing:
 covariances are shrunk by the share that noise may explain, images are drawn from one normal distribution per class, and
 the server trains on these images. The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records
-makes the release. The following rounds need to change the model only little, so their noise harms less.
+publishes the sums. The following rounds need to change the model only little, so the noise of the rounds harms less.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class PrivateStart(Settings):
-    """The first model learns from images drawn from noisy sums over all clients' records.
+    """The server trains the first model on synthetic images, drawn from noisy sums over all clients' records.
 
     The privacy ledger of the rounds books the cost of these sums, too.
 

@@ -1,8 +1,8 @@
 """Samplers: the cohort of a round is everyone, a fixed number of clients, a Poisson sample, or one of several groups.
 
-The caller supplies the random numbers ("coins"). They come from the experiment's seed if cohorts are public. Under
-privacy they come from the secret key of the noise, because privacy amplification by sampling holds only against an
-observer who cannot recompute the cohorts.
+The caller supplies the random numbers ("coins"). If cohorts are public, these numbers come from the experiment's seed.
+Under Global DP they come from the secret key of the noise, because privacy amplification by sampling holds only against
+an observer who cannot recompute the cohorts.
 """
 
 from collections.abc import Callable

@@ -24,8 +24,9 @@ class Scaffold(Averaging):
     to local momentum: a constant gradient g then moves the model by a_i eta g, not K eta g (Wang et al. 2020, section
     4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published benchmark (Li et al. 2022): the
     correction is added to the step after momentum, c_i+ divides by K eta, and models are weighted by records. The
-    result equals that program if all clients take part in every round. Otherwise the program differs: it starts c and
-    all c_i at one random model, not at 0, and that model stays in c as long as a client has not taken part.
+    result equals that program if all clients take part in every round. Otherwise the program gives other results: it
+    starts c and all c_i at one random model, not at 0. A part of this model stays in c as long as some client has not
+    taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"

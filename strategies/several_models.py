@@ -100,7 +100,7 @@ def check_choices(algorithm: object, count: int, experiment: Choices) -> None:
 
 
 class OneUpdate(Layer):
-    """Sends a client's update of the chosen model without the zeros of the others, and counts the choices.
+    """Sends a client's update of its chosen model, without the zeros of all other models, and counts the choices.
 
     ``chosen``: {client: the model of its last round}. ``counts``: the number of clients of each model in the last
     round; empty before the first round.

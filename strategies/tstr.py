@@ -78,7 +78,10 @@ class Tstr(Settings):
         return 1
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Return the names of the classifiers to train, each once. ``model``: name of the experiment's own model."""
+        """Return the names of the classifiers to train, each name once.
+
+        ``model``: name of the experiment's own model.
+        """
         return tuple(dict.fromkeys(model if name == OWN else name for name in self.classifiers))
 
     def check_size(self, num_records: int) -> None:

@@ -1,10 +1,10 @@
 """Audits of mechanisms: lower bounds on epsilon from many runs on two neighbouring data sets, or from one run.
 
 Privacy-profile audit: the two data sets, called worlds, differ in the audited unit alone, chosen for the worst case:
-world 0 is without this unit, world 1 is with it. A claim (epsilon, delta(epsilon)) is refuted where some set of outputs
-E has, with confidence, P1(E) - e^epsilon P0(E) > delta(epsilon). P0 and P1 are the probabilities of outputs in world 0
-and world 1. E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals, Bonferroni
-correction over all sets). Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
+world 0 is without this unit, world 1 is with it. P0 and P1 are the probabilities of outputs in world 0 and world 1. A
+claim (epsilon, delta(epsilon)) is refuted if a set of outputs E has, with confidence, P1(E) - e^epsilon P0(E) >
+delta(epsilon). The set E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals,
+Bonferroni correction over all sets). Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
 probability 1/2, independently. The auditor sees everything that the run publishes. For some canaries the auditor

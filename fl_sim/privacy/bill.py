@@ -333,13 +333,13 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run made a release that protects other units only, and is not in this ``unit``'s bill."""
+    """Return True if a run made a release that protects other units only, and so is not in the bill of ``unit``."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return one payment for each release: the largest of its payments.
+    """Return one payment for each release: the largest of all payments for this release.
 
     Several runs may use one release. A run that was interrupted has paid for only a part of the release.
     """

@@ -322,8 +322,8 @@ class ChargeLog:
     def _finished(self, file: BinaryIO, line: bytes) -> list[Charge]:
         """If the last line lacks only its newline, add the newline and return the line's charge. Else remove the line.
 
-        An unfinished line means that the ``charge`` call was interrupted before it returned, so nothing was
-        released.
+        An unfinished line means that the call of ``charge`` was interrupted before it returned, so nothing was
+        published.
         """
         start = b'{"release": "' if self._digests else b'{"ledger": '
         if not (line.startswith(start) or start.startswith(line) or not line.strip(b"\0")):

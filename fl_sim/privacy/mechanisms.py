@@ -95,9 +95,9 @@ class Noise:
     """A source of random numbers: one independent ChaCha20 stream per (purpose, round), all from one 32-byte key.
 
     The key is a secret: its owner can subtract the noise. No representation, log or result contains the key.
-    ``simulation_only``: True where the key comes from a seed and can be guessed, so that no real person is
-    protected. ``normals``: a faster source of normal numbers; rounded to the grid, its numbers are exactly the
-    same.
+    ``simulation_only``: True where the key comes from a seed and can be guessed, so that no real person is protected.
+    ``normals``: a faster source of normal numbers. Its numbers, rounded to the grid, are exactly the same as without
+    it.
     """
 
     key: bytes = field(repr=False)
@@ -302,7 +302,10 @@ def next_clipping_norm(
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Write the numbers, rounded to whole grid steps, to ``out``; return the indices of those possibly misrounded."""
+    """Write the numbers, rounded to whole grid steps, to ``out``.
+
+    Return the indices of numbers that may be misrounded.
+    """
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5
     found *= 2.0**-63

@@ -1,8 +1,8 @@
 """Renyi divergences of one release at fixed orders, and the epsilon that their sum proves (Mironov et al. 2019).
 
 Every curve is an upper bound for all valid parameters, however extreme. Where a value cannot be computed, a larger
-bound replaces it: the value without amplification, the value at the next order, or ``inf``. To avoid cancellation, no
-result is a difference of numbers that are nearly equal.
+bound replaces the value: the value without amplification by sampling, the value at the next order, or ``inf``. To avoid
+cancellation, no result is a difference of numbers that are nearly equal.
 """
 
 import logging

@@ -55,8 +55,8 @@ def valid_delta(delta: float) -> float:
 def delta_advice(delta: float, units: float) -> str | None:
     """Return a warning where ``delta`` is too large for a population of ``units`` privacy units, else None.
 
-    At a delta of 1/units and above, publishing all data of one unit, chosen at random, would satisfy the
-    definition.
+    At a delta of 1/``units`` or more, even the publication of all data of one random unit would satisfy the definition
+    of differential privacy.
     """
     advice = f"use delta <= {1 / (10 * units):.1g}, that is 1 / (10 x {units:g})"
     if delta >= 1 / units:

@@ -127,12 +127,15 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return ``state``, a client's state, with compression's tensors ``held`` added: {payload name: tensors}."""
+    """Return ``state``, a client's state, with the tensors ``held`` of compression added.
+
+    ``held``: {payload name: tensors}.
+    """
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return compression's tensors in ``state``, a client's state: {payload name: tensors}."""
+    """Return the tensors that compression keeps in ``state``, a client's state: {payload name: tensors}."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

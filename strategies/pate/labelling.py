@@ -287,11 +287,11 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
     A query without an answer pays for its test alone, so costs depend on the votes. The budget covers this, because it
     is a privacy filter. It is fixed beforehand, and it bounds the sum of Renyi divergences of releases that are chosen
-    one after the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). The bound holds here at all orders at
-    once: the releases are Gaussian, so their curves are multiples of each other, and the budget always ends at the same
-    order. The epsilon spent in the end depends on the number of answered queries, and so on the votes. This epsilon may
-    be reported, since the labels show the answered queries. But it is no guarantee. The guarantee is the budget or the
-    cost of ``Labelling.planned``, whichever is smaller.
+    one after the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). Here the bound holds at all orders at
+    once. The reason: all tests and answers have Gaussian noise, so their Renyi curves are multiples of each other. So
+    the budget always ends at the same order. The epsilon spent in the end depends on the number of answered queries,
+    and so on the votes. This epsilon may be reported, since the labels show the answered queries. But it is no
+    guarantee. The guarantee is the budget or the cost of ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 

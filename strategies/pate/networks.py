@@ -173,10 +173,10 @@ def _norm(kind: str, channels: int) -> nn.Module:
 
 
 class Forest(nn.Module):
-    """Decision trees as padded tables, one row for each tree; a node is a leaf where its ``left`` child is itself.
+    """Decision trees as padded tables, one row for each tree. A node whose ``left`` child is the node itself is a leaf.
 
-    A record goes to the left child where its ``feature`` is at most the node's ``threshold``, else to the right child.
-    ``value``: the class shares of a leaf.
+    At a node, a record goes to the left child if the node's ``feature`` of the record is at most ``threshold``. Else
+    the record goes to the right child. ``value``: the class shares of a leaf.
     """
 
     def __init__(self, num_trees: int, num_nodes: int, num_classes: int) -> None:

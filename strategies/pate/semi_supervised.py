@@ -13,9 +13,9 @@ classifier's features on real records. Without the data-dependent initialisation
 the noise between the layers would be larger than the signal.
 
 Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
-label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles most
-others that no earlier record represents. Labels spread over the graph of nearest neighbours (Zhou et al. 2004). All of
-these steps read only public records and published labels, so they have no privacy cost.
+label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles the
+largest number of records that no earlier record represents. Labels spread over the graph of nearest neighbours (Zhou et
+al. 2004). All of these steps read only public records and published labels, so they have no privacy cost.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class FeatureMatchingGan(Settings):
 
 
 class _Game:
-    """A GAN: classifier, split into feature extractor and head; generator (``forger``); and the losses of both."""
+    """A GAN: a classifier (feature extractor and head), a generator (``forger``), and the losses of both networks."""
 
     def __init__(self, model: torch.nn.Module, data: StudentData) -> None:
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)

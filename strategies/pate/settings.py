@@ -179,7 +179,7 @@ class Pate(Settings):
 
     @property
     def pool_in_words(self) -> str:
-        """Return a phrase that names the records of the public pool."""
+        """Return a phrase for reports that names the records of the public pool."""
         return "the first test records" if self.pools_test_records else "a part of the training records"
 
     def note(self) -> str:

@@ -4,7 +4,7 @@ This module holds functions for training, and the students that use the labelled
 ``ResidualStudent``, the student of Diff-RN (residual networks: He et al. 2016, section 4.2, three stages on small
 images; bottleneck blocks: their figure 5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest
 held as tensors, so that no pickle is needed. All training is post-processing of the labels and costs no epsilon. All
-records and their statistics are public, so BatchNorm does not affect privacy here.
+records that a student sees are public, and so are their statistics. So BatchNorm does not affect privacy here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
 
 
 class TrainingPart(Protocol):
-    """An object with state in a student's training: network, optimiser, order of batches, or random generators."""
+    """An object with state in a student's training, such as the network, the optimiser or a random generator."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as values by name."""
