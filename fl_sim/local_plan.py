@@ -82,7 +82,7 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class Distillation:
-    """A distillation term: it keeps the predictions of the trained model close to those of the received model.
+    """A distillation term: it keeps the trained model's predictions close to the received model's predictions.
 
     The term adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the
     batch. T is the ``temperature``. The received model is not differentiated. Both softmaxes run over the ``classes``,
@@ -175,7 +175,7 @@ class LocalPlan:
     The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf removes
     a class from the softmax), or the loss of ``mix``. The terms ``distillation``, ``suppression``, ``contrast``,
     ``pull`` and ``loss_term`` are added to the loss. With ``ascent``, the gradient of the loss is that of
-    sharpness-aware minimisation. Then the gradient changes, with w the parameters:
+    sharpness-aware minimisation. Then the gradient is changed as follows (w: the parameters):
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 

@@ -142,7 +142,7 @@ def error_context(what: str) -> Iterator[None]:
 def digests(modules: Iterable[str]) -> dict[str, str]:
     """Return {module: SHA-256 of its file} for the user's own ``modules`` and for the user's modules that they import.
 
-    If the process has imported a module, the digest is the one at the time of the import.
+    If the process has imported a module, the digest is the digest at the time of the import.
     """
     return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
 

@@ -130,18 +130,19 @@ class Dataset:
 
     ``name``: as in ``data=name``. ``train``: the records that are assigned to clients. ``test``: the records on which
     models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``: one float per
-    channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). They are published constants of the
-    data set, never computed from the clients' records. ``note``: facts about this copy that a reader must know (a
-    subset, generated stand-in data), shown beside all results. ``counted``: private facts about the user's own records,
-    such as the number of records left out; shown only if the run promises no privacy. ``columns``: the columns of a
-    table, in order, if they are known; the columns are public, as the constants are. ``classes``: the names of the
-    classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content found in a file,
-    its use). ``read_off``: facts that were computed from the records and are visible in results or in the model's
-    shape. A fact comes with the setting that makes the fact public, if there is such a setting. Every privacy statement
-    lists these facts. ``inferred``: assumptions about a file that no setting states, such as its decimal separator, one
-    line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it (tokens). ``validation``:
-    records that no client holds and that are not for testing, for ``evaluate.validation=given``. ``image_shape``: the
-    shape of the original images if features have replaced them; else empty.
+    channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). ``mean`` and ``std`` are published
+    constants of the data set, never computed from the clients' records. ``note``: facts about this copy that a reader
+    must know (a subset, generated stand-in data), shown beside all results. ``counted``: private facts about the user's
+    own records, such as the number of records left out; shown only if the run promises no privacy. ``columns``: the
+    columns of a table, in order, if they are known; the columns are public, as the constants are. ``classes``: the
+    names of the classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content
+    found in a file, its use). ``read_off``: facts that were computed from the records and are visible in results or in
+    the model's shape. A fact comes with the setting that makes the fact public, if there is such a setting. Every
+    privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such as its
+    decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
+    (tokens). ``validation``: records that no client holds and that are not for testing, for
+    ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced them;
+    else empty.
     """
 
     name: str
@@ -381,7 +382,7 @@ class Aggregate:
     ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients behind the
     means, divided by the number of clients with records. Under Global DP the set of clients with records is secret.
     Then ``participation`` is the expected number of clients, which is public, divided by the number of all clients.
-    ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of these updates;
+    ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of the updates;
     else empty.
     """
 

@@ -1,4 +1,4 @@
-"""The base class of both engines, a subclass of Flower's Grid; and the engine that runs all clients in this process."""
+"""The base class of all engines, a subclass of Flower's Grid; and the engine that runs all clients in this process."""
 
 import math
 import time

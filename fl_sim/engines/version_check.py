@@ -22,7 +22,7 @@ LIBRARIES = ("torch", "numpy", "flwr")
 
 
 class CheckedActor:
-    """A Ray actor that first reports the versions on its node. If these are accepted, it answers a run's messages."""
+    """A Ray actor that first reports the versions on its node. After their acceptance, it answers messages."""
 
     def versions(self, modules: list[str]) -> dict[str, str]:
         """Return {name: version} of the software on this actor's node: see the function ``versions``."""

@@ -346,7 +346,7 @@ def read_who(content: RecordDict) -> int:
 
 
 def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """Return the numbers in a content of one record with one array, both named ``name``. Raises Malformed otherwise."""
+    """Return the numbers in a content: one record with one array, both called ``name``. Raises Malformed otherwise."""
     check_names(content, {name})
     record = content[name]
     if not isinstance(record, ArrayRecord) or set(record) != {name}:

@@ -281,12 +281,12 @@ def defined_in_script(experiment: Experiment) -> str:
 
 
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
-    """Return the top-level modules of all import paths in the experiment, except that of ``data``."""
+    """Return the top-level modules of all import paths in the experiment, except the import path in ``data``."""
     return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
 
 
 def own_paths(experiment: Experiment) -> list[str]:
-    """Return all import paths (``module:name``) in the experiment's settings, except that of ``data``."""
+    """Return all import paths (``module:name``) in the experiment's settings, except the import path in ``data``."""
     return paths_in(experiment.model_dump(mode="json", exclude={"data"}))
 
 

@@ -203,7 +203,7 @@ class Local(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, table: Any) -> Any:
-        """Set the default of ``epochs`` to 0 if steps are set, and that of ``momentum`` to 0 for Adam and AdamW."""
+        """Set the default of ``epochs`` to 0 if steps are set; set the default of ``momentum`` to 0 for Adam(W)."""
         if not isinstance(table, dict):
             return table
         filled = {"epochs": 0, **table} if goes_by_steps(table) else table

@@ -180,7 +180,7 @@ def evaluation_work(procedure: Procedure, records: int) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return a key (``Work.kind``). Two computations have the same key if a step takes equally long in both."""
+    """Return a key (``Work.kind``). Two computations have the same key if their steps take equally long."""
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

@@ -158,7 +158,7 @@ def start_or_resume(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
-    """Return the identity to store: the stored one if it agrees with ``now``, else that of ``now``."""
+    """Return the identity to store: the stored identity if it agrees with ``now``, else the identity ``now``."""
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
     return now.written() if now.unverified(recorded) or now.changed(recorded) else recorded
 
@@ -259,7 +259,7 @@ def num_bytes_kept(out: Path) -> int:
 
 
 def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
-    """Change the number of rounds of the run in ``out`` from that of ``earlier`` to that of ``procedure``.
+    """Change the number of rounds of the run in ``out``: from the number in ``earlier`` to the number in ``procedure``.
 
     The extended run ends bit-identical to a run that had all rounds from its beginning. Raises UserError, with the
     reason, if the run cannot be extended. For example, a setting depends on the number of rounds, or a privacy promise

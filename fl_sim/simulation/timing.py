@@ -218,7 +218,7 @@ class _GrowingTiming:
     def _timed(self, size: int, pieces: int, deadline: float) -> float:
         """Return the seconds of a turn (one call) of ``pieces`` pieces (steps) of ``size`` records.
 
-        This is the minimum of several runs, because the first run fills caches.
+        The result is the minimum of several runs of the turn, because the first run fills caches.
         """
         assert self.work.ready is not None
         turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()

@@ -55,7 +55,7 @@ def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o6
 def read_by_content(path: str) -> Params:
     """Return the tensors in a file of ``save_by_content``.
 
-    Raises RunError if the hash of the content is not the one in the file name.
+    Raises RunError if the hash of the content differs from the hash in the file name.
     """
     with readable_os_errors():
         content = read_whole(Path(path))
@@ -264,7 +264,7 @@ class _Slots:
         return (2 * client + slot) * pages * _PAGE
 
     def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
-        """Return (round, checksum) of both slots of ``client``; round 0 means an empty slot."""
+        """Return (round, checksum) of the two slots (stored states) of ``client``; round 0 means an empty slot."""
         heads = []
         for slot in (0, 1):
             file.seek(self.place(client, slot))
