@@ -26,19 +26,20 @@ RECEIVED: Final = "received"
 """The name of the model with which the client would begin its next round."""
 
 OWN: Final = "own"
-"""The name of the client's personal model if the algorithm has one (``OwnModel``), else of the received model.
+"""The name of the client's own model: its personal model, or the received model if it has no personal model.
 
-An algorithm with ``OwnPredictions`` predicts in its own way.
+Algorithms of the class ``OwnModel`` have personal models. An algorithm with ``OwnPredictions`` predicts in its own way.
 """
 
 TRAINED: Final = "trained"
-"""The name of the received model after one more round of local training, or of the own model of ``OwnModel``.
+"""The name of the model after further training: the received model after one more round of local training.
 
-With an algorithm that adapts the received model (``Adapting``), it is the name of the adapted model.
+With an algorithm of the class ``OwnModel``, it is the name of the personal model, without further training. With an
+algorithm that adapts the received model (``Adapting``), it is the name of the adapted model.
 """
 
 FINE_TUNED: Final = "fine_tuned"
-"""The name of the own model after some epochs of plain SGD on the client's training records."""
+"""The name of the client's own model after some epochs of plain SGD on the client's training records."""
 
 TESTED, VALIDATED = "test", "validation"
 
@@ -57,7 +58,7 @@ class OwnModel(Protocol):
 
 @runtime_checkable
 class Adapting(Protocol):
-    """An algorithm whose received model is meant to be adapted by each client, in another way than by a round."""
+    """An algorithm in which each client adapts the received model, in another way than by a round of training."""
 
     def adapted(self, task: LocalTask) -> FurtherModel:
         """Return the training that adapts the received model to a client."""
@@ -66,7 +67,7 @@ class Adapting(Protocol):
 
 @runtime_checkable
 class OwnPredictions(Protocol):
-    """An algorithm whose clients predict in another way than by a model, such as by the nearest of their records."""
+    """An algorithm whose clients do not predict by a model alone, but for example by their nearest records."""
 
     def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
         """Return a function from inputs (n, *input shape) to scores (n, classes). The highest score is the prediction.
@@ -81,8 +82,8 @@ class EvaluateOwn:
     """The client task that counts correct predictions of a client's models on its own records, by class.
 
     ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if the test
-    records are used. ``trains``: True if the models after further training are measured, too. ``fine_tune_epochs``: the
-    number of epochs of that training (setting ``evaluate.fine_tune_epochs``).
+    records are used. ``trains``: True if models are also measured after further training. ``fine_tune_epochs``: the
+    number of epochs of fine-tuning (setting ``evaluate.fine_tune_epochs``).
     """
 
     own_records: OwnRecords
@@ -109,7 +110,10 @@ class EvaluateOwn:
         return RecordDict({"counts": MetricRecord({**found})})
 
     def _scored(self, client: Client, validation: Records) -> Mapping[str, Callable[..., Scores]]:
-        """Return, for each of the client's models by name, a function from inputs and labels to scores."""
+        """Return a function for each of the client's models, by name.
+
+        The function computes scores from inputs and labels.
+        """
         runtime, algorithm = client.runtime, client.runtime.algorithm
         training = TrainingJob.of(client)
         scored: dict[str, Callable[..., Scores]] = {
@@ -162,7 +166,7 @@ class EvaluateOwn:
 
 
 class OwnRecords(Protocol):
-    """The records of clients on which their own models are measured."""
+    """The clients' test and validation records. On these records the clients' own models are measured."""
 
     def tests(self, client: int) -> Records:
         """Return the client's own test records."""
@@ -180,7 +184,7 @@ def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
 
 
 def counts_in(content: RecordDict, num_classes: int) -> Mapping[str, NDArray[np.int64]]:
-    """Return the counts in a client's answer: {"own/test": (3, classes), ...}, by name of model and records.
+    """Return the counts in a client's answer, by the names of model and records: {"own/test": (3, classes), ...}.
 
     Raises Malformed for counts that no client can have.
     """

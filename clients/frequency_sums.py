@@ -27,17 +27,21 @@ STEPS: Final[tuple[Step, ...]] = (1, 2, 3)
 SQUARES: Final = 0.5
 COUNT: Final = 0.5
 COMMON: Final = 0.3
-"""Weights of parts of an answer. ``SQUARES``: the sum of squares in step 1. ``COUNT``: the class counts in step 2.
-``COMMON``: the sum of products over all classes in step 3. The other part of each answer has the weight 1.
+"""The weights of parts of a client's answer. The other part of each answer has the weight 1.
+
+``SQUARES``: the weight of the sum of squares in step 1. ``COUNT``: the weight of the class counts in step 2.
+``COMMON``: the weight of the sum of products over all classes in step 3.
 """
 
 LONGEST: Final = 1.5
-"""The clipping norm of a record in a frame (see ``Frame``), in which the norm of a typical record is about 1."""
+"""The clipping norm of a record after its scaling by a frame (see ``Frame``).
+
+After this scaling, the norm of a typical record is about 1."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A scaling of the d frequencies of a record: subtract ``centre``, divide by ``width``, both (d,)."""
+    """A scaling of the d frequencies of a record: subtract ``centre`` (d,), then divide by ``width`` (d,)."""
 
     centre: Array
     width: Array
@@ -50,12 +54,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class FrequencyQuestion:
-    """The question of one step to clients. Step 1 asks for the mean and the mean square of all records.
+    """The question that the server asks clients in one step.
 
-    Step 2 asks for the number and the mean of the records of each class, step 3 for the outer products. ``records``:
-    the public mean number of records of a client, by which the client divides its sums. ``frame``: the scaling of
-    records. ``means``: the class means (C, d) in this frame, which step 3 subtracts from the records before it forms
-    products.
+    Step 1 asks for the mean and the mean square of all records. Step 2 asks for the number and the mean of the records
+    of each class. Step 3 asks for the outer products. ``records``: the public mean number of records of a client. The
+    client divides its sums by this number. ``frame``: the scaling of records. ``means``: the class means (C, d) in this
+    frame. In step 3, the client subtracts these means from its records before it forms products.
     """
 
     step: Step
@@ -67,8 +71,8 @@ class FrequencyQuestion:
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
     """Return the public frame of step 1 for images of ``shape`` and their frequencies at the positions ``order``.
 
-    The origin of the frame is the black image. The unit is the norm of the difference between the black image and an
-    image whose pixels are all a quarter of the way from black to white.
+    The origin of the frame is the black image. Consider a dark image whose pixels are all a quarter of the way from
+    black to white. The unit of the frame is the norm of the difference between this image and the black image.
     """
     black = frequencies_of(torch.full((1, *shape), -1.0), order)[0]
     return Frame(black, np.full(len(order), 0.5 * math.sqrt(math.prod(shape))))

@@ -73,24 +73,25 @@ def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ..
 
 
 def clamped(basis: Array, coefficients: Array) -> Array:
-    """Return the cosine coefficients (n, d) of images after clamping, from those before, ``coefficients`` (n, d).
+    """Return the cosine coefficients (n, d) of images after their pixels are clamped to [-1, 1].
 
-    The function transforms to images, clamps pixels to [-1, 1], and transforms back, as ``frequencies_of`` of
-    ``images_of`` does. For few frequencies, its matrix products are much faster than transforms of whole images.
-    ``basis``: the images of the d unit coefficients, (d, pixels).
+    ``coefficients``: the cosine coefficients before clamping, (n, d). The function transforms the coefficients to
+    images, clamps the pixels, and transforms back. ``images_of`` and then ``frequencies_of`` give the same result. For
+    few frequencies, this function's matrix products are much faster than transforms of whole images. ``basis``: the
+    images of the d unit coefficients, (d, pixels).
     """
     found: Array = np.clip(coefficients @ basis, -1, 1) @ basis.T
     return found
 
 
 def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Return (mean', root') such that draws from N(mean', root' root'^T) have the given moments after clamping.
+    """Return (mean', root') such that draws from N(mean', root' root'^T) have the wanted moments after clamping.
 
     ``mean`` (d,), ``root`` (d, d): the wanted moments are those of N(mean, root root^T). ``clamp``: a function from
-    draws (n, d) to the clamped draws. Clamping pixels to [-1, 1] changes the moments of draws: backgrounds become too
-    light, and strokes too pale. The function finds the distribution by iteration on fixed draws. Every iteration adds
-    half of the mean's error to the mean. It corrects half of the covariance's error by the optimal transport map
-    between two normal distributions (Olkin and Pukelsheim 1982).
+    draws (n, d) to the clamped draws. Clamping pixels to [-1, 1] changes the moments of the drawn images. Backgrounds
+    become too light, and strokes too pale. The function finds the distribution by iteration on fixed draws. Every
+    iteration adds half of the mean's error to the mean. It corrects half of the covariance's error by the optimal
+    transport map between two normal distributions (Olkin and Pukelsheim 1982).
 
     If no normal distribution has the wanted moments after clamping, the result is an approximation. ``mean`` and
     ``root`` are returned unchanged if d is more than 400, which would take minutes, or if the variance is zero.

@@ -1,4 +1,7 @@
-"""Class moments of features: number, sum and sum of outer products for each class, as vectors for adding noise."""
+"""Class moments: the number, the sum and the sum of outer products of the features in each class.
+
+The moments are stored as vectors, to which noise can be added.
+"""
 
 import math
 from typing import TypeAlias
@@ -12,7 +15,9 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 def triangle_of(matrix: Array) -> Array:
-    """Return the upper triangle of a symmetric matrix as a vector; off-diagonal numbers times sqrt 2 preserve the norm.
+    """Return the upper triangle of a symmetric matrix as a vector with the same norm.
+
+    Numbers outside the diagonal are multiplied by sqrt 2, which preserves the norm.
 
     >>> triangle_of(np.array([[3.0, 4.0], [4.0, 0.0]])).round(3).tolist()
     [3.0, 5.657, 0.0]
@@ -44,7 +49,8 @@ def symmetric(triangle: Array, size: int) -> Array:
 def shrunk(noisy: Array, std: float, dimension: int) -> Array:
     """Return ``noisy`` shrunk towards 0, by the estimator of James and Stein (1961).
 
-    The factor in [0, 1] is near 0 if noise of standard deviation ``std`` on ``dimension`` numbers explains ``noisy``.
+    The function multiplies by a factor in [0, 1]. The factor is near 0 if noise of standard deviation ``std`` on
+    ``dimension`` numbers explains ``noisy``.
     """
     kept: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
     return kept
@@ -59,9 +65,9 @@ def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int, wei
     """Return for each class its number of records, the sum of ``features`` (n, d), and the sum of outer products.
 
     The outer products are in the form of ``triangle_of``. The result has shape (num_classes, num_moments(d)), with
-    zeros for a class without records; n may be 0. Record i counts ``weights[i]`` times. In CCVR the features are the
-    inputs of the model's last layer; a division turns the sums into means and covariances (Luo et al. 2021,
-    section 4.2).
+    zeros for a class without records. The number of records n may be 0. Record i counts ``weights[i]`` times. In CCVR
+    the features are the inputs of the model's last layer. There a division turns the sums into means and covariances
+    (Luo et al. 2021, section 4.2).
     """
     if weights is None:
         weights = np.ones(len(labels))

@@ -1,19 +1,21 @@
 """Synthetic table records from a graphical model of noisy marginals (after McKenna, Miklau, Sheldon 2021, "MST").
 
-The values of every column are divided into a few cells (bins), by public knowledge only. A client makes one private
-release in three parts: the counts of every column's cells in each class; pairs of dependent columns, selected by the
-exponential mechanism; and the counts of these pairs' cells in each class. The label counts as one more column, so the
-counts are marginals of two and of three columns. All other computation is post-processing: a graphical model, whose
-graph is a forest, is fitted to the counts, and records are drawn from it.
+The values of every column are divided into a few cells (bins), by public knowledge only. A client computes private
+results in three parts. The first part is the noisy counts of every column's cells in each class. In the second part,
+the exponential mechanism selects pairs of dependent columns. The third part is the noisy counts of these pairs' cells
+in each class. The label is one more column, so the counts are marginals of two and of three columns. All other
+computation is post-processing. A graphical model, whose graph is a forest, is fitted to the noisy counts. The synthetic
+records are drawn from this model.
 
-Sensitivity, if one record is added or removed: the record is in exactly one cell of each of k tables, so the counts of
+Sensitivity, if one record is added or removed: the record is in exactly one cell of each of k tables. So the counts of
 all k tables together change by exactly sqrt(k) in Euclidean norm. The score of a pair of columns is the sum of absolute
 differences between the pair's counts and the expected counts of independent columns. The expected counts are computed
-from released counts, which do not change; one count of the pair changes by 1, and so the score by at most 1.
+from noisy counts that are already private, so they do not change. One count of the pair changes by 1. So the score
+changes by at most 1.
 
 The estimator is that of McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
-differential privacy", the package mbi). Mirror descent finds the consistent marginals with the least squared distance
-to the noisy ones, weighted by the noise; the model is the distribution of largest entropy with these marginals. On a
+differential privacy", the package mbi). Mirror descent finds consistent marginals with the least squared distance to
+the noisy marginals, weighted by the noise. The model is the distribution of largest entropy with these marginals. On a
 forest, the marginals of a model are computed by one pass to the roots and one pass back.
 """
 
@@ -66,12 +68,12 @@ class Marginals(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the cost of all three parts together as one zCDP release of rho = 1 / (2 z^2).
+        """Return the privacy cost of all three parts together (see this module), in zCDP: rho = 1 / (2 z^2).
 
-        A Gaussian release with the noise multiplier z costs this rho; an exponential mechanism of epsilon costs
-        epsilon^2 / 8 (Cesar, Rogers 2021). The costs add up, even if each release is chosen after the earlier ones are
-        seen (Bun, Steinke 2016, lemma 2.3). The release is refused if the noise on the count of a single cell exceeds
-        the number of all records.
+        Noisy counts with the noise multiplier z cost this rho. An exponential mechanism of epsilon costs epsilon^2 / 8
+        (Cesar, Rogers 2021). The costs add up, even if each part is chosen after the earlier parts are seen (Bun,
+        Steinke 2016, lemma 2.3). The bill refuses to make synthetic records if there is too much noise. This is the
+        case if the noise on the count of a single cell exceeds the number of all records.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -127,9 +129,9 @@ class Marginals(Settings):
 def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, purpose: str) -> tuple[list[Array], float]:
     """Return the counts in ``tables`` with noise, and the standard deviation of the noise.
 
-    A record is in exactly one cell of each table. Counts are whole numbers, so they lie on the grid to which noise is
-    rounded, if the grid's spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name of
-    the noise stream.
+    A record is in exactly one cell of each table. Noise is rounded to a grid. Counts are whole numbers, so they lie on
+    this grid if its spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name of the noise
+    stream.
     """
     std = noise_multiplier * math.sqrt(len(tables)) * _UP
     if not std:
@@ -145,10 +147,11 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
 def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: float, noise: Noise) -> list[Edge]:
     """Return pairs of dependent columns, the edges of a forest, selected one by one by the exponential mechanism.
 
-    Each edge is (parent, child), and a parent comes before its children. ``ones``: the released counts of columns.
-    ``epsilon``: the cost of each selection; inf selects the best pair every time. The score of a pair is its dependence
-    (see ``score``) less the expected contribution of noise of standard deviation ``std`` on the pair's counts (McKenna
-    et al. 2022, "AIM"). The option to select no more pairs has the score 0.
+    Each edge is (parent, child), and a parent comes before its children. ``ones``: the noisy counts of single columns.
+    ``epsilon``: the privacy cost of each selection; inf selects the best pair every time. ``std``: the standard
+    deviation of the later noise on a pair's counts. The score of a pair is the dependence of its columns (see
+    ``score``), less the expected contribution of this noise (McKenna et al. 2022, "AIM"). The option to select no more
+    pairs has the score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
@@ -172,8 +175,8 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
 def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
     """Return the dependence of two columns: the sum over classes and pairs of cells of |count - expected count|.
 
-    The expected counts are those of independent columns, computed from ``ones``, the released counts of columns. Adding
-    or removing one record changes the score by at most 1.
+    The expected counts are those of independent columns. They are computed from ``ones``, the noisy counts of single
+    columns, which are already private. Adding or removing one record changes the score by at most 1.
     """
     left, right = (np.maximum(ones[column], 0.0) for column in pair)
     number = np.maximum(right.sum(axis=1), 1.0)
@@ -184,10 +187,11 @@ def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
 def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, draw: int) -> int:
     """Return an index of ``scores``, drawn with probability proportional to exp(epsilon score / 2).
 
-    The draw costs ``epsilon`` if one record changes a score by at most 1. The function draws an exponential random
-    number for each index, with these probabilities as rates, and returns the index of the smallest number (similar to
-    the Gumbel trick). The uniform numbers have a fine resolution near 0, which decides the probability of unlikely
-    indices. ``draw``: the number of this draw; each draw has its own noise.
+    The privacy cost of the draw is ``epsilon`` if one record changes a score by at most 1. The function draws an
+    exponential random number for each index, with these probabilities as rates. It returns the index of the smallest
+    number, similar to the Gumbel trick. The exponential numbers are made from uniform numbers. These have a fine
+    resolution near 0, which decides the probability of unlikely indices. ``draw``: the number of this draw. Each draw
+    has its own noise.
     """
     if math.isinf(epsilon):
         return int(scores.argmax())
@@ -208,8 +212,8 @@ def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
 def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -> NDArray[np.int64]:
     """Return the cell of each record in each column, shape (records, columns). Every possible record has a cell.
 
-    The cell of a number is that of the nearest value of its column, also for numbers outside the range of values. The
-    cell of a category is its own; unlisted categories share the last cell.
+    A number is in the cell of the nearest value of its column, also if the number is outside the range of values. Every
+    listed category has a cell of its own. Unlisted categories share the last cell.
     """
     found = np.zeros((len(features), len(columns)), dtype=np.int64)
     start = 0
@@ -239,9 +243,10 @@ def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[n
 
 @dataclass(frozen=True)
 class CellTable:
-    """Records of a table as cells: ``rows``, the cell of each record in each column, (records, columns). SENSITIVE.
+    """Records of a table, in which every value is replaced by the index of its cell. SENSITIVE.
 
-    ``labels``: the class of each record, (records,). ``sizes``: the number of cells of each column.
+    ``rows``: the cell of each record in each column, (records, columns). ``labels``: the class of each record,
+    (records,). ``sizes``: the number of cells of each column.
     """
 
     rows: NDArray[np.int64]
@@ -256,7 +261,7 @@ class CellTable:
     def counts(self, *columns: int) -> Array:
         """Return the number of records of each class in each combination of the columns' cells.
 
-        The shape is (classes, cells of the first column, cells of the second, ...).
+        The result has the shape (classes, cells of the first column, cells of the second column, ...).
         """
         shape = (self.num_classes, *(self.sizes[column] for column in columns))
         place = np.ravel_multi_index((self.labels, *(self.rows[:, column] for column in columns)), shape)
@@ -278,7 +283,7 @@ class ForestMarginals:
         """Return the cells of ``counts[c]`` drawn records for each class c, (records, columns), sorted by class.
 
         Sampling is systematic: of n draws, a cell with probability p gets n p, rounded up or down. So sampling adds
-        almost no error to that of the noise.
+        almost no error to the error that comes from the noise.
         """
         made = np.zeros((int(counts.sum()), len(self.ones)), dtype=np.int64)
         parents = {child: parent for parent, child in self.twos}
@@ -296,10 +301,11 @@ class ForestMarginals:
 
 
 def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
-    """Return consistent marginals: those of the forest model with the least weighted squared distance to ``noisy``.
+    """Return the marginals of the forest model that fits the ``noisy`` marginals best.
 
-    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise on ``noisy.ones`` and ``noisy.twos``, which
-    determine the weights. If both are 0, return ``noisy`` itself.
+    The model has the least weighted squared distance to the noisy marginals. Its own marginals are consistent.
+    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise on ``noisy.ones`` and ``noisy.twos``. They
+    determine the weights. If both standard deviations are 0, the result is ``noisy`` itself.
     """
     if not std_of_ones:
         return noisy
@@ -360,7 +366,8 @@ def _rho(noise_multiplier: float) -> float:
 def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals:
     """Return the marginals of the forest model proportional to exp(sum of ``potentials``), as counts of records.
 
-    ``totals``: the number of records of each class. The function makes one pass to the roots and one pass back.
+    ``totals``: the number of records of each class. The function makes one pass over the forest to the roots, and one
+    pass back.
     """
     inward = [table.copy() for table in potentials.ones]
     given: dict[Edge, Array] = {}

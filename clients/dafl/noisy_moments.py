@@ -1,8 +1,8 @@
 """Generators that draw records from noisy class moments: ``Gaussian`` for vectors, ``MeanEmbedding`` for images.
 
-Each generator makes two Gaussian releases of sums over the records of each class. A part of the privacy budget is for
-the first release, the centre of each class. The remaining budget is for the second release, the second moments about
-that centre. All other computation is post-processing.
+Class moments are the mean and the second moments of the records of a class. Each generator computes noisy sums twice,
+by the Gaussian mechanism. The first sums give the centre of each class. The second sums give the second moments about
+this centre. Each of the two gets a part of the privacy budget. All other computation is post-processing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_no
 from fl_sim.settings import Settings
 
 LONGEST: Final = math.sqrt(2)
-"""The norm of (u, uu') for |u| = 1. The triangle form of uu' preserves norms: the squared norm is |u|^2 + |u|^4 = 2."""
+"""The norm of the vector (u, uu') for |u| = 1. The squared norm is |u|^2 + |u|^4 = 2.
+
+The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
 _UP: Final = 1 + 2.0**-50  # so that rounding never makes the noise smaller than in the bill
 _COUNT: Final = 0.25  # the weight of a count of one in the first release of images, in largest norms of a record
@@ -37,12 +39,13 @@ _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 class Gaussian(Settings):
     """Draw vectors from a normal distribution with the noisy moments of each class, in seconds and without training.
 
-    Meant for records such as those of ``features=scattering``, whose classes are nearly normally distributed. The
-    second release is the sum of (u, uu'), where u is the difference between a record and its class's centre in units of
-    ``radius``, clipped to norm 1. A smaller radius means less noise.
+    The generator is meant for records whose classes are nearly normally distributed, such as scattering features. First
+    it computes a noisy centre of each class. Then it computes the noisy sum of the vectors (u, uu') over the records of
+    a class. Here u is the difference between a record and its class's centre, in units of the setting radius. It is
+    clipped to norm 1. A smaller radius means less noise.
 
     ``clipping_norm``: the norm to which records are clipped; no record of features=scattering has a norm above 1.
-    ``radius``: the radius of the ball around a class's centre, in clipping norms; records outside the ball are moved to
+    ``radius``: the radius of the ball around a class's centre, in clipping norms. Records outside the ball are moved to
     its surface. ``centre_share``: the share of the budget (of 1 / noise multiplier squared) that goes to the centres.
     """
 
@@ -60,9 +63,10 @@ class Gaussian(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the privacy cost of both releases together, with the least noise that (epsilon, delta) allows.
+        """Return the privacy cost of the noisy centres and the noisy second moments together.
 
-        The release is refused if the noise on each number of a mean over all records is as large as ``radius``.
+        The noise is the least that (epsilon, delta) allows. The bill refuses to make synthetic records if there is too
+        much noise. This is the case if the noise on each number of a mean over all records is as large as ``radius``.
         """
         del num_classes
         return _joint_bill(
@@ -79,8 +83,9 @@ class Gaussian(Settings):
     ) -> torch.Tensor:
         """Return synthetic vectors, shape (sum of counts, numbers per record), in [-1, 1].
 
-        ``generator`` draws the vectors from the distribution with the released moments. The number of records of a
-        class is not released. Its estimate is the class's share in ``counts`` times the public number of all records.
+        ``generator`` draws the vectors from the distribution with the noisy moments. The client does not publish the
+        number of records of a class. An estimate of it is the class's share in ``counts`` times the number of all
+        records, which is public.
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]
@@ -104,10 +109,11 @@ class MeanEmbedding(Settings):
     """Draw images from noisy class moments, in a second and without training; a GAN takes minutes and may collapse.
 
     After Harder et al. 2021 (DP-MERF). A record is represented by its d lowest frequencies in the public cosine basis.
-    The first release is number, mean and spread (mean squared distance from the mean) of every class; the second is the
-    second moments about the mean. Means are shrunk towards zero, and second moments towards the public average spectrum
-    of images, as far as noise can explain them. Images are drawn from a normal distribution that has the released
-    moments after pixels are clamped to [-1, 1].
+    First the generator computes, with noise, the number, the mean and the spread of every class. The spread is the mean
+    squared distance from the mean. Then it computes, with noise, the second moments about the mean. Means are shrunk
+    towards zero, as far as noise can explain them. In the same way, second moments are shrunk towards the public
+    average spectrum of images. Images are drawn from a normal distribution, and their pixels are clamped to [-1, 1].
+    The distribution is chosen so that the clamped images have the noisy moments.
 
     ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the
     budget (of 1 / noise multiplier squared) for number, mean and spread. ``whitening``: the scaling of frequencies
@@ -133,9 +139,11 @@ class MeanEmbedding(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the privacy cost of both releases together, with the least noise that (epsilon, delta) allows.
+        """Return the privacy cost of the noisy means and the noisy second moments together.
 
-        The release is refused if the noise on the mean of all records has a norm as large as the largest possible mean.
+        The noise is the least that (epsilon, delta) allows. The bill refuses to make synthetic records if there is too
+        much noise. This is the case if the noise on the mean of all records has a norm as large as the largest possible
+        mean.
         """
         del num_classes
         length = math.sqrt(self.frequencies)
@@ -153,7 +161,7 @@ class MeanEmbedding(Settings):
     ) -> torch.Tensor:
         """Return synthetic images that consist of low frequencies, clamped to [-1, 1].
 
-        ``generator`` draws the images from the distribution with the released moments.
+        ``generator`` draws the images from the distribution with the noisy moments.
         """
         shape = tuple(records.inputs.shape[1:])
         order, spectrum = lowest_frequencies(shape, self.frequencies)
@@ -183,12 +191,12 @@ class MeanEmbedding(Settings):
 
 @dataclass(frozen=True)
 class GaussianRelease:
-    """One Gaussian release of sums over the records of each class.
+    """Noisy sums over the records of each class, by one Gaussian mechanism.
 
-    ``noise_multiplier``: standard deviation of the noise on a sum / sensitivity of the sum; 0: neither noise nor
-    clipping. A record is in one class, so the sensitivity of the sums of all classes together is that of one class.
-    ``num_records``: the public number of records of all classes together; the clipping norm must not depend on the
-    number of records of a single class.
+    ``noise_multiplier``: the standard deviation of the noise on a sum, divided by the sensitivity of the sum; 0 means
+    neither noise nor clipping. A record is in one class. So the sums of all classes together have the same sensitivity
+    as the sum of one class. ``num_records``: the public number of records of all classes together. The clipping norm
+    must not depend on the number of records of a single class.
     """
 
     noise_multiplier: float
@@ -205,8 +213,8 @@ class GaussianRelease:
         """Return the noisy sum of the vectors (u, triangle of uu') of a class, and the noise's standard deviation.
 
         u is a row of ``rows``, clipped to norm 1. The whole vector (u, uu') is then clipped to slightly less than
-        ``LONGEST``, so that rounding to the noise grid cannot exceed the sensitivity. The allowance of
-        ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. ``label``: the class.
+        ``LONGEST``. So a record's vector that is rounded to the noise grid cannot exceed the sensitivity. The allowance
+        of ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. ``label``: the class.
         """
         std = self.noise_multiplier * LONGEST
         size = num_moments(rows.shape[1]) - 1
@@ -229,10 +237,10 @@ class GaussianRelease:
 
 @dataclass(frozen=True)
 class ClassSums:
-    """One Gaussian release of sums over the records of each class.
+    """Noisy sums of clipped feature vectors over the records of each class, by one Gaussian mechanism.
 
-    ``noise_multiplier``: standard deviation of the noise on a sum / clipping norm; 0: neither noise nor clipping.
-    ``purpose``: the name of the release's noise stream.
+    ``noise_multiplier``: the standard deviation of the noise on a sum, divided by the clipping norm; 0 means neither
+    noise nor clipping. ``purpose``: the name of the noise stream.
     """
 
     noise_multiplier: float
@@ -280,8 +288,8 @@ def clipped(rows: Array, clipping_norm: float) -> Array:
 def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Array:
     """Return ``number`` draws from N(0, ``root`` root'), shape (number, d), with the sample mean 0.
 
-    If ``number`` is more than twice the number of columns of ``root``, the sample covariance is exactly root root',
-    too: sampling then adds no error to the released moments. A single draw is not centred.
+    If ``number`` is more than twice the number of columns of ``root``, the sample covariance is also exactly root
+    root'. Then sampling adds no error to the noisy moments. A single draw is not centred.
     """
     normal = torch.from_numpy(generator.standard_normal((number, root.shape[1])))
     if number > 1:
@@ -294,9 +302,10 @@ def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Ar
 
 
 def without_noise(values: Array, std: float) -> Array:
-    """Return an estimate of a matrix's eigenvalues without noise, from its eigenvalues with noise, ``values`` (d,).
+    """Return an estimate of the eigenvalues that a noisy matrix would have without its noise.
 
-    ``std``: the standard deviation of the eigenvalues of the noise matrix.
+    ``values``: the eigenvalues of the noisy matrix, (d,). ``std``: the standard deviation of the eigenvalues of the
+    noise matrix.
     """
     width = 2 * std / math.sqrt(len(values))  # so wide that it smooths over a suitable number of noise eigenvalues
     apart = values[:, None] - values
@@ -307,12 +316,12 @@ def without_noise(values: Array, std: float) -> Array:
 def _joint_bill(
     num_records: int, epsilon: float, delta: float, fewest: Callable[[float], float], mean: str
 ) -> GeneratorBill:
-    """Return the privacy cost of two Gaussian releases, as one Gaussian release of noise multiplier z.
+    """Return the privacy cost of two Gaussian mechanisms, as the cost of a single one with the noise multiplier z.
 
-    Releases with the noise multipliers z_1 and z_2 cost the same as one release with z^-2 = z_1^-2 + z_2^-2 (Dong,
-    Roth, Su 2022, corollary 3.3, even if the second release is chosen after the first is seen). ``fewest``: a function
-    from z to the least number of records; with fewer records the noise would hide the mean. ``mean``: the name of that
-    mean in messages.
+    Mechanisms with the noise multipliers z_1 and z_2 cost the same as one with z^-2 = z_1^-2 + z_2^-2. This is true
+    even if the second is chosen after the result of the first is seen (Dong, Roth, Su 2022, corollary 3.3). ``fewest``:
+    a function from z to the least number of records. With fewer records, the noise would hide the mean. ``mean``: the
+    name of this mean in messages.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 
@@ -330,10 +339,10 @@ def _root_without_noise(covariance: Array, std: float) -> Array:
     """Return a matrix A such that AA' is an estimate of the noisy matrix ``covariance`` (d, d) without its noise.
 
     ``std``: the standard deviation of the noise on the numbers of the covariance's triangle (``triangle_of``). The
-    matrix of the noise is then a Gaussian orthogonal matrix, whose eigenvalues follow a semicircle law of variance
-    s^2 = std^2 d / 2. The estimate keeps the eigenvectors, and replaces an eigenvalue x by x - 2 s^2 Re g(x), where g
-    is the Stieltjes transform of all eigenvalues. For large d no estimate with the same eigenvectors is better (Bun,
-    Allez, Bouchaud, Potters 2016, "Rotational invariant estimator for general noisy matrices", section V).
+    matrix of the noise is then a matrix of the Gaussian orthogonal ensemble. Its eigenvalues follow a semicircle law of
+    variance s^2 = std^2 d / 2. The estimate keeps the eigenvectors. It replaces an eigenvalue x by x - 2 s^2 Re g(x),
+    where g is the Stieltjes transform of all eigenvalues. For large d no estimate with the same eigenvectors is better
+    (Bun, Allez, Bouchaud, Potters 2016, "Rotational invariant estimator for general noisy matrices", section V).
     """
     values, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(covariance)))
     if std:
@@ -345,10 +354,10 @@ def _root_without_noise(covariance: Array, std: float) -> Array:
 def _first_moments(
     points: Array, labels: NDArray[np.int64], num_classes: int, diameter: float, release: ClassSums
 ) -> tuple[Array, Array, Array]:
-    """Make the first release of ``MeanEmbedding``, and return noisy statistics of each class.
+    """Compute the first noisy sums of ``MeanEmbedding``, and return three noisy statistics of each class.
 
-    The three results are the number of records (num_classes,), at least 1; the mean (num_classes, d); and the mean
-    squared distance from the mean (num_classes,). ``diameter``: the largest possible norm of a record.
+    The first is the number of records (num_classes,), at least 1. The second is the mean (num_classes, d). The third is
+    the mean squared distance from the mean (num_classes,). ``diameter``: the largest possible norm of a record.
     """
     squares = (points**2).sum(axis=1, keepdims=True) / diameter
     features = np.concatenate([np.full_like(squares, _COUNT * diameter), points, _SPREAD * squares], axis=1)

@@ -1,6 +1,7 @@
-"""Settings of DA-FL: clients release synthetic records before the main task (Tang, Wang, Liu 2023).
+"""Settings of DA-FL, in which clients publish private synthetic records before the rounds.
 
-"DA-FL", Journal on Communications 44(1). The client half is in clients/dafl/share.py.
+Source: Tang, Wang, Liu 2023, "DA-FL", Journal on Communications 44(1). The code for one client is in
+clients/dafl/share.py.
 """
 
 import hashlib
@@ -25,18 +26,18 @@ AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 
 
 class DaFl(Settings):
-    """Before the rounds, a client releases about ``gamma`` times as many synthetic records as it has own records.
+    """Before the rounds, a client publishes about ``gamma`` times as many synthetic records as it has own records.
 
-    ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for labels and
-    generator together. ``generator``: "dp-cgan" is the paper's generator, and the better one if clients also train on
-    raw records; "mean-embedding" takes a second and is the better one if clients train on synthetic records alone;
-    "marginals" is for tables, "gaussian" for public features.
+    ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for label selection
+    and generator together. ``generator``: "dp-cgan" is the paper's generator, and the better one if clients also train
+    on their own records; "mean-embedding" takes a second, and is the better one if clients train on synthetic records
+    alone; "marginals" is for tables, "gaussian" for public features.
     ``labels``: the mechanism that selects the number of synthetic records of each class.
     ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the training records in the rounds,
-    either the client's own and the pool of all synthetic records, or the pool alone; the pool alone makes the whole run
-    private by post-processing.
+    either the client's own records and the pool of all synthetic records, or the pool alone. With the pool alone, the
+    whole run is private by post-processing.
     ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
-    round; 0, as in the paper, starts from random weights. The server has the pool in any case.
+    round; 0, as in the paper, means a start from random weights. The server receives the pool in both cases.
     ``noise``: "secret" protects the records and differs from run to run; "seeded" repeats in every run, for simulations
     only, and protects nobody.
     """
@@ -58,7 +59,7 @@ class DaFl(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence["DaFl"], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return a table's caption about the clients' releases before the first round, and their privacy budget."""
+        """Return a table's caption about the clients' synthetic records and the privacy budget for these records."""
         gammas = values([one.client_gammas or one.gamma for one in chosen])
         made_by = values([kind_of(one.generator) for one in chosen])
         epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
@@ -120,13 +121,14 @@ class DaFl(Settings):
         return self.train_on == "synthetic"
 
     def gamma_of(self, client: int) -> float:
-        """Return gamma of ``client``: about its number of synthetic records divided by its number of records."""
+        """Return gamma of ``client``, approximately its number of synthetic records divided by that of own records."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:
-        """Return the name of the release of ``client``. Two releases of one name differ only in the noise key.
+        """Return the name under which a privacy ledger lists the synthetic records of ``client``.
 
-        ``features``: the version of the public features in the client's records; empty for original records.
+        Two sets of synthetic records with one name differ only in the noise key. ``features``: the version of the
+        public features in the client's records. It is empty for original records.
         """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
         settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}
@@ -135,9 +137,10 @@ class DaFl(Settings):
         ).hexdigest()[:16]
 
     def generator_epsilon(self, num_classes: int) -> float:
-        """Return eps_0, the epsilon of the generator: ``epsilon`` less the epsilon of the label selection.
+        """Return eps_0, the epsilon that remains for the generator.
 
-        Raises UserError if the difference is not positive.
+        It is the setting ``epsilon`` less the epsilon of the label selection. Raises UserError if this difference is
+        not positive.
         """
         used = self.labels.total_epsilon(num_classes)
         left = self.epsilon - used

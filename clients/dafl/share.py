@@ -1,11 +1,12 @@
-"""DA-FL on one client: the release of the client's share, its part of the pool of synthetic records.
+"""DA-FL on one client: the client makes its share, which is its part of the pool of synthetic records.
 
-After Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic records of each class; the
-private generator (PSG) makes the records. Privacy unit: one record, add or remove; the number of records of a client,
-gamma and the range of selected counts are public. Both releases are charged to the client's ledger before they are
-made. A private folder of the client stores the noise key, so that a run that was killed makes the same release again at
-no further cost, and then the finished share. The ledger is in another place: it remains when the folder is deleted, and
-contains all releases about the same records.
+The method is that of Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic records of
+each class. The private generator (PSG) makes the records. The privacy unit is one record, which is added or removed.
+Public are: the number of records of a client, gamma, and the range of the selected numbers. The privacy costs of label
+selection and generator are written into the client's privacy ledger beforehand. A private folder of the client stores
+the noise key. So a run that was killed makes the same synthetic records again, at no further privacy cost. Later the
+folder stores the finished share. The privacy ledger is in another place, and remains when the folder is deleted. It
+contains the privacy costs of everything that was published about the same records.
 """
 
 import json
@@ -43,12 +44,13 @@ _SHARE = "share.safetensors"
 
 @dataclass(frozen=True)
 class SyntheticShare:
-    """One client's part of the pool of synthetic records. All its contents are private releases.
+    """One client's part of the pool of synthetic records. All contents are differentially private.
 
-    ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class. ``counts``: the number of records of each
-    class, (num_classes,). ``refused``: the reason if the share has no records, else empty. ``facts``: the privacy
-    events of the release as JSON values, from which its epsilon can be computed again; {} if nothing was released.
-    ``receipt``: the ledger's receipt for the charge; None if nothing was released.
+    ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class. ``counts``: the number of synthetic
+    records of each class, (num_classes,). ``refused``: the reason if no synthetic records were made, else empty.
+    ``facts``: the privacy events of label selection and generator as JSON values. The epsilon can be computed again
+    from these events. They are {} if no synthetic records were made. ``receipt``: the privacy ledger's receipt for the
+    privacy cost. It is None if no synthetic records were made.
     """
 
     inputs: torch.Tensor
@@ -60,10 +62,10 @@ class SyntheticShare:
 
 @dataclass(frozen=True)
 class ReleasingClient:
-    """A client that releases a share of synthetic records.
+    """A client that makes synthetic records of its own records.
 
-    ``folder``: the private folder for its noise key and its share. ``ledger``: the ledger that is charged, unless the
-    client's owner has set a ``policy``; then the policy's ledger is charged.
+    ``folder``: the private folder for the client's noise key and synthetic records. ``ledger``: the privacy ledger for
+    the privacy costs. If the client's owner has set a ``policy``, the policy's privacy ledger is used instead.
     """
 
     number: int
@@ -75,7 +77,10 @@ class ReleasingClient:
 
 @dataclass(frozen=True)
 class PaidRequest:
-    """A request to a client's generator, and the ledger's receipt for its charge. SENSITIVE: it contains records."""
+    """The arguments for a client's generator, and the privacy ledger's receipt for the privacy cost.
+
+    SENSITIVE: the arguments contain the client's records.
+    """
 
     request: GeneratorRequest
     receipt: Receipt
@@ -89,10 +94,11 @@ def make_shares(
     public_records: int,
     check: Check = lambda: None,
 ) -> list[SyntheticShare | Exception]:
-    """Return every client's share of synthetic records, or its error. All clients' generators are trained together.
+    """Return every client's synthetic records, or its error. All clients' generators are trained together.
 
-    A share is made once: a second call with the same folder returns the first share. ``public_records``: a public upper
-    bound on the number of records of any client in a class. An exception from ``check`` aborts all unfinished shares.
+    Each client makes its synthetic records once. A second call with the same folder returns the records of the first
+    call. ``public_records``: a public upper bound on the number of records of any client in a class. An exception from
+    ``check`` aborts all unfinished clients.
     """
     begun = [_outcome(partial(begin_share, settings, client, seed, public_records)) for client in clients]
     made = iter(_generated(settings, [one.request for one in begun if isinstance(one, PaidRequest)], check))
@@ -105,11 +111,12 @@ def make_shares(
 def begin_share(
     settings: DaFl, client: ReleasingClient, seed: int, public_records: int
 ) -> SyntheticShare | PaidRequest:
-    """Charge a client's synthetic records to its privacy ledger; return the request for the generator to make them.
+    """Write the privacy cost of a client's synthetic records into its privacy ledger.
 
-    The request contains the number of synthetic records of each class, selected privately. If the client's share (its
-    synthetic records) exists already, return the share instead. The same holds for an empty share, if the privacy
-    budget allows no useful release.
+    Return the arguments with which the generator then makes the records. These arguments contain the privately selected
+    number of synthetic records of each class. If the synthetic records exist already, return them instead. If the
+    privacy budget allows no useful synthetic records, return an empty set of records. The ledger does not change in
+    these two cases.
     """
     records, policy, num_classes = client.records, client.policy, client.records.num_classes
     if policy:
@@ -135,9 +142,9 @@ def begin_share(
 def generate_elsewhere(
     settings: DaFl, number: int, records: PrivateRecords, counts: NDArray[np.int64], noise: Noise, *, seed: int
 ) -> torch.Tensor:
-    """Return a client's synthetic records, computed in a process without access to the client's folder and ledger.
+    """Return a client's synthetic records, made in a process without access to the client's folder and privacy ledger.
 
-    ``counts``, ``noise``: the values in the request from ``begin_share``. Error messages contain nothing private.
+    ``counts``, ``noise``: the values in the result of ``begin_share``. Error messages contain nothing private.
     """
     request = GeneratorRequest(records, counts, _bill(settings, records), noise, rng(seed, "generator", number))
     [made] = _generated(settings, [request])
@@ -147,9 +154,10 @@ def generate_elsewhere(
 
 
 def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, made: Made) -> SyntheticShare:
-    """Store the synthetic records ``made`` as the client's share, delete the noise key, and return the share.
+    """Store the synthetic records ``made`` as the client's share of the pool, and return this share.
 
-    If ``made`` is an exception, raise it with a message that quotes no records.
+    The function also deletes the noise key. If ``made`` is an exception, it is raised with a message that quotes no
+    records.
     """
     if isinstance(made, Exception):
         raise _without_quotes(made)
@@ -175,7 +183,10 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
 
 
 def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
-    """Return the privacy event of the private selection of class counts. It does not depend on any record."""
+    """Return the privacy event of the label selection. The event does not depend on any record.
+
+    Label selection privately determines the client's number of synthetic records of each class.
+    """
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
@@ -229,7 +240,7 @@ def _selected_counts(
 def _read(client: ReleasingClient) -> SyntheticShare:
     """Return the client's stored synthetic records.
 
-    Raises RunError for a damaged file or a ledger without their charge.
+    Raises RunError if the file is damaged, or if the privacy ledger lacks the privacy cost of these records.
     """
     path, records = client.folder / _SHARE, client.records
     share, cause = None, None
