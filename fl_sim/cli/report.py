@@ -154,11 +154,11 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 
 
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
-    """Return (images, distances) for synthetic feature ``vectors`` of ``run``, and show the progress of the search.
+    """Return (images, distances) for the synthetic feature ``vectors`` of ``run``, and show the progress of the search.
 
-    The features of each image are close to one of the vectors. The search uses only the vectors, the shape of the
-    images and the public feature transform. Raises ValueError if the shape is unknown, or if this version does not have
-    the transform. Also raises ValueError if ``vectors`` cannot be features of such images.
+    There is one image for each vector, and its features are close to this vector. The search uses only the vectors, the
+    shape of the images and the public feature transform. Raises ValueError if the shape is unknown, or if this version
+    does not have the transform. Also raises ValueError if ``vectors`` cannot be features of such images.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 
@@ -254,7 +254,7 @@ def _root(directory: Path) -> str:
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
     """Return the shape (channels, height, width) of the images from which the feature vectors were computed.
 
-    If an older run does not state the shape, the result is the shape of the images in the public data set. Raises
+    An older run may not state the shape. The result is then the shape of the images in the public data set. Raises
     ValueError if the shape is unknown.
     """
     known = KNOWN.get(run.config.data)

@@ -165,7 +165,7 @@ def show_plan(
     quick: bool = False,
     json_output: bool,
 ) -> None:
-    """Print the forecast of a run, or of every run of a table, and the total privacy cost of all runs.
+    """Print the forecast of a run, or of every run of a table. Also print the total privacy cost of all runs.
 
     ``quick``: True estimates no time.
     """

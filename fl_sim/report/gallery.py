@@ -123,8 +123,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def read_gallery(directory: Path) -> list[Entry]:
     """Return the tables of the gallery in ``directory``: its folders that have an ``about.toml``, sorted by name.
 
-    Raises UserError if there is no such folder, for a damaged file, and for published rows or columns that are not in
-    the table.
+    Raises UserError if there is no such folder, and for a damaged file. Also raises UserError for published rows or
+    columns that are not in the table.
     """
     places = sorted(path.parent for path in directory.glob(f"*/{ABOUT}"))
     if not places:

@@ -35,12 +35,12 @@ FEWEST = 3
 """Smallest number of seeds for a confidence interval. With two seeds, a t interval is 25 standard errors wide."""
 
 ENOUGH = 20
-"""Smallest number of seeds for a bootstrap interval. With fewer seeds the interval is Student's t.
+"""Smallest number of seeds for a bootstrap interval. With fewer seeds, the interval is Student's t.
 
 A bootstrap interval is too narrow if there are few seeds (Hesterberg 2015, "What Teachers Should Know About the
-Bootstrap"). A 95 % interval should contain the true mean in 95 % of all cases. The bootstrap interval contains it in
-75 % of the cases with three seeds, and in 90 % with ten seeds (benchmarks/interval_coverage.py). For normally
-distributed differences, Student's t is exact with any number of seeds.
+Bootstrap"). A 95 % interval should contain the true mean in 95 % of all cases. With three seeds, the bootstrap interval
+contains the true mean in 75 % of the cases. With ten seeds, it contains the true mean in 90 % of the cases
+(benchmarks/interval_coverage.py). For normally distributed differences, Student's t is exact with any number of seeds.
 """
 
 LEVEL: Final = 0.95

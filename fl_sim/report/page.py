@@ -251,9 +251,10 @@ def _line(one: SeedGroup, steps: Sequence[float], most: int, matrices: _Matrices
 
 
 def _curve(one: SeedGroup, most: int) -> dict[str, Any]:
-    """Return the mean and standard deviation of each measure in each round, and the values for each horizontal axis.
+    """Return a curve of a method: for each measure, its mean and standard deviation in each round.
 
-    ``most``: largest number of points of a curve. None stands for an unknown value.
+    The result also has the values of the points on each horizontal axis. ``most``: largest number of points of a curve.
+    None stands for an unknown value.
     """
     curves = {name: curve(one, name) for name in MEASURES}
     rounds = sorted({number for drawn in curves.values() for number in drawn.rounds})

@@ -1,6 +1,7 @@
 """The sections of a report page that are text or tables: failures, comparison, privacy, all runs, versions.
 
-If all rows of a table have the same value in a column, a line below the table replaces the column.
+If all rows of a table have the same value in a column, the column is left out. A line below the table then states the
+value.
 """
 
 import os
@@ -75,7 +76,7 @@ def title_of(panels: Sequence[Panel]) -> str:
 
 
 def summary(groups: Groups) -> str:
-    """Return a sentence about the runs: how many there are, and their clients, rounds, models and seeds."""
+    """Return a sentence about the runs: their number, clients, rounds, models and seeds."""
     runs = runs_of(groups)
     federated = [run for run in runs if run.config.algorithm.kind != "centralized"] or runs
     done = sum(run.status == "finished" for run in runs)
@@ -91,10 +92,10 @@ def summary(groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class TargetRow:
-    """The costs of one method until a target accuracy, a row of a table.
+    """The costs of one method until a target accuracy. They are a row of a table.
 
-    ``where``: data set and partition. ``runs``: number of finished runs. ``reached``: the costs of the runs that
-    reached the target.
+    ``where``: data set and partition. ``runs``: number of finished runs. ``reached``: the costs of those runs that
+    reached the target accuracy.
     """
 
     method: str
@@ -115,7 +116,7 @@ class TargetRow:
 
     @property
     def in_words(self) -> str:
-        """Return the row as a line of text."""
+        """Return the costs of the method as a line of text."""
         rounds, megabytes, seconds, virtual, count = self.cells.values()
         costs = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
         costs += f", virtual seconds {virtual}" if virtual != "-" else ""
@@ -218,7 +219,10 @@ def section(heading: str, content: str) -> str:
 
 
 def data_notes(panels: Sequence[Panel]) -> list[str]:
-    """Return HTML paragraphs that tell which data sets are stand-in data (synthetic records in place of real ones)."""
+    """Return HTML paragraphs that name the data sets that are stand-in data.
+
+    Stand-in data are synthetic records in place of the real ones.
+    """
     notes = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
     return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in notes]
 
@@ -326,7 +330,7 @@ def privacy(groups: Groups) -> str:
 def privacy_in_words(run: SavedRun) -> str:
     """Return the privacy statements of a run as text.
 
-    A run without statements has no privacy guarantee. Its text must never look like epsilon 0.
+    A run without privacy statements has no privacy guarantee. The text for such a run must never look like epsilon 0.
     """
     if run.result is None:
         return "Privacy not stated: the run has no result"

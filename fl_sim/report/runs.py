@@ -31,8 +31,9 @@ class SavedRun:
 
     ``config``: the settings that a report uses. ``settings``: all settings in ``config.toml``. ``result``: the content
     of ``result.json``; None if the file is missing. ``row``, ``column``, ``label``: the place of the run in its table:
-    row, column and the row's short label. Each of the three is empty if the run is in no table, or if the table has
-    several names for the run. ``identity``: digests of the user's own records and code, if the run directory has them.
+    row, column and the row's short label. These three are empty if the run is in no table. Each of the three is also
+    empty if the table has several names for the run. ``identity``: digests of the user's own records and code, if the
+    run directory has them.
     """
 
     path: Path
@@ -122,9 +123,9 @@ class Found:
 def find(directories: Sequence[Path]) -> Found:
     """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep, for a report.
 
-    The runs of a table are sorted by the table's rows. If a run in the folder of a table does not belong to the table,
-    it is left out and reported. Raises UserError for a missing directory, for a directory without runs, and if no run
-    has an evaluated round.
+    The runs of a table are sorted by the table's rows. A run in the folder of a table may not belong to the table. Such
+    a run is left out and reported. Raises UserError for a missing directory, for a directory without runs, and if no
+    run has an evaluated round.
     """
     for directory in directories:
         if not directory.is_dir():

@@ -290,9 +290,9 @@ def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> di
 
 
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
-    """Return for each run the list of its results, one for each cell of the table to which the run belongs.
+    """Return for each run the list of its results, one result for each cell to which the run belongs.
 
-    A run of centralized training belongs to several columns.
+    A run of centralized training belongs to several columns of the table.
     """
     runs: dict[str, list[SeedResult]] = {}
     for one in table.results:

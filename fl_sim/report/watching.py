@@ -35,7 +35,7 @@ _SILENCE: Final = 60.0
 """A run counts as stopped if its files have not changed for this number of seconds.
 
 If five rounds of the run take longer, the time of five rounds counts instead. This rule applies only if the lock file
-does not show whether the run is running, for example on another machine.
+does not show whether the run is running. An example is a run on another machine.
 """
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -73,7 +73,7 @@ class Watched:
 
 @dataclass
 class Watcher:
-    """Reads the runs in the directory ``top`` again and again. A file is read again only if it has changed."""
+    """Reads the runs in the directory ``top`` repeatedly. A file is read again only if the file has changed."""
 
     top: Path
     _read: dict[Path, tuple[object, SavedRun | Table | str]] = field(default_factory=dict)
@@ -163,8 +163,8 @@ class Watcher:
 def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = False) -> RenderableType:
     """Return the display: a table of the runs that fit into ``height`` lines, and a line that counts runs by state.
 
-    The first runs of ``watched`` are shown, grouped by data set and partition. ``height``: None shows all runs.
-    ``is_plain``: True draws the curves with ASCII characters only.
+    The first runs of ``watched`` are shown, grouped by data set and partition. ``height``: the number of lines; None
+    shows all runs. ``is_plain``: True draws the curves with ASCII characters only.
     """
     shown = _fitting(watched, height)
     further = {
@@ -240,7 +240,10 @@ def _error(run: SavedRun, state: State) -> str:
 
 
 def _epsilon(run: SavedRun, state: State) -> str:
-    """Return the epsilon spent so far as text. The epsilon of preprocessing is known only at the end of the run."""
+    """Return the epsilon that a run has spent so far as text.
+
+    The epsilon of the run's preprocessing is known only at the end of the run.
+    """
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]

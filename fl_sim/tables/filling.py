@@ -50,7 +50,8 @@ CELLS = "cells"
 class TableState:
     """The plan of a table, the results of its hyperparameter searches, and the outcomes of its runs so far.
 
-    ``choices``: the results of the searches. ``outcomes``: {name of the run directory: outcome}.
+    ``choices``: the results of the hyperparameter searches. ``outcomes``: {name of the run directory: outcome of the
+    run}.
     """
 
     settings: TableSettings

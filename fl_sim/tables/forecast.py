@@ -35,8 +35,8 @@ class Forecast:
     """The forecast of one run.
 
     ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
-    the whole run. ``has_pool``: True if the synthetic records of the run exist already, or if an earlier run of the
-    table makes these records. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
+    the whole run. ``has_pool``: True if the run need not make its synthetic records: they exist already, or an earlier
+    run of the table makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
     the privacy of the run.
     """
 
@@ -183,8 +183,8 @@ def search_forecasts(
 ) -> list[SearchForecast]:
     """Return the forecasts of the hyperparameter ``searches`` of the table in ``out``.
 
-    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. The forecast
-    assumes that a round of a trial takes as long as a round of the run in the same cell.
+    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A round of a
+    trial is assumed to take as long as a round of the run in the same cell.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}

@@ -283,7 +283,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the caption's explanation of the column "best": the records on which the best round is chosen."""
+    """Return the caption's explanation of the column "best". It names the records on which the best round is chosen."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, as nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:

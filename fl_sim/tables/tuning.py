@@ -187,7 +187,7 @@ def tune(
 
     The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: a function that executes runs.
     It is called for each batch of trials, once per rung (stage of successive halving). Raises UserError like
-    ``searches_of``, RunError for a trial that failed without diverging, and RunError if all trials of a search diverge.
+    ``searches_of``. Raises RunError for a trial that failed without diverging, and if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,10 @@ class _Unknown(Exception):  # noqa: N818 (not an error)
 
 @dataclass
 class _Log:
-    """The results of all trials so far. ``path``: the file to which the results are also written; None: no file."""
+    """The results of all trials so far.
+
+    ``path``: a file to which the results are also written; None: no file.
+    """
 
     path: Path | None
     tried: list[TrialResult] = field(default_factory=list)
@@ -358,7 +361,7 @@ def _search_results(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trial on one rung (stage of successive halving), with its run.
+    """A trial on one rung (stage of successive halving), with the run of the trial.
 
     ``after``: the number of rounds that the run already trained on an earlier rung.
     """

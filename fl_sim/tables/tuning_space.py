@@ -156,7 +156,10 @@ class Range(Settings):
         return self.low, self.high
 
     def is_at_end(self, value: float) -> bool:
-        """Return True if ``value`` is in the first or last tenth of the range, on a log scale if ``log`` is True."""
+        """Return True if ``value`` is in the first or last tenth of the range.
+
+        If ``log`` is True, the tenths are those of the range on a log scale.
+        """
         low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
         return not 0.1 < (at - low) / (high - low) < 0.9
 

@@ -152,7 +152,7 @@ def run_all(
     runs. A run that is already finished has only the event ``Finished``. An unfinished run resumes from its checkpoint.
     Closing the generator, or an exception in it, stops the workers at once. Finished rounds are kept.
 
-    Raises UserError for a class that workers cannot import, RunError if another process uses ``out``, and RunError if a
+    Raises UserError for a class that workers cannot import. Raises RunError if another process uses ``out``, or if a
     worker process cannot start.
     """
     if name := next(filter(None, map(defined_in_script, runs.values())), ""):
@@ -334,7 +334,10 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _TimeIsUp(KeyboardInterrupt):
-    """Ends a run at the deadline, after a round. A subclass of KeyboardInterrupt, so that the run keeps its rounds."""
+    """Ends a run at the deadline, after a round.
+
+    This is a subclass of KeyboardInterrupt, so that the run keeps its finished rounds.
+    """
 
 
 class _Reporter(Silent):
@@ -391,7 +394,8 @@ def _attempt(
 def _die_with_parent() -> None:
     """Wait until the parent process ends for any reason, then end this process.
 
-    Otherwise this process and a resumed table would write the same files.
+    Without this, the worker would continue after the parent. The worker and a resumed table would then write the same
+    files.
     """
     while os.read(_STANDARD_INPUT, 1):
         pass

@@ -55,7 +55,7 @@ class BudgetRequest:
     """The quantities of a privacy plan.
 
     ``noise``: the noise multiplier. ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be
-    None; the plan computes the missing quantity from the other two.
+    None. The plan computes this missing quantity from the other two.
     """
 
     sampling: Sampling

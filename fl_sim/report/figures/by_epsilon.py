@@ -54,8 +54,9 @@ PICTURES: Final = "synthetic-pictures.safetensors"
 Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
 """Images that were found for synthetic feature vectors, and their distances: (images, distances).
 
-The shape of the images is (records, channels, height, width). The shape of the distances is (records,). A distance
-compares the features of an image with the synthetic feature vector, and is divided by the length of the vector.
+The shape of the images is (records, channels, height, width). The shape of the distances is (records,). A distance is
+the distance between the features of an image and the synthetic feature vector. It is divided by the length of the
+vector.
 """
 
 Finder: TypeAlias = Callable[[SavedRun, NDArray[np.float32]], Images]
@@ -89,7 +90,7 @@ class Row:
 
     @property
     def epsilon(self) -> float:
-        """Return the epsilon in the run's settings, which is the privacy budget of the run."""
+        """Return the epsilon in the settings of the run. It is the privacy budget of the run."""
         return float(self.settings["epsilon"])
 
 
@@ -312,7 +313,7 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a SHA-256 digest that tells whether stored images fit the synthetic feature vectors in ``samples``.
+    """Return a SHA-256 digest. It shows whether stored images belong to the synthetic feature vectors in ``samples``.
 
     The digest depends on the vectors, on the run's feature transform, and on the version of the image search.
     """

@@ -1,7 +1,7 @@
-"""Figures of accuracy and loss over rounds, with a panel for each data set and partition, and a line for each method.
+"""Figures of accuracy and loss over rounds, with a panel for each data set and partition.
 
-Bands or error bars show the standard deviation over seeds. Some runs simulate devices and have a virtual clock. For
-these runs there is also a figure of accuracy over virtual time.
+Each method has a line in a panel. Bands or error bars show the standard deviation over seeds. Some runs simulate
+devices and have a virtual clock. For runs with a virtual clock there is also a figure of accuracy over virtual time.
 """
 
 import math

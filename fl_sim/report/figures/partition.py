@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 _MOST_BUBBLES = 30
 _CELL, _MARGIN = 0.45, 0.75
-"""Width of a cell (one class on one client) and of the margins of the figure, in inches."""
+"""Two sizes in inches: the width of a cell (one class on one client), and the width of the figure's margins."""
 _POINTS, _TITLE = 72, 11
 _INK = "#1f4e79"
 
 
 def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> None:
-    """Write a figure of a partition to ``path``, a .png, .svg or .pdf file. Create its folder if needed.
+    """Write a figure of a partition to ``path``, a .png, .svg or .pdf file. Create the folder of the file if needed.
 
     ``label_counts``: numbers of records, shape (clients, classes). Up to 30 clients and classes are drawn as bubbles.
-    The area of a bubble is proportional to the number of records, which is written inside. Larger partitions are drawn
-    as a heat map below a chart of the clients' numbers of records. The colour scale of the heat map is the square root
-    of the number, so that small numbers stay visible. Raises UserError for another type of file.
+    The area of a bubble is proportional to the number of records. This number is written inside the bubble. Larger
+    partitions are drawn as a heat map below a chart of the clients' numbers of records. The colour scale of the heat
+    map is the square root of the number, so that small numbers stay visible. Raises UserError for another type of file.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"cannot draw to {path}: give a file name that ends in {', '.join(SUFFIXES)}")

@@ -298,10 +298,10 @@ def promise(preprocess: Mapping[str, Any]) -> str:
 
 
 def draw_records(part: Examples, classes: Sequence[str], title: Sequence[str]) -> "Figure":
-    """Return a figure with up to ten real images of each class of ``part``, one row for each of at most 40 classes.
+    """Return a figure with up to ten real images of each class of ``part``, one row for each class.
 
-    ``classes``: the names of the classes. ``title``: lines of text. Images of more than 128 pixels are subsampled: for
-    example, only every second or every third pixel is shown.
+    The figure shows at most 40 classes. ``classes``: the names of the classes. ``title``: lines of text. Images of more
+    than 128 pixels are subsampled: for example, only every second or every third pixel is shown.
     """
     shown = min(len(classes), MOST_RECORD_CLASSES)
     every = -(-max(part.inputs.shape[2:]) // MOST_PIXELS)
