@@ -1,9 +1,9 @@
 """The Flower ClientApp: it reads a message, runs the message's task on the client's records, and sends an answer.
 
-By default, a client's records are a shard of the server's data set. The owner of a node (a machine with one client) may
-give it its own data set: ``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``. The client then trains
-on all training records of that data set and stores its client state in the folder ``state``. The server learns neither
-of the two paths.
+By default, a client's records are a shard of the server's data set. A node is a machine with one client. The owner of a
+node may give the node its own data set: ``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``. The
+client then trains on all training records of that data set. It stores its client state in the folder ``state``. The
+server learns neither of the two paths.
 """
 
 import logging
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from clients.policy import Policy
 
 _RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
-"""The allowed form of the run's name in a message. Other names could form a path out of the owner's folder."""
+"""The allowed form of the run's name in a message. Another name could be a path out of the owner's folder."""
 
 _PATH: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 
@@ -39,8 +39,9 @@ _PATH: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
     """Return the ClientApp that all engines use: in this process, in Ray actors and on Flower's own runtime.
 
-    ``signer``: verifies tickets. A ticket proves that the driver, the process that started this worker, has charged a
-    release to the client's privacy ledger. None: messages with tickets are refused.
+    ``signer``: the object that verifies tickets; None means that messages with tickets are refused. The driver is the
+    process that started this worker. A ticket proves that the driver has written the privacy cost of the task into the
+    client's privacy ledger.
     """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
@@ -81,11 +82,11 @@ def task_of(client: Client) -> ClientTask:
 def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> BatchHandler:
     """Return a function that trains several clients in one call of the compiled trainer.
 
-    ``stacked``: train the clients as one PyTorch computation instead. If the joint training fails, the function trains
-    each client separately, so that only the failing client gets an error. Several threads may call the function.
-    Compiled code runs in all threads at once. A lock lets only one thread at a time run the function's Python code:
-    otherwise threads would wait for Python's global lock at every PyTorch operation, for a seventh of the time of a
-    round of 100 small clients.
+    The compiled trainer is C++ code. ``stacked``: train the clients as one PyTorch computation instead. If the joint
+    training fails, the function trains each client separately. So only the failing client gets an error. Several
+    threads may call the function. Compiled code runs in all threads at once. A lock lets only one thread at a time run
+    the function's Python code. Without this lock, threads would wait for Python's global lock at every PyTorch
+    operation. The waiting would take a seventh of the time of a round of 100 small clients.
     """
     reader, in_python = _Reader(runtime_of), Lock()
 
@@ -145,7 +146,7 @@ class Owner:
         """Return the configuration of a task with this node's state folder in place of the server's paths.
 
         Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
-        letters, digits, _ and -: such a name could be a path out of the folder.
+        letters, digits, _ and -. Such a name could be a path that leads out of the folder.
         """
         if not _RUN.fullmatch(config.run):
             raise RunError(
@@ -170,9 +171,9 @@ def owner_of(context: Context) -> Owner | None:
 
 
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Answer a message (a Flower mod). On a node with its own data set, errors are sent without paths and records.
+    """Answer a message. On a node with its own data set, error messages to the server contain no paths and no records.
 
-    The node's log contains the full error. Errors of other nodes pass unchanged.
+    The function is a Flower mod. The node's log contains the full error. Errors of other nodes pass unchanged.
     """
     if owner_of(context) is None:
         return call_next(message, context)
@@ -193,10 +194,10 @@ class _Reader:
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
-        """Return the parts for pickling, by which Flower's simulation sends the app to its actors.
+        """Return the parts for pickling. Flower's simulation pickles the app to send it to its actors.
 
-        The lock and the last broadcast are left out. The signer is left out, too: Flower, not a driver of fl-sim,
-        started these actors, so they accept no tickets.
+        The lock and the last broadcast are left out. The signer, which verifies tickets, is left out, too. Flower
+        started these actors, not a driver of fl-sim. So they accept no tickets.
         """
         return _Reader, (self._runtime_of,)
 
@@ -210,8 +211,8 @@ class _Reader:
     ) -> Client:
         """Return the client that a message is for, with everything that its task needs.
 
-        Raises RunError if the message has a ticket that this worker cannot accept. A ticket proves that a release is
-        already charged to the client's privacy ledger.
+        Raises RunError if the message has a ticket that this worker cannot accept. A ticket proves that the privacy
+        cost of the task is already in the client's privacy ledger.
         """
         config, ticket = wire.read_task_config(message.content), None
         own: tuple[str | int, ...] = ()
@@ -248,8 +249,8 @@ def _policy(context: Context) -> "Policy | None":
 def _without_paths(error: Exception, context: Context) -> str:
     """Return an error message for the server that contains no paths and no values of the node's configuration.
 
-    From messages of RunError and UserError these parts are removed. Of other errors only the type is named, because
-    their messages may quote records.
+    From messages of RunError and UserError, paths and values are removed. For other errors, the message contains only
+    the type of the error, because the original message may quote records.
     """
     if not isinstance(error, RunError | UserError):
         return f"{type(error).__name__}; the full message, which may quote records, is in the log of the node"

@@ -1,9 +1,10 @@
 """The client half of a round layer, such as compression: its changes to a client's tasks and updates.
 
 Round layers wrap every round, and are not layers of the network. Server and client each build the same round layers
-from the experiment. A client passes the task from the server through all of them, from the outermost to the innermost.
-Then it trains, and passes its update back through all of them. The server asks the round layers for payload templates
-(names and shapes of the tensors in an update), and unpacks updates with their methods.
+from the experiment. A client passes the task from the server through all round layers, from the outermost to the
+innermost. Then it trains, and passes its update back through all round layers. The server asks the round layers for
+payload templates (names and shapes of the tensors in an update). It also unpacks updates with methods of the round
+layers.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class ClientLayer:
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the local plan for the trainer. ``came``: the task before ``received`` changed it."""
+        """Return the local plan for the trainer. ``came``: the task before this layer changed it in ``received``."""
         del came
         return plan
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the arguments of the algorithm's ``finish``: the task, and the result of training.
+        """Return the arguments for the algorithm's method ``finish``: the task and the result of training.
 
         ``came``: the task before this layer changed it in ``received``.
         """
@@ -42,9 +43,10 @@ class ClientLayer:
         return task, trained
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update of ``finish``, with this layer's changes to its payloads and to the client state.
+        """Return the update from the algorithm's ``finish``, after this layer has changed its payloads.
 
-        ``came``: the task before this layer changed it in ``received``. ``task``: the argument of ``finish``.
+        The layer may also change the client state. ``came``: the task before this layer changed it in ``received``.
+        ``task``: the task that ``finish`` got.
         ``trained``: the trainer's complete result.
         """
         del came, task, trained
@@ -53,7 +55,7 @@ class ClientLayer:
     def model(self, params: Params, state: Payloads) -> Params:
         """Return the client's model: ``params`` from the message, and parameters that stay on the client.
 
-        The client ``state`` contains these parameters, for example of personal BatchNorm layers.
+        Parameters that stay on the client, such as those of personal BatchNorm layers, are in the client ``state``.
         """
         del state
         return params
@@ -77,14 +79,17 @@ class ClientLayer:
         return {}
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return the update with its payloads decompressed. Raises Malformed for an update that no client computes."""
+        """Return the update with its payloads decompressed.
+
+        Raises Malformed for an update that no client can compute.
+        """
         del template, server_round
         return reply
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return names and shapes of the client state: those in ``state``, and those that this round layer adds.
+        """Return the names and shapes of the tensors in the client state, including tensors that this round layer adds.
 
-        ``state`` has the tensors of the algorithm and of the inner round layers.
+        ``state``: the names and shapes of the tensors of the algorithm and of the inner round layers.
         """
         del template, server
         return state

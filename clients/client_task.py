@@ -85,10 +85,10 @@ class Client:
     """A client, the message that it received, and everything that the message's task needs.
 
     ``content``: the Flower records of the message. ``policy``: the privacy limits that the client's owner has set, or
-    None. ``ticket``: a proof that a release is already charged to the client's privacy ledger, for a worker that cannot
-    access the client's files. ``check``: a function that long tasks call repeatedly; it aborts the task by an
-    exception. ``read``: a function that unpacks the tensors of a message; the clients of a round may share the unpacked
-    tensors.
+    None. ``ticket``: a proof that the privacy cost of the task is already in the client's privacy ledger. A worker that
+    cannot access the client's files needs this proof. ``check``: a function that long tasks call repeatedly. It aborts
+    the task by an exception. ``read``: a function that unpacks the tensors of a message. The clients of a round may
+    share the unpacked tensors.
     """
 
     number: int
@@ -117,7 +117,10 @@ class Client:
 
     @cached_property
     def state(self) -> Payloads:
-        """Return the client state after the client's last round, from the disk or, without a folder, the message."""
+        """Return the client state after the client's last round.
+
+        It comes from the disk, or from the message if there is no folder for client states.
+        """
         if self.config.state_dir:
             return load_state(self.config.state_dir, self.number, self.config.server_round)
         return wire.state_in(self.content)
@@ -130,17 +133,17 @@ class Client:
         return params
 
     def folder(self, name: str = "") -> Path:
-        """Return the folder ``name``/client-NUMBER of this run, for files such as an unfinished release."""
+        """Return the folder ``name``/client-NUMBER of this run, for files such as the noise key of private results."""
         return Path(self.config.state_dir) / name / f"client-{self.number}"
 
 
 class ClientTask(Protocol):
     """A kind of request that a client can answer. Every experiment has training; stages and algorithms may add tasks.
 
-    ``reads_records``: True if the answer depends on the client's records and the task adds no noise; a client's policy
-    must allow such a task. ``reads_state``: True if the task uses ``Client.state``; the state is then sent to workers
-    without access to the disk. ``runs_in_threads``: True if several clients may run the task at the same time in
-    threads of one process.
+    ``reads_records``: True if the answer depends on the client's records and the task adds no noise. A client's policy
+    must allow such a task. ``reads_state``: True if the task uses ``Client.state``. The client state is then sent to
+    workers without access to the disk. ``runs_in_threads``: True if several clients may run the task at the same time
+    in threads of one process.
     """
 
     reads_records: ClassVar[bool]
@@ -154,7 +157,7 @@ class ClientTask(Protocol):
 
 @runtime_checkable
 class Grouped(Protocol):
-    """A task that computes the answers of several clients together, which takes less time (DA-FL's generators)."""
+    """A task that computes the answers of several clients together, as for DA-FL's generators. This takes less time."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
         """Return each client's answer or error. An exception from one client's ``check`` aborts all clients."""
@@ -163,10 +166,10 @@ class Grouped(Protocol):
 
 @dataclass(frozen=True)
 class Begun:
-    """A release that is already charged to the client's privacy ledger and not computed yet.
+    """A private result whose privacy cost is already in the client's privacy ledger, but which is not computed yet.
 
-    ``ticket``: the proof of the charge, which is sent to the worker. ``paid``: the values that the task's ``finish``
-    needs later, such as the ledger's receipt.
+    ``ticket``: the proof that the cost is in the privacy ledger. It is sent to the worker. ``paid``: the values that
+    the task's ``finish`` needs later, such as the privacy ledger's receipt.
     """
 
     ticket: remote.Ticket
@@ -175,26 +178,31 @@ class Begun:
 
 @runtime_checkable
 class PaidAtHome(Protocol):
-    """A task that makes a private release. The driver charges the release to the client's privacy ledger beforehand.
+    """A task with a differentially private answer. The driver is the process that started the workers.
 
-    A worker on another machine cannot access the ledger. It receives a ticket, the driver's proof of the charge.
+    Before a worker computes the answer, the driver writes the privacy cost into the client's privacy ledger. A worker
+    on another machine cannot access this ledger. It receives a ticket, the driver's proof that the cost is in the
+    ledger.
     """
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge the release to the client's privacy ledger, and return the ticket for the worker in a ``Begun``.
+        """Write the privacy cost of the answer into the client's privacy ledger.
 
-        If the answer exists already, return the answer instead. If nothing must be charged, return None.
+        Return a ``Begun`` with the ticket for the worker. If the answer exists already, return the answer instead. If
+        the answer has no privacy cost, return None.
         """
         ...
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the worker's answer, so that the release is made only once, and return the answer for the server."""
+        """Store the worker's answer, and return the answer for the server. So the answer is computed only once."""
         ...
 
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """Everything that a worker needs to execute any client of an experiment. Built once per process and experiment.
+    """Everything that a worker needs to execute any client of an experiment.
+
+    A client runtime is built once per process and experiment.
 
     ``records(client, synthetic)``: the training records of a client; ``synthetic`` is the path of the pool of synthetic
     records, or empty if there is no pool. ``own_records(client)``: the client's own records only.
@@ -240,7 +248,7 @@ class ClientRuntime:
 
     @cached_property
     def trainer(self) -> Trainer:
-        """Return the trainer of this experiment's model: the compiled trainer, or PyTorch."""
+        """Return the trainer of this experiment's model: the compiled C++ trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0], self.precision)
 
     @cached_property
@@ -253,10 +261,10 @@ class ClientRuntime:
     def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
         """Return a function that trains the clients of ``jobs`` and returns one result per job, in the same order.
 
-        A job is executed by the first of ``own_trainers`` that supports it; all other jobs together by ``trainer``.
-        ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local plans have
-        phases (``Phase``), all jobs are trained phase by phase; if the algorithm has courses (``StepByStep``), step by
-        step.
+        The first of ``own_trainers`` that supports a job executes this job. ``trainer`` executes all other jobs
+        together. ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local
+        plans have phases (``Phase``), all jobs are trained phase by phase. If the algorithm has courses
+        (``StepByStep``), all jobs are trained step by step.
         """
         if isinstance(algorithm := self.algorithm, StepByStep):
             return lambda: follow(algorithm, jobs, lambda steps: self._prepare(steps, stacked=stacked)())
@@ -314,6 +322,6 @@ class ClientRuntime:
 RuntimeFactory: TypeAlias = Callable[..., ClientRuntime]
 """A function (experiment as JSON, data root) -> ClientRuntime. The function is expected to cache its results.
 
-For a node with its own records the function takes three more arguments: the name of the node's data set, the client
-number, and the public facts about the server's records, as JSON.
+For a node with its own records, the function takes three more arguments. They are the name of the node's data set, the
+client number, and the public facts about the server's records, as JSON.
 """

@@ -7,10 +7,10 @@ The policy is a TOML file on the client's machine, which no task of a server can
     allow_raw_updates = false    # may it train on its own records, and send updates without noise?
     allow_votes = false          # may it send the votes of a PATE teacher, without noise?
 
-The folder ``<file>.private`` beside the policy contains the ledger of all releases under the policy, and temporary
-files of a release. All tasks share this ledger, whatever experiment, seed, partition or data set they name: a new task
-does not start with a new budget. Only secret noise is allowed. No error message of a refusal contains information about
-the records.
+The folder ``<file>.private`` beside the policy contains the privacy ledger, with the privacy costs of all tasks under
+the policy. The folder also contains temporary files. All tasks share this privacy ledger, whatever experiment, seed,
+partition or data set they name. So a new task does not start with a new privacy budget. Only secret noise is allowed. A
+refused server gets an error message without information about the records.
 """
 
 import hashlib
@@ -39,10 +39,12 @@ from fl_sim.store.files import folder_lock
 from fl_sim.store.tensors import write_private
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
-"""The unit, adjacency and delta of every client's ledger. It accepts any budget and delta; ``Policy`` checks limits."""
+"""The privacy unit, adjacency and delta of every client's privacy ledger.
+
+The ledger accepts any privacy budget and any delta. ``Policy`` checks the limits."""
 
 KEY: Final = "key"
-"""The name of the file with the noise key. The file is deleted when the release is stored."""
+"""The name of the file with the noise key. The file is deleted when the private result is stored."""
 
 _POOL: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
 
@@ -72,12 +74,12 @@ class Policy:
 
     @property
     def home(self) -> Path:
-        """Return the folder of the ledger and of temporary files of releases, which only its owner can read."""
+        """Return the folder of the privacy ledger and of temporary files, which only the client's owner can read."""
         return self.path.with_name(f"{self.path.name}.private")
 
     @property
     def ledger(self) -> Path:
-        """Return the path of the privacy ledger of all releases that were ever made under this policy."""
+        """Return the path of the privacy ledger, with the privacy costs of all tasks ever done under this policy."""
         return self.home / "ledger.jsonl"
 
     def check_noise(self, noise: str, setting: str) -> None:
@@ -115,7 +117,7 @@ class Policy:
             )
 
     def check_training(self, *, own_records: bool) -> None:
-        """Raise RunError for updates computed from the client's own records, unless the policy allows them.
+        """Raise RunError for training on the client's own records, unless the policy allows updates without noise.
 
         Noise that the server adds does not protect a client from the server.
         """
@@ -127,7 +129,7 @@ class Policy:
             )
 
     def check_vote(self) -> None:
-        """Raise RunError unless the policy allows votes (of PATE), which a client sends without noise."""
+        """Raise RunError unless the policy allows the votes of a PATE teacher, which have no noise."""
         if not self.allow_votes:
             raise RunError(
                 "this client's policy allows no votes, because they are sent without noise: ask its owner for "
@@ -135,12 +137,13 @@ class Policy:
             )
 
     def pay(self, releases: Mapping[str, dp_event.DpEvent], noise: str) -> Receipt:
-        """Charge ``releases`` (name -> privacy event) to the privacy ledger, before they are made; return its receipt.
+        """Write the privacy costs of planned ``releases`` into the privacy ledger, and return the ledger's receipt.
 
-        Raises RunError, and charges nothing, if the total would exceed the policy's epsilon. The server may choose each
-        release after it has seen the earlier ones (adaptive composition). So costs are added at one Renyi order, which
-        the first charges determine (a Renyi filter). ``noise``: an identifier of the noise key. A release with the name
-        and the noise key of an earlier charge is the same release, and is not charged again.
+        ``releases``: the private outputs, as {name: privacy event}. Raises RunError, and writes nothing, if the total
+        would exceed the policy's epsilon. The server may choose each private output after it has seen the earlier
+        outputs (adaptive composition). So the privacy costs are added at one Renyi order (a Renyi filter). The first
+        entries of the ledger determine this order. ``noise``: an identifier of the noise key. An output with the name
+        and the noise key of an earlier entry is the same output, and has no further cost.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
         with folder_lock(self.home):
@@ -160,9 +163,9 @@ class Policy:
         return ledger.receipt
 
     def _spent(self, charges: Sequence[Charge]) -> float:
-        """Return the epsilon of ``charges`` at the Renyi order that the first charges determine.
+        """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The first charges are those before the first change of the noise key.
+        The first charges determine this order. They are the charges before the first change of the noise key.
         """
         if not charges:
             return 0.0
@@ -171,7 +174,10 @@ class Policy:
         return epsilon_at(order, Counter(charge.event for charge in charges), self.delta)
 
     def open_ledger(self) -> Ledger:
-        """Return the privacy ledger. Raises RunError if its file was deleted or shortened after a charge."""
+        """Return the privacy ledger.
+
+        Raises RunError if its file was deleted or shortened after a privacy cost was written.
+        """
         earlier = Receipt.from_json(_json(self._receipt)) if self._receipt.exists() else None
         return open_ledger(self.ledger, earlier, f"what was released under {self.path}")
 
@@ -196,8 +202,9 @@ def read_policy(path: Path) -> Policy:
 def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") -> Ledger:
     """Return a client's privacy ledger in the file ``path``.
 
-    A missing file is created, readable by its owner only, unless a ``receipt`` shows that it existed. ``receipt``,
-    ``holder``: the arguments of ``Ledger``. Raises UserError if the file cannot be created.
+    A missing file is created, and only its owner can read it. It is not created if a ``receipt`` shows that the file
+    existed before. ``receipt``, ``holder``: the arguments of ``Ledger``. Raises UserError if the file cannot be
+    created.
     """
     if receipt is None and not path.exists():
         try:
@@ -214,7 +221,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
 
 @dataclass(frozen=True)
 class PaidNoise:
-    """The noise of a release that is charged to a privacy ledger but not made yet, and the ledger's receipt."""
+    """The noise for a planned private output, and the privacy ledger's receipt for its privacy cost."""
 
     noise: Noise
     receipt: Receipt
@@ -223,11 +230,12 @@ class PaidNoise:
 def pay(
     releases: Mapping[str, dp_event.DpEvent], folder: Path, ledger: Path, policy: Policy | None, *, seeded: str = ""
 ) -> PaidNoise:
-    """Charge ``releases`` (name -> privacy event) to a privacy ledger before they are made; return noise and receipt.
+    """Write the privacy costs of planned ``releases`` into a privacy ledger, and return noise and receipt.
 
-    The policy's ledger is charged, or ``ledger`` if there is no policy. The noise is secret. Its key is stored in
-    ``folder``: if the client is killed before it has stored the release, it makes the same release again. ``seeded``:
-    for simulations only, a text (seed, release and client) that determines the noise; empty for secret noise.
+    ``releases``: the private outputs, as {name: privacy event}. The costs are written into the policy's privacy ledger,
+    or into ``ledger`` if there is no policy. The noise is secret, and its key is stored in ``folder``. A client that is
+    killed before it has stored an output makes the same output again. ``seeded``: for simulations only, a text (seed,
+    output and client) that determines the noise. It is empty for secret noise.
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
-"""Class moments of a client's features as one private release, by one Gaussian mechanism over all classes.
+"""Private class moments of a client's features, by one Gaussian mechanism over all classes.
 
-The features are the inputs of a model's last layer; the moments of a class are number, sum and sum of outer products.
-Privacy unit: one record, which is in one class. Adjacency: one record is replaced by nothing, while the numbers of
-clients and of their records stay public (zero-out adjacency). This change leaves the features of all other records
-equal: the caller computes the features of each record separately, at the same place in its batch.
+The features are the inputs of a model's last layer. The moments of a class are the number, the sum and the sum of outer
+products of its features. The privacy unit is one record, which is in one class. Adjacency is zero-out: one record is
+replaced by nothing, while the numbers of clients and of their records stay public. This change leaves the features of
+all other records equal. The reason is that the caller computes the features of each record separately, at the same
+place in its batch.
 """
 
 import json
@@ -29,7 +30,7 @@ from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_no
 from fl_sim.store.tensors import write_private
 
 LONGEST: Final = math.sqrt(3)
-"""The largest norm of a record's contribution (1, u, uu') to the moments, where |u| <= 1."""
+"""The largest norm of a record's contribution (1, u, uu') to the moments. u is the record's feature, with |u| <= 1."""
 
 _RELEASE: Final = "moments.safetensors"
 
@@ -48,27 +49,30 @@ class Protection:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the least noise multiplier (standard deviation / sensitivity) for epsilon and delta."""
+        """Return the least noise multiplier that epsilon and delta allow.
+
+        The noise multiplier is the standard deviation of the noise divided by the sensitivity.
+        """
         return _least_noise(self.epsilon, self.delta)
 
     @property
     def std(self) -> float:
-        """Return the standard deviation of the noise on each number, in units in which the clipping norm is 1."""
+        """Return the standard deviation of the noise on each number of the moments. The unit is the clipping norm."""
         return self.noise_multiplier * LONGEST
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """Return the privacy event of one client's release."""
+        """Return the privacy event of one client's noisy moments."""
         return dp_event.GaussianDpEvent(self.noise_multiplier)
 
 
 @dataclass(frozen=True)
 class MomentsRelease:
-    """The name and the files of one client's release. Two releases of one ``name`` differ only in the noise key.
+    """The name and the files of one client's noisy moments.
 
-    ``folder``: the folder of the noise key and, when it is made, of the release. ``ledger``: the ledger that is
-    charged, unless the client's owner has set a ``policy``; then the policy's ledger is charged. ``seed``: the seed of
-    seeded noise.
+    Two sets of noisy moments with one ``name`` differ only in the noise key. ``folder``: the folder of the noise key,
+    and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner has set a
+    ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise.
     """
 
     name: str
@@ -79,23 +83,24 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise reaches epsilon and delta, or if its grid is too coarse for ``size`` moments."""
+    """Raise UserError if no noise reaches epsilon and delta, or if its grid is too coarse for ``size`` numbers."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
 def charge_name(name: str) -> str:
-    """Return the name of the release ``name`` in the privacy ledger."""
+    """Return the name under which the privacy ledger lists the noisy moments called ``name``."""
     return f"class moments {name}"
 
 
 def released_moments(
     features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: MomentsRelease
 ) -> Array:
-    """Charge the release to the privacy ledger; then compute the noisy moments, store and return them.
+    """Return the noisy moments, after their privacy cost was written into the privacy ledger.
 
-    A second call with the same folder returns the stored moments, at no cost. A client without records (the number of
-    records is public) returns zeros and is not charged. Raises RunError if the client's policy forbids the release,
-    UserError or RunError if the ledger cannot be charged.
+    The function also stores the moments. A second call with the same folder returns the stored moments, at no privacy
+    cost. For a client without records, the result is zeros, at no privacy cost. (The number of records is public.)
+    Raises RunError if the client's policy forbids the noisy moments. Raises UserError or RunError if the privacy cost
+    cannot be written.
     """
     shape = (num_classes, num_moments(features.shape[1]))
     begun = begin_release(len(labels), shape, protection, release)
@@ -107,10 +112,11 @@ def released_moments(
 def begin_release(
     num_records: int, shape: tuple[int, int], protection: Protection, release: MomentsRelease
 ) -> Array | PaidNoise:
-    """Charge the release of moments to the privacy ledger, and return its noise and receipt. Reads no record.
+    """Write the privacy cost of the moments into the privacy ledger, and return the noise and the ledger's receipt.
 
-    If the release exists already or the client has no records, return the moments instead, without a charge. ``shape``:
-    the shape of the moments. Raises the errors of ``released_moments``.
+    The function reads no record. If the noisy moments exist already, it returns them, at no privacy cost. It does the
+    same for a client without records, whose moments are zeros. ``shape``: the shape of the moments. Raises the errors
+    of ``released_moments``.
     """
     if release.policy:
         release.policy.check_noise(protection.noise, "calibrate.noise")
@@ -138,12 +144,12 @@ def private_moments(
     """Return the class moments of ``features`` (n, d) with noise, in units of the clipping norm.
 
     The noise on each number has the standard deviation ``protection.std``. A record adds v = (1, u, uu') to the moments
-    of its class and nothing to other classes; u is the record's feature in units of the clipping norm, clipped to
-    norm 1. The triangle form of uu' preserves norms (``clients.moments``), so |v|^2 = 1 + |u|^2 + |u|^4 <= 3: without
-    one record the moments differ by at most sqrt 3, the sensitivity. The whole v is then clipped to slightly less than
-    sqrt 3, so that rounding to the grid of the noise cannot exceed the sensitivity (``clipping_norm_on_grid``; its
-    allowance covers the rounding of a product of three rounded numbers). A record whose feature is not finite is
-    ignored.
+    of its class, and nothing to other classes. Here u is the record's feature in units of the clipping norm, clipped to
+    norm 1. The triangle form of uu' preserves norms (``clients.moments``), so |v|^2 = 1 + |u|^2 + |u|^4 <= 3. Without
+    one record, the moments differ by at most sqrt 3, which is the sensitivity. Then v is clipped to slightly less than
+    sqrt 3. So the rounding of v to the noise grid cannot exceed the sensitivity. The allowance of
+    ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. A record whose feature is not
+    finite is ignored.
     """
     size = num_classes * num_moments(features.shape[1])
     limit = clipping_norm_on_grid(LONGEST, protection.std, size, summands=len(features))
@@ -165,7 +171,10 @@ def _least_noise(epsilon: float, delta: float) -> float:
 
 
 def _read(path: Path, shape: tuple[int, int], release: MomentsRelease) -> Array:
-    """Return the stored moments. Raises RunError if the file is damaged, or if the ledger lacks their charge."""
+    """Return the stored moments.
+
+    Raises RunError if the file is damaged, or if the privacy ledger lacks the privacy cost of the moments.
+    """
     try:
         with safe_open(path, "pt") as file:
             receipt = Receipt.from_json(json.loads(file.metadata()["receipt"]))

@@ -39,9 +39,9 @@ class RandomForest(Settings):
     """A random forest (Breiman 2001; scikit-learn's code) for tables of numbers, as PATE's teacher or student.
 
     ``trees``: the number of trees. Each tree is grown on a bootstrap sample, without a limit on depth. ``min_leaf``:
-    the least number of records in a leaf. ``balanced``: every class has the same total weight, however few records it
-    has. Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never does. The
-    weights have an effect only if leaves contain several records.
+    the least number of records in a leaf. ``balanced``: every class has the same total weight, however few records the
+    class has. Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never
+    predicts it. The weights have an effect only if leaves contain several records.
     """
 
     kind: Literal["random-forest"] = "random-forest"
@@ -78,10 +78,11 @@ def network_votes(
     seed: int,
     model_seed: int,
 ) -> NDArray[np.int64]:
-    """Train a network on ``records``, and return its votes, the predicted class of each record of ``pool`` (pool,).
+    """Train a network on ``records``, and return its votes, shape (number of public records,).
 
-    ``pool``: the public records. ``build(number)``: a function that returns a network whose initial weights depend on
-    ``number`` alone. Several threads may call this function. Raises RunError if the network's outputs are not finite.
+    A vote is the predicted class of one public record. ``pool``: the public records. ``build(number)``: a function that
+    returns a network. The network's initial weights depend on ``number`` alone. Several threads may call
+    ``network_votes``. Raises RunError if the network's outputs are not finite.
     """
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
 
@@ -109,9 +110,9 @@ def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
 def forest_votes(
     settings: RandomForest, records: Records, pool: torch.Tensor, *, client: int, seed: int
 ) -> NDArray[np.int64]:
-    """Fit a random forest to ``records``, and return its votes, the predicted class of each record of ``pool`` (pool,).
+    """Fit a random forest to ``records``, and return its votes, shape (number of public records,).
 
-    ``pool``: the public records.
+    A vote is the predicted class of one public record. ``pool``: the public records.
     """
     inputs, labels = records.tensors()
     forest = settings.fit(as_table(inputs.numpy(force=True)), labels.numpy(force=True), rng(seed, "teacher", client))

@@ -51,10 +51,9 @@ class TrainingJob:
     """The local training of one client in one round.
 
     ``job``: the input of the trainer. ``further``: the inputs for further models of the client, such as a personal
-    model, by name (``FurtherModels``). ``came``: for each layer, innermost first, the task before that layer changed
-    it. ``guards``: detectors of writes to tensors that
-    the algorithm's code must only read. The first guard covers the broadcast; a second guard covers the pool and the
-    client state, if there are any.
+    model, by name (``FurtherModels``). ``came``: for each round layer, innermost first, the task before that layer
+    changed it. ``guards``: detectors of writes to tensors that the algorithm's code must only read. The first guard
+    covers the broadcast. A second guard covers the pool (the clients' shared summaries) and the client state, if any.
     """
 
     client: Client
@@ -111,8 +110,9 @@ class TrainingJob:
     def finished(self, results: Sequence[Trained]) -> RecordDict:
         """Store the client's new state, and return the message with its update.
 
-        ``results``: those of ``jobs``, in the same order. If there is no folder for the client state, the message
-        carries the state. Raises RunError if training wrote to the broadcast, the pool or the client state.
+        ``results``: the trainer's results for ``jobs``, in the same order. If there is no folder for the client state,
+        the message carries the state. Raises RunError if training wrote to the broadcast, to the client state, or to
+        the pool of the clients' shared summaries.
         """
         runtime, config, number = self.client.runtime, self.client.config, self.client.number
         algorithm, server_round = runtime.algorithm, config.server_round
@@ -138,7 +138,10 @@ class TrainingJob:
         return content
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if PyTorch counted a write to a guarded tensor. ``methods``: the functions that ran since."""
+        """Raise RunError if PyTorch counted a write to a guarded tensor.
+
+        ``methods``: the functions of the algorithm that ran since the last check.
+        """
         for guard in self.guards:
             guard.check(*methods)
 
@@ -169,7 +172,11 @@ def _received(client: Client, num_examples: int) -> LocalTask:
 
 
 def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
-    """Return write guards of the broadcast and, if there are any, of the pool and the client state."""
+    """Return write guards: one for the broadcast, and one for the pool and the client state together.
+
+    The pool consists of the clients' shared summaries. The second guard is left out if there is neither a pool nor a
+    client state.
+    """
     own = {"the pool": task.pool} if task.pool else {}
     own |= {f"client state {name!r}": group for name, group in client.state.items()}
     guards = [client.broadcast.write_guard]
@@ -180,9 +187,10 @@ def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
 
 
 def further_job(job: LocalJob, name: str, model: FurtherModel, batches: np.random.Generator) -> LocalJob:
-    """Return the trainer's input for the further ``model`` called ``name``. ``job``: the input for the sent model.
+    """Return the trainer's input for a client's further ``model`` called ``name``, such as a personal model.
 
-    Raises ValueError if names or shapes of the parameters differ from those of the sent model.
+    ``job``: the trainer's input for the model that the client sends. Raises ValueError if names or shapes of the
+    parameters differ from those of the sent model.
     """
     task = job.task
     check_layout(f"the parameters of the further model {name}", model.params, layout_of(task.params))
