@@ -1,9 +1,9 @@
 """The HTML page of a report about runs: tables, figures, privacy, data, failures and versions, all in one file.
 
 Tables and pictures are visible without JavaScript. The page's script draws curves, final accuracies, costs until a
-target accuracy, client accuracies and confusion matrices. It reads their data from a block of JSON in the page. Style
-sheet and script come from the files in ``web``. The content security policy of the page allows only this style sheet
-and this script, by their SHA-256 digests.
+target accuracy, client accuracies and confusion matrices. The script reads its data from a block of JSON in the page.
+Style sheet and script come from the files in the folder ``web``. The content security policy of the page allows only
+this style sheet and this script, by their SHA-256 digests.
 """
 
 import base64
@@ -46,7 +46,10 @@ _SCRIPTS: Final = ("elements.js", "scales.js", "curves.js", "rows.js", "confusio
 """The files in ``web`` from which the page's script is joined, in this order."""
 
 _MOST_PAGE_BYTES: Final = 2_700_000
-"""Largest size in bytes of a page with its pictures, so that the page opens fast. Further pictures are left out."""
+"""Largest size in bytes of a page with its pictures, so that the page opens fast.
+
+Pictures that would make the page larger are left out.
+"""
 
 _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
 """Headings of those pictures whose curves the page's script also draws."""
@@ -64,7 +67,10 @@ _MOST_CELLS: Final = 200_000
 
 _MOST_BYTES: Final = 2**63
 _LARGEST: Final = 1e15
-"""Largest number of bytes, and largest other number, in a result file. A larger number is damaged, and is ignored."""
+"""Two limits for the numbers in a result file: one for numbers of bytes, and one for all other numbers.
+
+A larger number is a sign of a damaged file, and is ignored.
+"""
 
 
 def page(
@@ -123,8 +129,9 @@ def page(
 def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool = False) -> str:
     """Return the data for the page's script as JSON, with accuracies in percent.
 
-    The characters ``<``, ``>`` and ``&`` are escaped for HTML. ``target``: a further target accuracy in [0, 1], in
-    addition to ``LADDER``. ``full_axis``: True if the accuracy axis goes from 0 to 100 % when the page opens.
+    The characters ``<``, ``>`` and ``&`` are escaped for HTML. ``target``: a target accuracy in [0, 1], which the page
+    shows in addition to those in ``LADDER``. ``full_axis``: True if the accuracy axis goes from 0 to 100 % when the
+    page opens.
     """
     methods: list[dict[str, Any]] = []
     drawn = sum(len(one.drawn[0].rounds) for panel in panels for _, one in panel.lines)

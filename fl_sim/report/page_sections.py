@@ -23,7 +23,10 @@ Groups: TypeAlias = Mapping[str, Sequence[tuple[str, SeedGroup]]]
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
 _LONGEST_NOTE = 60
-"""Largest number of characters of a note in a table cell that is always visible. The reader can open longer notes."""
+"""Largest number of characters of a note that is always visible in a table cell.
+
+A longer note is closed at first, and the reader can open it.
+"""
 
 _PICKED = {
     "test": "picked on the test set and so optimistic",
@@ -124,7 +127,7 @@ class TargetRow:
 
 
 def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
-    """Return for each group of runs the costs until a test accuracy of at least ``accuracy``, in [0, 1]."""
+    """Return for each group of runs the costs until the test accuracy is at least ``accuracy``, in [0, 1]."""
     return [
         TargetRow(label, where, len(one.finished), tuple(one.reached(accuracy)))
         for where, some in groups.items()
@@ -146,7 +149,7 @@ class HtmlCell:
 
     @property
     def html(self) -> str:
-        """Return the cell as HTML. The reader can open a long note."""
+        """Return the cell as HTML. A long note is closed at first, and the reader can open it."""
         text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
         note = ""
         if self.note:
@@ -228,7 +231,10 @@ def data_notes(panels: Sequence[Panel]) -> list[str]:
 
 
 def failures(found: Found, groups: Groups) -> list[str]:
-    """Return an HTML list of the failed, unfinished and omitted runs with the reasons; empty without such runs."""
+    """Return an HTML list of the failed, unfinished and omitted runs, with the reason for each run.
+
+    The text is empty if there are no such runs.
+    """
     lines = [
         (f"{run.status}: {label}, {where}, seed {run.config.seed}", run.error, run.path)
         for where, some in groups.items()
@@ -346,7 +352,7 @@ def bill(lines: Sequence[str]) -> list[str]:
 
 
 def all_runs(groups: Groups) -> str:
-    """Return the section "Runs": a table with one row for each run, which the reader can open."""
+    """Return the section "Runs": a table with one row for each run. The reader can open this table."""
     several = len(groups) > 1
     lines = [
         (f"{label}, {where}" if several else label, run)

@@ -1,4 +1,4 @@
-"""The privacy cost of runs on disk, of each run and of all runs together (see ``fl_sim.privacy.bill``).
+"""The privacy cost of runs on disk: of each run, and of all runs together (see ``fl_sim.privacy.bill``).
 
 A payment is the privacy cost of one published output, as its privacy statement states it. A bill is the total privacy
 cost of several payments. This module is imported only when needed, because the accountants take long to import.

@@ -64,7 +64,7 @@ class TableState:
         return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
 
     def failures(self) -> list[str]:
-        """Return "name (error)" for each failed run."""
+        """Return for each failed run its name, and its error in brackets: "name (error)"."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
