@@ -112,12 +112,12 @@ class GlobalDP(Settings):
 
     ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm (with adaptive
     clipping the updates get more noise, so that updates and counts together cost z); 0 clips only and guarantees
-    nothing. With "from-epsilon" the run uses the least z with which all rounds together cost no more than ``epsilon``.
+    nothing. With "from-epsilon" the run uses the least z with which all rounds together cost no more than the budget.
     ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
     the bound in the first round). ``epsilon``: the budget at ``delta``: training stops before the round that would
     exceed this budget. If all rounds cost less, a part of the budget stays unused. None sets no limit. ``accountant``:
     the method that computes the epsilon spent. ``noise`` "secret": a fresh key from the operating system, so no two
-    runs have the same noise; With "seeded" the noise is repeatable; the guarantee is then only about the method, not
+    runs have the same noise. With "seeded" the noise is repeatable; the guarantee is then only about the method, not
     about this run. ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in
     the model; 1 for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the
     correlation starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the

@@ -18,8 +18,8 @@ class TrimmedMean(Robust):
     """The mean of every coordinate without the smallest and the largest values.
 
     ``trim``: the paper's beta, the share of clients whose values are left out at each end, rounded up to whole clients.
-    Choose at least the share of clients that may be hostile. If ``trim`` would leave no value, the one or two middle
-    values are used, as in the median. Every client has the same weight. No privacy guarantee.
+    Choose at least the share of clients that may be hostile. If no value would be left, the one or two middle values
+    are used, as in the median. Every client has the same weight. No privacy guarantee.
     """
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
