@@ -22,7 +22,7 @@ from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read
 TABLE, TUNING = "table.json", "tuning"
 WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
 _DEEPEST = 6
-"""Number of levels of subfolders in which runs are searched."""
+"""Number of levels of subfolders that are searched for runs."""
 
 
 @dataclass(frozen=True)

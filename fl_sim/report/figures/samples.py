@@ -45,7 +45,7 @@ PER_CLASS = 10
 """Largest number of images of a class in a figure."""
 MOST_CLASSES = 100
 _GAP = 4
-"""Pixels between neighbouring images."""
+"""Number of white pixels between neighbouring images."""
 _LEFT, _RIGHT = 95, 150
 """Widths in pixels of the left and the right margin."""
 
@@ -53,7 +53,7 @@ MOST_RECORD_CLASSES = 40
 MOST_PIXELS = 128
 """Largest height or width in pixels of a real image in a figure. Larger images are subsampled."""
 _NAMES = 150
-"""Width in pixels of the margin for the names of classes."""
+"""Width in pixels of the margin that contains the names of the classes."""
 
 
 def images(inputs: NDArray[np.uint8]) -> list[Tile]:
@@ -130,8 +130,8 @@ def figure_of(
     """Return (figure, its axes). The figure shows the image ``sheet`` without scaling, below the ``title``.
 
     The coordinates of the axes are the pixels of ``sheet``. ``title``: lines of text. ``left``, ``above``, ``right``:
-    widths of the margins for labels, in pixels. ``narrowest``: the smallest width of the figure in pixels. The right
-    margin is widened for a narrower figure.
+    widths of the margins for labels, in pixels. ``narrowest``: the smallest width of the figure in pixels. If the
+    figure would be narrower, its right margin is widened.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -153,10 +153,10 @@ def figure_of(
 class Samples:
     """The synthetic records of a run (its pool).
 
-    ``labels`` and ``clients``: the class and the client of each record, of shape (records,), for the whole pool.
-    ``places``: ascending indices of the records whose inputs are given. ``places`` has all records of the pool if the
-    records are images. For feature vectors, ``places`` may have only the records to draw. ``inputs``: the inputs of the
-    records with the indices ``places``.
+    ``labels`` and ``clients``: the class and the client of each record in the whole pool, of shape (records,).
+    ``places``: ascending indices of those records whose inputs are given. For images, these are all records of the
+    pool. For feature vectors, ``places`` may have only the records to draw. ``inputs``: the inputs of the records with
+    the indices ``places``.
     """
 
     inputs: NDArray[Any]
@@ -284,10 +284,7 @@ def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[st
 
 
 def promise(preprocess: Mapping[str, Any]) -> str:
-    """Return the privacy budget in the settings of DA-FL as text.
-
-    The spent epsilon may be smaller. It is in the run's ``result.json``.
-    """
+    """Return the privacy budget in the settings of DA-FL as text. The spent epsilon is in the run's ``result.json``."""
     if math.isinf(preprocess["epsilon"]):
         return "epsilon inf: made without noise, so with no privacy guarantee"
     seeded = " (noise from the seed: a simulation only)" if preprocess["noise"] == "seeded" else ""
