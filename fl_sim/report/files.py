@@ -25,7 +25,7 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class FileModel(BaseModel):
-    """Base class of the schemas. NaN and infinite numbers are refused."""
+    """Base class of the schemas. NaN and infinite numbers in a file are refused."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

@@ -20,7 +20,7 @@ _NOT_OF_CENTRALIZED = {
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
 _DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
-"""Default values of the settings in the section ``evaluate``. These settings do not separate runs into groups.
+"""Default values of settings in the section ``evaluate``. A setting with its default value does not separate groups.
 
 Runs of older versions have no section ``evaluate``. An older run belongs to the same group as newer runs with the
 default values.

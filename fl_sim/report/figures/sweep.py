@@ -191,7 +191,7 @@ def _before(one: SeedGroup) -> Mapping[str, Any]:
 
 
 def _accuracies(one: SeedGroup) -> dict[int, float]:
-    """Return {seed: final accuracy in percent} of the finished runs of a group."""
+    """Return {seed: final accuracy in percent} of the finished runs of one group."""
     accuracies = {run.config.seed: as_percent(run.result.final_accuracy) for run in one.finished if run.result}
     return {seed: accuracy for seed, accuracy in accuracies.items() if accuracy is not None}
 
