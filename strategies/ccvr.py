@@ -32,9 +32,9 @@ _LONGEST: Final = 2**28  # most bytes of a client's moments: half of the most by
 class CCVR(Settings):
     """Clients send moments of the features of each class; the server trains the head on samples from class Gaussians.
 
-    ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training starts from the
-    head after the last round. It is plain SGD for ``epochs`` passes over the samples, with this ``learning_rate`` and
-    ``batch_size``.
+    ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training of the head
+    starts from the head after the last round, by plain SGD. ``epochs``: the number of passes over the samples.
+    ``learning_rate``: the learning rate of SGD. ``batch_size``: the number of samples in a step.
 
     ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of a client's moments for each of
     its records. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features are

@@ -42,7 +42,7 @@ class FedALA(Averaging):
     batches of a random ``record_share`` of the client's records, 0.8 in the paper. In the client's second round the
     client makes passes over these records until the standard deviation of the last 10 losses is below ``threshold``
     (0.1 in the released code), and in later rounds one pass. A loss is the mean loss of a pass. Local training starts
-    at the resulting mixture, which is the client's own model.
+    at the resulting mixture, which is also the client's own model.
 
     In the released code ``layers`` counts tensors, the loss is that of a pass's last batch, and a client that joins
     late mixes x with the initial model in its first round; here it starts at x.

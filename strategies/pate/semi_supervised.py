@@ -66,8 +66,9 @@ class FixMatch(Settings):
     training, spread the labels over a graph of similar records; where the result is confident for a record, it is the
     record's pseudo-label throughout. ``doubt_after``: the share of the steps after which, once, labels with which the
     network disagrees are left out; 1 trusts all labels. ``averaging``: the decay of the moving average of the weights,
-    which is the returned model. ``steps``: the number of optimiser steps, with ``batch_size`` labelled records each.
-    ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the strong views.
+    which is the returned model. ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled
+    records in a step. ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW.
+    ``augmentation``: the random changes of the strong views.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"
@@ -188,9 +189,10 @@ class _FixMatchRun:
 class FeatureMatchingGan(Settings):
     """Trains classifier and generator by Adam, one step each in turn, as in Salimans et al. 2016.
 
-    ``learning_rate``: that of Adam; it falls to 0 over the second half of the ``steps``. ``batch_size``: the number of
-    labelled records in a step; as many unlabelled and as many generated records are added. ``averaging``: the decay of
-    the moving average of the weights, which is the returned model.
+    ``steps``: the number of training steps. ``learning_rate``: the learning rate of Adam; it falls to 0 over the second
+    half of the steps. ``batch_size``: the number of labelled records in a step; as many unlabelled and as many
+    generated records are added. ``averaging``: the decay of the moving average of the weights, which is the returned
+    model.
     """
 
     kind: Literal["pate-g"] = "pate-g"

@@ -118,10 +118,12 @@ class Student(Protocol):
 class Augmentation(Settings):
     """Random changes of images. Strong views use all of them; weak views use a quarter of each, and erase nothing.
 
-    ``rotation`` in degrees, ``scale`` and ``shear`` as shares, ``shift`` as a share of half the image's width, as is
-    ``elastic``, the standard deviation of a smooth random displacement (Simard et al. 2003); ``erase`` is the longest
-    side of the erased square as a share of the width. ``flip`` mirrors each image with probability 1/2: not for digits.
-    The defaults suit digits and other small images whose orientation has a meaning.
+    Each change is drawn up to the given largest value. ``rotation``: the largest rotation, in degrees. ``scale``: the
+    largest change of size, as a share. ``shear``: the largest shear, as a share. ``shift``: the largest shift, as a
+    share of half the image's width. ``elastic``: the standard deviation of a smooth random displacement (Simard et al.
+    2003), as a share of half the image's width. ``erase``: the longest side of the erased square, as a share of the
+    image's width. ``flip``: if true, each image is mirrored with probability 1/2; not for digits. The defaults suit
+    digits and other small images whose orientation has a meaning.
     """
 
     rotation: float = Field(25.0, ge=0, le=180)
@@ -163,7 +165,8 @@ class Supervised(Settings):
     """Supervised training by AdamW on randomly changed views of the labelled records.
 
     ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled records in a step.
-    ``learning_rate`` and ``weight_decay``: those of AdamW. ``augmentation``: the random changes of the views.
+    ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW. ``augmentation``: the
+    random changes of the views.
     """
 
     kind: Literal["supervised"] = "supervised"
@@ -198,10 +201,11 @@ class ResidualStudent(Settings):
     """``blocks`` residual blocks in each of three stages of ``width``, 2 ``width`` and 4 ``width`` channels.
 
     ``block`` "auto": basic blocks (two 3x3 convolutions) for up to 5 blocks per stage, bottleneck blocks (1x1, 3x3,
-    1x1) from 6 blocks on. ``decay_at``: after these shares of ``steps`` the learning rate falls to a tenth.
+    1x1) from 6 blocks on. ``decay_at``: after each of these shares of the steps the learning rate falls to a tenth.
     ``augmentation``: random changes of the labelled images; the default shifts them by up to 4 of 32 pixels and mirrors
     each with probability 1/2. ``norm``: batch or group normalisation. ``batch_size``: the number of labelled records in
-    a step. ``learning_rate``, ``momentum`` and ``weight_decay``: those of SGD.
+    a step. ``learning_rate``: the learning rate of SGD at the start. ``momentum``: the momentum of SGD.
+    ``weight_decay``: the weight decay of SGD. ``steps``: the number of optimiser steps.
     """
 
     kind: Literal["resnet"] = "resnet"
