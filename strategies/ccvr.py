@@ -38,8 +38,8 @@ class CCVR(Settings):
 
     ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of a client's moments for each of
     its records. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features are
-    clipped to ``clipping_norm``. ``noise``: "secret" is real protection and differs from run to run, "seeded" is
-    repeatable and protects in simulation only.
+    clipped to ``clipping_norm``. ``noise``: the source of the noise. With "secret" the protection is real, and the
+    noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
     kind: Literal["ccvr"] = "ccvr"

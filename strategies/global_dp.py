@@ -115,13 +115,14 @@ class GlobalDP(Settings):
     nothing. With "from-epsilon" the run uses the least z with which all rounds together cost no more than the budget.
     ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
     the bound in the first round). ``epsilon``: the budget at ``delta``: training stops before the round that would
-    exceed this budget. If all rounds cost less, a part of the budget stays unused. None sets no limit. ``accountant``:
-    the method that computes the epsilon spent. ``noise`` "secret": a fresh key from the operating system, so no two
-    runs have the same noise. With "seeded" the noise is repeatable; the guarantee is then only about the method, not
-    about this run. ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in
-    the model; 1 for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the
-    correlation starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the
-    updates; left out: the norm is fixed.
+    exceed this budget. If all rounds cost less, a part of the budget stays unused. None sets no limit. ``delta``: the
+    delta of the guarantee. ``accountant``: the method that computes the epsilon spent. ``noise``: the source of the
+    noise. With "secret" the noise comes from a fresh key of the operating system, so no two runs have the same noise.
+    With "seeded" the noise is repeatable; the guarantee is then only about the method, not about this run.
+    ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in the model; 1
+    for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the correlation
+    starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out:
+    the norm is fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"

@@ -185,10 +185,11 @@ class Labelling(Settings):
 
     ``mechanism``: the rule that turns the teachers' votes on a record into one noisy label. ``accountant``: the
     accountant whose epsilon is reported and compared with the budget. ``epsilon``: the budget of all queries together
-    at ``delta``; labelling stops before the query that would exceed it; None sets no limit. ``budget`` "data-dependent"
-    compares the data-dependent epsilon with ``epsilon``. This gives more labels. But then the data-dependent epsilon
-    and the number of labels are as private as the votes. ``noise`` "secret": a fresh key from the operating system, so
-    no two runs have the same noise; "seeded": repeatable noise, with a guarantee about the method only.
+    at ``delta``; labelling stops before the query that would exceed this budget; None sets no limit. ``delta``: the
+    delta of the guarantee. ``budget`` "data-dependent" compares the data-dependent epsilon with ``epsilon``. This gives
+    more labels. But then the data-dependent epsilon and the number of labels are as private as the votes. ``noise``:
+    the source of the noise. With "secret" the noise comes from a fresh key of the operating system, so no two runs have
+    the same noise. With "seeded" the noise is repeatable, with a guarantee about the method only.
     """
 
     mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()

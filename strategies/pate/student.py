@@ -118,12 +118,12 @@ class Student(Protocol):
 class Augmentation(Settings):
     """Random changes of images. Strong views use all of them; weak views use a quarter of each, and erase nothing.
 
-    Each change is drawn up to the given largest value. ``rotation``: the largest rotation, in degrees. ``scale``: the
-    largest change of size, as a share. ``shear``: the largest shear, as a share. ``shift``: the largest shift, as a
-    share of half the image's width. ``elastic``: the standard deviation of a smooth random displacement (Simard et al.
-    2003), as a share of half the image's width. ``erase``: the longest side of the erased square, as a share of the
-    image's width. ``flip``: if true, each image is mirrored with probability 1/2; not for digits. The defaults suit
-    digits and other small images whose orientation has a meaning.
+    Each image is changed by random amounts. ``rotation``: the largest rotation, in degrees. ``scale``: the largest
+    change of size, as a share. ``shear``: the largest shear, as a share. ``shift``: the largest shift, as a share of
+    half the image's width. ``elastic``: the standard deviation of a smooth random displacement (Simard et al. 2003), as
+    a share of half the image's width. ``erase``: the longest side of the erased square, as a share of the image's
+    width. ``flip``: if true, each image is mirrored with probability 1/2; not for digits. The defaults suit digits and
+    other small images whose orientation has a meaning.
     """
 
     rotation: float = Field(25.0, ge=0, le=180)
