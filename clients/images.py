@@ -1,4 +1,4 @@
-"""Images for private releases: low frequencies in the cosine basis, clamping to [-1, 1], and random warps.
+"""Tools for private synthetic images: low frequencies in the cosine basis, clamping to [-1, 1], and random warps.
 
 The basis, the average spectrum of images and the warps are public: they do not depend on any record.
 """

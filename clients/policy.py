@@ -2,7 +2,7 @@
 
 The policy is a TOML file on the client's machine, which no task of a server can change:
 
-    epsilon = 10.0               # the largest epsilon per record over ALL releases that this client ever makes
+    epsilon = 10.0               # the largest epsilon per record over ALL that this client ever publishes
     delta = 1e-5
     allow_raw_updates = false    # may it train on its own records, and send updates without noise?
     allow_votes = false          # may it send the votes of a PATE teacher, without noise?

@@ -118,7 +118,7 @@ class MeanEmbedding(Settings):
     ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the
     budget (of 1 / noise multiplier squared) for number, mean and spread. ``whitening``: the scaling of frequencies
     before clipping; 0 leaves them unchanged, 1 scales all to the same public variance. ``radius``: the clipping norm of
-    the second release, in root mean square distances from the mean. ``warp``: the strength of random rotation, scaling
+    the second sums, in root mean square distances from the mean. ``warp``: the strength of random rotation, scaling
     and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side. Warped images improve
     classifiers of digits, and impair classifiers of clothes.
     """
@@ -268,8 +268,8 @@ class ClassSums:
     def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
         """Return ``features`` with each row clipped to ``clipping_norm``, less an allowance for rounding.
 
-        With the allowance, a row changes sums of ``size`` numbers by at most ``clipping_norm``, even after the sums are
-        rounded to the noise grid.
+        Sums of ``size`` numbers are rounded to the noise grid. With the allowance, a row still changes the rounded sums
+        by at most ``clipping_norm``.
         """
         std = self.noise_multiplier * clipping_norm
         limit = clipping_norm_on_grid(clipping_norm, std, size, summands=len(features)) if std else math.inf

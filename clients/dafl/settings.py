@@ -98,7 +98,7 @@ class DaFl(Settings):
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if no client can release synthetic records within ``epsilon``.
+        """Raise UserError if no client can make useful synthetic records within ``epsilon``.
 
         ``records``: the number of records of each client.
         """

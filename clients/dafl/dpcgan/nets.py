@@ -191,7 +191,9 @@ def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = 
 
 
 class SmallGenerator(nn.Module):
-    """A perceptron and a linear map, both from latent vectors to logits; the output is the sigmoid of their sum.
+    """A generator of two parts: a perceptron and a linear map. Each part computes logits from latent vectors.
+
+    The output is the sigmoid of the sum of the two logits.
 
     Without the linear map, all fakes are nearly equal at the start of training and remain so.
     """

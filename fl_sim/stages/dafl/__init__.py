@@ -1,1 +1,1 @@
-"""The DA-FL stage: clients release synthetic records once, each release is charged to a ledger, and all are stored."""
+"""The DA-FL stage: clients publish synthetic records once, at a privacy cost, and the server stores the records."""

@@ -1,6 +1,6 @@
 """The privacy cost of DA-FL's pool of synthetic records, and the privacy statement about it.
 
-The clients' records are disjoint, so the cost to a record is at most the cost of the most expensive client's release.
+The clients' records are disjoint. So the privacy cost to a record is at most that of the most expensive client.
 """
 
 import json
@@ -33,10 +33,10 @@ NOT_PER_CLIENT = (
 def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     """Return the record-level privacy statement for ``result.json``, from the cost of the most expensive client.
 
-    Field ``epsilon``: the cost of this pool; ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run.
-    Field ``epsilon_together``: the cost of all releases in the clients' ledgers about the records of this data set.
-    Field ``shares_together``: the largest number of these releases about one record. The last two fields are None if
-    not all ledgers are on this machine.
+    Field ``epsilon``: the privacy cost of this pool; ``fl_sim.report.payments.with_whole_run`` adds the cost of the
+    whole run. Field ``epsilon_together``: the cost of all sets of synthetic records in the clients' privacy ledgers
+    that come from this data set. Field ``shares_together``: the largest number of such sets about one record. The last
+    two fields are None if not all privacy ledgers are on this machine.
     """
     settings = settings_of(experiment)
     bills = [
@@ -81,9 +81,10 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Bill:
-    """The privacy cost to a record of one client's release, as epsilons at the delta of the settings.
+    """The privacy cost of one client's synthetic records to each of its own records.
 
-    ``events``: {release: privacy event}. ``labels``, ``generator``: the cost of each part. ``epsilon``: the joint cost.
+    The costs are epsilons at the delta of the settings. ``events``: {name of a private output: privacy event}.
+    ``labels``, ``generator``: the cost of label selection and of the generator. ``epsilon``: their joint cost.
     """
 
     events: dict[str, dp_event.DpEvent]

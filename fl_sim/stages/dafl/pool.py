@@ -1,10 +1,10 @@
 """The pool of synthetic records on disk, made once and shared by all runs that need the same pool.
 
 A pool is a folder below ``$FL_SIM_POOLS`` (else the user's cache). Its name is a digest of everything that determines
-it: runs that differ only in the algorithm or the rounds share one pool, and one release of every client. Clients'
-answers are checked before they are stored, and again when they are read. ``pool.json`` holds the privacy costs and the
-receipts of the charges in the clients' ledgers. A ledger without these charges is refused, because the stated cost of
-the pool would be too low.
+it. Runs that differ only in the algorithm or the rounds share one pool, so every client makes synthetic records only
+once. Clients' answers are checked before they are stored, and again when they are read. The file ``pool.json`` contains
+the privacy costs, and the receipts from the clients' privacy ledgers. A privacy ledger that lacks these costs is
+refused, because the stated cost of the pool would be too low.
 """
 
 import hashlib
@@ -58,11 +58,12 @@ _FEW = 20  # classes that a warning lists
 
 @dataclass(frozen=True)
 class ClientPart:
-    """The description of one client's part of a pool. It contains only released values and public facts.
+    """The description of one client's part of a pool. It contains only values that may be published.
 
-    ``counts``: the number of synthetic records of each class. ``refused``: the reason for no release, else empty.
-    ``facts``: the privacy costs. ``receipt``: the receipt of the charge, None without a release. ``here``: True if the
-    client's ledger is on this machine, and not with a remote client.
+    ``counts``: the number of synthetic records of each class. ``refused``: the reason if the client made no synthetic
+    records, else empty. ``facts``: the privacy costs. ``receipt``: the privacy ledger's receipt for these costs, None
+    without synthetic records. ``here``: True if the client's privacy ledger is on this machine, and not with a remote
+    client.
     """
 
     counts: tuple[int, ...]
@@ -77,9 +78,9 @@ class Pool:
     """A pool of synthetic records at the server.
 
     ``path``: a safetensors file with the records, in the form of ``as_kept``, and int64 labels, sorted by client.
-    ``together``: the joint cost of all releases about the clients' records, including other settings, other seeds and
-    deleted pools; None if not all ledgers are on this machine. ``trainer``: a description of the generators' trainer;
-    empty if it is not known.
+    ``together``: the joint privacy cost of all synthetic records ever made from the clients' records. It includes other
+    settings, other seeds and deleted pools. It is None if not all privacy ledgers are on this machine. ``trainer``: a
+    description of the generators' trainer, empty if it is not known.
     """
 
     path: Path
@@ -99,7 +100,7 @@ def prepare_pool(run: Run) -> Pool:
     """Return the job's pool, made now or by an earlier run, and write a copy into the run directory.
 
     Raises RunError if a client fails, or if the pool is empty and clients would train on nothing else. Raises UserError
-    if the run's earlier rounds used another pool: the epsilon of one pool would not cover both.
+    if the run's earlier rounds used another pool. The epsilon of one pool would not cover the two pools.
     """
     job = run.job
     folder = pools_root() / pool_key(job)
@@ -132,7 +133,7 @@ def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
 
 
 def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
-    """Let every client release synthetic records; return (records, their counts and costs as JSON) of each client.
+    """Ask every client for synthetic records. Return (records, their counts and costs as JSON) of each client.
 
     An answer with records of a wrong shape, or with more records than the number of classes times the size of the
     training set, is refused.
@@ -188,10 +189,10 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 
 def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
-    """Return the bytes of every client's records to the server, and of the whole pool to each client.
+    """Return the bytes of messages: every client sends its synthetic records, and receives the whole pool.
 
-    The bytes follow from the counts that clients release, although in a simulation all clients read the pool from one
-    disk.
+    The bytes follow from the numbers of synthetic records. In a simulation, all clients read the pool from one disk
+    instead.
     """
     released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
     up = sum(arrays.num_bytes(wire.synthetic_content(records, "")) for records in released)
@@ -200,9 +201,9 @@ def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
 
 
 def warnings_of(pool: Pool, job: Job) -> list[str]:
-    """Return warnings about clients without a release and about classes without a record, each with a cure.
+    """Return warnings about clients and classes without synthetic records, each with a cure.
 
-    The warnings depend only on released values.
+    The warnings depend only on values that may be published.
     """
     return [*filter(None, (_of_refusals(pool, job), _of_absent_classes(pool, job)))]
 
@@ -254,7 +255,7 @@ def _cure(job: Job) -> str:
 def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, seconds: float) -> None:
     """Check the answers of all clients, and write them as a pool into ``folder``.
 
-    ``answers``: (records, their counts and costs as JSON) of each client. ``seconds``: the time that the release took.
+    ``answers``: (records, their counts and costs as JSON) of each client. ``seconds``: the time that the clients took.
     Raises RunError, before anything is written, that names the first client with an invalid answer.
     """
     said = []
@@ -274,10 +275,10 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
 
 
 def load(folder: Path, job: Job, *, reused: bool) -> Pool:
-    """Read the pool in ``folder``, check it against the clients' ledgers, and return it.
+    """Read the pool in ``folder``, check its privacy costs against the clients' privacy ledgers, and return the pool.
 
-    ``reused``: True if an earlier run made the pool. Raises UserError if the pool is damaged; RunError if a client's
-    ledger lacks the charge.
+    ``reused``: True if an earlier run made the pool. Raises UserError if the pool is damaged. Raises RunError if a
+    client's privacy ledger lacks the cost.
     """
     try:
         pool = _read(folder, job, reused=reused)
@@ -293,7 +294,10 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
-    """Return a description of the generators' trainer; empty without a release or without a compiled trainer."""
+    """Return a description of the generators' trainer.
+
+    It is empty if there are no synthetic records, or if the generator has no compiled C++ trainer.
+    """
     generator, here = settings_of(job.experiment).generator, [one["here"] for one in said if one["receipt"] is not None]
     if not here or not isinstance(generator, CompiledGenerator):
         return ""
@@ -385,7 +389,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _is_at(path: Path, receipt: Receipt) -> bool:
-    """Return True if the file ``path`` is the ledger to which ``receipt`` belongs."""
+    """Return True if the file ``path`` is the privacy ledger to which ``receipt`` belongs."""
     try:
         return path.exists() and open_ledger(path).identity == receipt.ledger
     except (RunError, UserError):

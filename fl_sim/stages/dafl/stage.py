@@ -1,6 +1,6 @@
-"""The stage of DA-FL: before the first round every client releases synthetic records, and all clients train on them.
+"""The stage of DA-FL. Before the first round, every client publishes synthetic records.
 
-The client half is in ``clients.dafl.share``.
+In the rounds, all clients train on these records. The client half of this stage is in ``clients.dafl.share``.
 """
 
 import json
@@ -44,12 +44,12 @@ _MOST_STEPS: Final = 400
 
 
 SYNTHESIZE: Final = "synthesize"
-"""The name of the client task that releases synthetic records."""
+"""The name of the client task that makes synthetic records."""
 
 
 @dataclass(frozen=True)
 class Synthesize:
-    """The client task that releases synthetic records, once. The release is charged to the client's privacy ledger."""
+    """The client task that makes synthetic records, once. Their privacy cost is in the client's privacy ledger."""
 
     job: Job
     reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
@@ -85,7 +85,11 @@ class Synthesize:
         return [share if isinstance(share, Exception) else content_of(share) for share in shares]
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
-        """Charge a release to the client's privacy ledger, at the driver, before a worker makes it (``PaidAtHome``)."""
+        """Write the privacy cost of a client's synthetic records into its privacy ledger.
+
+        The driver, the process that started the workers, calls this method before a worker makes the records. See
+        ``PaidAtHome``.
+        """
         from clients.dafl.share import PaidRequest, begin_share  # noqa: PLC0415 (the accountants load slowly)
 
         job, releasing = self.job, releasing_client(self.job, client)
@@ -122,7 +126,7 @@ class SynthesisStage(Stage):
         return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
 
     def before(self, run: Run) -> None:
-        """Make or find the pool for the rounds; if ``server_epochs`` is set, train the first model on it."""
+        """Make or find the pool for the rounds. If ``server_epochs`` is set, train the first model on the pool."""
         from fl_sim.stages.dafl.pool import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
         job, log = self.job, run.log
@@ -169,9 +173,9 @@ class SynthesisStage(Stage):
     def work(self) -> tuple[Work, ...]:
         """Return the amount of computation of the clients' generators, for the time forecast.
 
-        A turn is the release of one client; its pieces are training steps, or one piece for a generator without steps.
-        The forecast assumes that each client holds records of one class; more classes take longer. Other partitions,
-        budgets and seeds take the same time.
+        In one turn, one client makes its synthetic records. The pieces of a turn are training steps. A generator
+        without steps has one piece. The forecast assumes that each client holds records of one class. More classes take
+        longer. Other partitions, privacy budgets and seeds take the same time.
         """
         from clients.dafl.generator import ShortenedGenerator  # noqa: PLC0415 (the accountants load slowly)
 
@@ -212,7 +216,7 @@ class SynthesisStage(Stage):
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of the bytes: clients send float32 records; each receives the pool with 8-byte labels."""
+        """Return a forecast of bytes: each client sends float32 records, and receives the pool with 8-byte labels."""
         del params
         numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
         sizes, how_often = np.unique(released, return_counts=True)
@@ -221,9 +225,9 @@ class SynthesisStage(Stage):
         return {"synthetic_records": Traffic(int(released.sum()) * (kept.nbytes + 8) * len(released), up)}
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the privacy budget as the cost of the pool.
+        """Yield the privacy budget as the privacy cost of the pool.
 
-        The exact events depend on the clients' numbers of records; the budget does not.
+        The exact privacy events depend on the clients' numbers of records. The budget does not depend on them.
         """
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 
@@ -243,9 +247,9 @@ class SynthesisStage(Stage):
         return {"preprocess": summary(self.pool, self.job.experiment)}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others`` and that of the pool.
+        """Return the privacy statements ``others`` and the privacy statement of the pool.
 
-        Client-level statements among ``others`` get the addition that they do not cover the pool.
+        Each client-level statement among ``others`` gets a sentence: it does not cover the pool.
         """
         if self.pool is None:
             return list(others)
@@ -265,14 +269,17 @@ def settings_of(experiment: Experiment) -> DaFl:
 
 
 def content_of(share: "SyntheticShare") -> RecordDict:
-    """Return the message with a client's release: its synthetic records, and their counts and costs as JSON."""
+    """Return the message with a client's synthetic records, and with their counts and privacy costs as JSON."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return wire.synthetic_content(share.inputs, json.dumps(said))
 
 
 def releasing_client(job: Job, client: Client) -> "ReleasingClient":
-    """Return the inputs of a client's release: its records, and the paths of its private folder and privacy ledger."""
+    """Return a client's inputs for making synthetic records.
+
+    They are its own records, and the paths of its private folder and its privacy ledger.
+    """
     from clients.dafl.share import ReleasingClient  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 

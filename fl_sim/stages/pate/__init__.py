@@ -1,1 +1,1 @@
-"""The PATE procedure: teachers vote, noisy labels are charged to a ledger, and a student is trained on the labels."""
+"""The PATE procedure: teachers vote on labels, and a student is trained on the noisy result, at a privacy cost."""

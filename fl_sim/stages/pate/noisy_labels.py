@@ -1,13 +1,13 @@
-"""PATE's votes and noisy labels. Both are made once and shared by all runs that need the same votes or labels.
+"""PATE's votes and noisy labels. All runs that need the same votes or labels share them, so they are made once.
 
 Votes lie below ``$FL_SIM_POOLS`` (else the user's cache), in a folder whose name is a digest of everything that
 determines them. Votes are PRIVATE: they are computed from the teachers' records, and only the owner of the files may
 read them (mode 0600).
 
-Each labelling has its own folder beside the votes. The files in it: ``labels.json``, the labels and the receipt of the
-ledger; ``ledger.jsonl``, the ledger; ``key``, the key of the noise, until the labels are stored; ``published.json``,
-the published data-dependent cost, if any; ``cost-key``, the key of its noise. The last key is never removed, so that
-the published number is the same each time.
+Each set of noisy labels has its own folder beside the votes. The folder contains these files: ``labels.json``, the
+labels and the receipt of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until
+the labels are stored; ``published.json``, the published data-dependent privacy cost, if any; ``cost-key``, the key of
+the noise on this cost. The last key is never removed, so that the published number is the same each time.
 """
 
 import hashlib
@@ -210,10 +210,10 @@ _FORMAT, _MOST_BYTES, _BYTES_PER_LABEL = 1, 2**16, 32
 
 @dataclass(frozen=True)
 class Released:
-    """The released noisy labels and their privacy ledger.
+    """The noisy labels, which may be published, and their privacy ledger.
 
-    ``charges``: the content of the ledger's file. ``folder``: the folder of the labels. ``reused``: True if an earlier
-    run released the labels.
+    ``charges``: the content of the privacy ledger's file. ``folder``: the folder of the labels. ``reused``: True if an
+    earlier run made the labels.
     """
 
     labelled: Labelled
@@ -224,10 +224,11 @@ class Released:
 
 
 def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Released:
-    """Return the noisy labels of the first ``settings.queries`` records of ``votes``, charged once to a privacy ledger.
+    """Return the noisy labels of the first ``settings.queries`` records of ``votes``.
 
-    A run that was killed in the middle resumes with the same noise, at no further cost. Raises RunError if the ledger
-    of stored labels is missing, or lacks charges that its copy in the run directory ``out`` contains.
+    Their privacy cost is written once into a privacy ledger. A run that was killed in the middle resumes with the same
+    noise, at no further cost. The run directory ``out`` contains a copy of the privacy ledger. Raises RunError if the
+    ledger of stored labels is missing, or lacks costs that the copy contains.
     """
     labelling, counts = settings.labelling, votes.counts[: settings.queries]
     asked = votes.rows[: settings.queries]
@@ -253,7 +254,7 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of this noisy release.
+    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of this noisy number.
 
     The bound is the same in every call, because the key of its noise is never removed.
     """
@@ -314,7 +315,7 @@ class _Labels(BaseModel):
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}
 
     def labelled(self, ledger: Ledger, folder: Path) -> Labelled:
-        """Return the labels. Raises RunError if the ledger was not charged for all of them."""
+        """Return the labels. Raises RunError if the privacy ledger lacks the cost of some labels."""
         paid = {charge.release for charge in ledger.charges}
         unpaid = [query for query, one in enumerate(self.labels) if one != UNANSWERED and answer_to(query) not in paid]
         if unpaid:
@@ -350,7 +351,7 @@ def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Le
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:
-    """Raise RunError if the privacy ledger lacks charges that its copy in a run directory contains."""
+    """Raise RunError if the privacy ledger lacks privacy costs that its copy in a run directory contains."""
     if not copy.exists():
         return
     charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
@@ -362,7 +363,10 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
 
 
 def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.int64]) -> Noise:
-    """Return the noise of a release. It is the same noise again if a run was killed before it stored the labels."""
+    """Return the noise for a set of noisy labels.
+
+    A run that was killed before it stored the labels gets the same noise again.
+    """
     if labelling.noise == "seeded":
         return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
     return Noise(_key(folder / _KEY, counts), simulation_only=False)
@@ -371,8 +375,8 @@ def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.
 def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
     """Return the secret key of the noise on the votes ``counts``, from the file ``path``; a missing file is made.
 
-    Raises RunError if the key was made for other counts: two releases with the same noise would reveal the difference
-    of the counts.
+    Raises RunError if the key was made for other counts. The same noise on two different counts would reveal the
+    difference of the counts.
     """
     if not path.exists():
         key = os.urandom(32)

@@ -78,7 +78,7 @@ class PateProcedure(Procedure):
     settings: Pate
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Let the teachers vote, release the noisy labels, and train the student."""
+        """Let the teachers vote, add noise to their votes, and train the student on the noisy labels."""
         from fl_sim.stages.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
 
         def finished(record: RoundRecord) -> None:
@@ -124,7 +124,7 @@ class PateProcedure(Procedure):
         return {"votes": traffic_of_votes(len(self._split().pool), self.job.experiment.clients)}
 
     def payments(self) -> "tuple[Payment, ...] | None":
-        """Return the privacy cost of the labels, which runs share if they differ only in the student.
+        """Return the privacy cost of the noisy labels. Runs that differ only in the student share this cost.
 
         None if the data-dependent epsilon is published.
         """
@@ -156,8 +156,8 @@ def ask_teachers(
     """Let every client train a teacher and vote; return the votes, (teachers, records), and the failed teachers.
 
     Raises RunError that names the first teacher whose votes are missing or malformed. If ``private`` is True, such a
-    teacher counts instead as a vote for class 0 in every query, because a run that stops for one teacher would reveal
-    something about its records. If all teachers fail, RunError is raised, and its message quotes no client.
+    teacher instead counts as a vote for class 0 in every query. A run that stops for one teacher would reveal something
+    about this teacher's records. If all teachers fail, RunError is raised, and its message quotes no client.
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)

@@ -1,4 +1,4 @@
-"""The steps of a PATE run: teachers vote, the aggregator releases noisy labels, a student is trained on the labels."""
+"""The steps of a PATE run: teachers vote, the aggregator makes noisy labels, and a student is trained on the labels."""
 
 import hashlib
 import json
@@ -226,7 +226,10 @@ def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, p
 
 
 def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
-    """Return a line on the cost of the labels, for the screen only: its data-dependent part is written to no file."""
+    """Return a line for the user about the privacy cost of the labels.
+
+    The line is only for the screen. The data-dependent part of the cost is written to no file.
+    """
     labelled, private = released.labelled, data_dependent(settings, votes, released)
     total = "none (no guarantee)" if epsilon is None else rounded_up(epsilon)
     again = ", paid for by an earlier run with the same settings" if released.reused else ""

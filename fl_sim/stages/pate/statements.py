@@ -51,10 +51,11 @@ _GROUPS_ARE_PUBLIC: Final = (
 def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released: Released) -> list[dict[str, Any]]:
     """Return the privacy statements for ``result.json``. The first statement covers the labels and the student.
 
-    If one record is replaced, the new record is in the same teacher's shard, so at most one vote changes in each query.
-    The same holds if the record is missing. So the ledger's events have the same cost under both adjacencies. The
-    partition decides which adjacency is stated. In an IID partition one additional record would change the shuffle, and
-    with it every teacher; there the adjacency is to replace one record, and the number of records is public.
+    If one record is replaced, the new record is in the same teacher's shard. So at most one vote changes in each query.
+    The same holds if the record is missing. So the privacy ledger's events have the same cost, whether a record is
+    replaced or missing. The partition decides which adjacency is stated. In an IID partition one additional record
+    would change the shuffle, and so every teacher. There the adjacency is to replace one record, and the number of
+    records is public.
     """
     ledger, labelling = released.ledger, settings.labelling
     relation, public = neighbours(experiment.partition)
@@ -107,8 +108,9 @@ def _published(
 ) -> dict[str, Any]:
     """Return the privacy statement that covers the labels and the published data-dependent epsilon together.
 
-    It contains a guarantee for both, and the published epsilon. ``certain``: {event: count} of the largest cost of all
-    queries, for any votes. The charged cost is not used, because it depends on which queries were answered.
+    It contains a guarantee for the labels and the published epsilon together, and the published epsilon. ``certain``:
+    {event: count} of the largest privacy cost of all queries, for any votes. The cost in the privacy ledger is not
+    used, because it depends on which queries were answered.
     """
     published, terms = publish_cost(settings, votes, released)
     delta = settings.labelling.delta
@@ -141,10 +143,11 @@ def _published(
 
 
 def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
-    """Return a Renyi curve that bounds the cost of the labels: that of ``certain`` or of the budget, if that is less.
+    """Return a Renyi curve that bounds the privacy cost of the labels.
 
-    Tests and answers are Gaussian mechanisms. All of them within a budget cost less than one Gaussian release that
-    exceeds this budget; the curve of such a release bounds the cost.
+    It is the curve of ``certain``, or the curve of the privacy budget if that is lower. Tests and answers of queries
+    are Gaussian mechanisms. All mechanisms within a budget together cost less than one Gaussian mechanism that exceeds
+    this budget. The curve of this one mechanism bounds the cost.
     """
     curve = compose(certain)
     test, _ = labelling.mechanism.charges()
