@@ -16,9 +16,9 @@ from partitions.scheme import ImpossibleSplit, Indices, Inputs, Parts
 class FeatureNoise:
     """IID shards of equal size. Each client's inputs have Gaussian noise of a different strength.
 
-    The noise is in units of raw inputs (a pixel value is between 0 and 1). In the ``variant`` "paper", client i of K
-    has noise of *variance* ``sigma`` * i / K, i = 1..K. Test records have no noise. The ``variant`` "niid-bench"
-    follows NIID-Bench's code. Client i has noise of *standard deviation* ``sigma`` * i / (K - 1), i = 0..K-1. Test
+    ``sigma``: the strength of the noise, in units of raw inputs (a pixel value is between 0 and 1). ``variant``:
+    "paper" gives client i of K noise of *variance* sigma * i / K, i = 1..K; test records have no noise. "niid-bench"
+    follows NIID-Bench's code: client i has noise of *standard deviation* sigma * i / (K - 1), i = 0..K-1, and test
     records are noisy, too. NIID-Bench's code makes one copy of the test set for each client; here test record j has the
     noise of client j mod K.
     """

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.params import add, inner_product, mixture, scale, subtract
-from fl_sim.training.courses import Course, at, gradient_in, gradient_job, steps_of
-from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Trained
 from strategies.algorithm import Averaging, check_plain_sgd
+
+if TYPE_CHECKING:
+    from fl_sim.training.courses import Course
+    from fl_sim.training.trainer import LocalJob
 
 _OWN, _MIXING, _ALPHA = "own-model", "mixing", "alpha"
 
@@ -52,6 +54,8 @@ class APFL(Averaging):
 
     def course(self, job: LocalJob) -> Course:
         """Train the global model w and the own model v together: each batch gives one step of w and one step of v."""
+        from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
+
         w, settings, losses = job.task.params, job.task.settings, list[float]()
         (v, alpha), rate, statistics = self._kept(job.task), settings.learning_rate, job.task.statistics
         for step in steps_of(job):

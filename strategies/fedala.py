@@ -116,12 +116,11 @@ def _one_step(
     from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
 
-    (inputs, labels), smoothing = batch, task.settings.label_smoothing
-    settings = LocalSettings(1.0, 0.5, 0.0, batch_size=len(labels), epochs=1, label_smoothing=smoothing)
+    smoothing = task.settings.label_smoothing
+    settings = LocalSettings(1.0, 0.5, 0.0, batch_size=len(batch[1]), epochs=1, label_smoothing=smoothing)
     start = replace(task, params={**task.params, **_mixture(task, weights)}, settings=settings)
     seeded = partial(seed_process, int(generator.integers(2**63)), "step")
-    plan = LocalPlan(trained=frozenset(weights))
-    return LocalJob(start, plan, Records.of(inputs, labels), generator, seeded)
+    return LocalJob(start, LocalPlan(trained=frozenset(weights)), Records.of(*batch), generator, seeded)
 
 
 def _mixture(task: LocalTask, weights: Params) -> Params:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, head_names, zeros_like
-from fl_sim.training.courses import Course, at, gradient_in, gradient_job, steps_of
-from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
 from strategies.algorithm import check_sgd
 from strategies.balanced_softmax import BalancedSoftmax
+
+if TYPE_CHECKING:
+    from fl_sim.training.courses import Course
+    from fl_sim.training.trainer import LocalJob
 
 _HEAD = "personal-head"
 
@@ -42,6 +44,8 @@ class FedRoD(BalancedSoftmax):
 
     def course(self, job: LocalJob) -> Course:
         """Train the generic model and the personal head side by side, batch by batch."""
+        from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
+
         generic, statistics, settings = job.task.params, job.task.statistics, job.task.settings
         personal, losses = self._personal(job.task), list[float]()
         velocity, buffers = zeros_like(personal), job.plan.momentum_buffers

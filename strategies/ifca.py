@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from clients.client_task import OnClient
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.params import add, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import FEDAVG, Averaging
 from strategies.several_models import CHOSEN, check_choices, delta_name, further_models, model_name, models_of
+
+if TYPE_CHECKING:
+    from clients.client_task import OnClient
 
 
 class IFCA(Averaging):

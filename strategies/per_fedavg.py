@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,10 +11,12 @@ from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Batch, FurtherModel, LocalPlan, LossTerm
 from fl_sim.params import add
-from fl_sim.training.courses import Course, gradient_in, gradient_job, steps_of
-from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, Params, Trained
 from strategies.algorithm import FEDAVG, Averaging, Weighting, check_plain_sgd
+
+if TYPE_CHECKING:
+    from fl_sim.training.courses import Course
+    from fl_sim.training.trainer import LocalJob
 
 
 class PerFedAvg(Averaging):
@@ -56,6 +58,8 @@ class PerFedAvg(Averaging):
 
     def course(self, job: LocalJob) -> Course:
         """Make the client's local steps; each computes two or three gradients."""
+        from fl_sim.training.courses import gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
+
         w, settings, losses = job.task.params, job.task.settings, list[float]()
         statistics, alpha = job.task.statistics, self.personal_learning_rate
         for step, first, third in zip(steps_of(job), steps_of(job, 1), steps_of(job, 2), strict=True):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from fl_sim.kinds import Choices
 from fl_sim.params import add, subtract
-from fl_sim.training.courses import Course, at, steps_of
-from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting, check_plain_sgd
 from strategies.ditto import near
+
+if TYPE_CHECKING:
+    from fl_sim.training.courses import Course
+    from fl_sim.training.trainer import LocalJob
 
 _OWN = "own-model"
 
@@ -66,6 +68,8 @@ class PFedMe(Averaging):
 
     def course(self, job: LocalJob) -> Course:
         """Compute theta for each batch, and make one step of w after each."""
+        from fl_sim.training.courses import at, steps_of  # noqa: PLC0415 (it loads torch)
+
         w = theta = job.task.params
         rate, statistics, losses = job.task.settings.learning_rate, job.task.statistics, list[float]()
         for step in steps_of(job):

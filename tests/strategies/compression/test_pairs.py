@@ -22,6 +22,7 @@ from strategies.global_dp import GlobalDP
 ON_AVERAGE = {"rand-k": "rand-k:0.3", "qsgd": "qsgd"}
 WITH_FEEDBACK = {"top-k": "top-k:0.3", "powersgd": "powersgd", "signsgd": "signsgd"}
 REFUSED = {
+    "ifca": "in a form of its own",
     "fedexp": "squared norm of the mean update",
     "centralized": "send no updates",
     "pate": "send no updates",
