@@ -45,7 +45,7 @@ class Centralized(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason why the server needs the plain mean: there is only one client."""
+        """Return the reason for which the aggregator must be ``mean``: there is one client alone."""
         return "it has a single client, and robust aggregators compare clients"
 
     def plan(self, task: LocalTask) -> LocalPlan:

@@ -28,9 +28,9 @@ class IFCA(Averaging):
 
     The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
     in random order within each tensor. If initial values are independent draws, as for most layers, this is as good as
-    a new draw, which the paper and the released code use. A number: each other model is the first one plus normal noise
-    of this standard deviation, for models that are trained already. Both are drawn from a digest of the initial model,
-    and so depend on ``model_seed``.
+    a new draw, which the paper and the released code use. If ``spread`` is a number, each other model is the first one
+    plus normal noise of this standard deviation; this is for models that are trained already. Both are drawn from a
+    digest of the initial model, and so depend on ``model_seed``.
 
     k models travel to each client. One update and k numbers travel back; ``OneUpdate`` leaves out the zeros of the
     other k - 1 updates. ``num_models`` 1 is FedAvg.

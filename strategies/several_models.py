@@ -154,7 +154,7 @@ class OneUpdate(Layer):
             )
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Record the choice of each client with records, and return the updates that the inner layer keeps."""
+        """Note which model each client chose, and return the updates that the inner round layer returns."""
         found = {one.client: int(one.payloads[CHOSEN]["share"].abs().argmax()) for one in replies if one.num_examples}
         self.chosen |= found
         count = Counter(found.values())

@@ -155,7 +155,7 @@ class Exchange(Generic[Call]):
     _under_way: int = 0
 
     def __post_init__(self) -> None:
-        """Compute the sum of the steps of ``fresh`` once: with many clients this is too slow for every call."""
+        """Compute the number of local steps of all clients in ``fresh`` once, because each later call needs it."""
         self._left = sum(map(self.steps, self.fresh))
 
     @property

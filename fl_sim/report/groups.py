@@ -99,7 +99,7 @@ class Panel:
 
 
 def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
-    """Return the column's name in the table if all ``groups`` are from one column, else "data, partition"."""
+    """Return the heading of a column of runs: the table's own name for it, or "data, partition" for several columns."""
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
