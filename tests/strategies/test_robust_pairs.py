@@ -21,6 +21,7 @@ REFUSED = {
     "feddyn": "h is the mean",
     "fedspeed": "h is the mean",
     "fedexp": "squared norms",
+    "ifca": "only a mean leaves such zeros",
     "fedproto": "divided by counts",
     "fedproto-local": "divided by counts",
     "fednova": "set a public algorithm.tau_eff",
