@@ -19,7 +19,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_tests import num_shared
 from fl_sim.kinds import is_none, kind_of, path_in
-from fl_sim.local_plan import Sharing, sent_by
+from fl_sim.local_plan import Sharing
 from fl_sim.params import detached, trainable
 from fl_sim.simulation.client_runtime import records_as_seen
 from fl_sim.simulation.stage import VALIDATION_ACCURACY, Run, Stage
@@ -28,6 +28,7 @@ from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import OverClients, known
 from fl_sim.training.records import Records
 from fl_sim.types import Params, ServerState, Traffic
+from strategies.algorithm import first_state
 
 MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 """Names of the client tasks: during the rounds, and after the last round with further training."""
@@ -244,7 +245,7 @@ class OwnModels(Stage):
         server = ServerState(params)
         if not path_in(type(algorithm), "procedure"):  # an algorithm with rounds may send more than one model
             personal = job.experiment.local.personal
-            server = algorithm.init(sent_by(algorithm, detached(trainable(job.model()).items()), personal))
+            server = first_state(algorithm, detached(trainable(job.model()).items()), personal)
         return {"own models": self._traffic(server)}
 
     @property

@@ -188,6 +188,12 @@ def test_ray_ends_in_the_same_measures(tmp_path: Path) -> None:
     assert one["personal"] == other["personal"]
 
 
+@pytest.mark.parametrize("algorithm", ["local-only", "fedproto-local", "fedproto", "fedrod", "ifca", "scaffold"])
+def test_the_plan_counts_the_bytes_of_every_method(algorithm: str) -> None:
+    procedure = procedure_of(job_of(experiment_from(settings_of(algorithm=algorithm))))
+    assert procedure.traffic()["own models"].up > 0
+
+
 def test_the_plan_counts_the_work_and_the_bytes() -> None:
     plain, measured = (
         procedure_of(job_of(experiment_from(settings_of(evaluate={"clients": clients}))))
