@@ -15,6 +15,7 @@ from torch import nn
 
 from clients.client_layer import ClientLayer
 from fl_sim.engines import remote, wire
+from fl_sim.errors import RunError
 from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
@@ -267,6 +268,11 @@ class ClientRuntime:
         (``StepByStep``), all jobs are trained step by step.
         """
         if isinstance(algorithm := self.algorithm, StepByStep):
+            if others := [name for name in ("trainers", "further") if hasattr(algorithm, name)]:
+                raise RunError(
+                    f"algorithm {type(algorithm).__name__} has the methods course and {others[0]}, and only course "
+                    "would be called: leave one of them out"
+                )
             return lambda: follow(algorithm, jobs, lambda steps: self._prepare(steps, stacked=stacked)())
         if not any(job.plan.phases for job in jobs):
             return self._prepare(jobs, stacked=stacked)

@@ -266,6 +266,7 @@ class Sending(Protocol):
     """An algorithm whose clients send a part of the model. The other parameters stay on each client (personal layers).
 
     The client trains the whole model. ``finish``, the server, the mean, clipping and noise handle the sent part only.
+    If clients send no parameter at all, the algorithm declares it by the class attribute ``sends_nothing = True``.
     """
 
     def sends(self, params: Params) -> Collection[str]:
@@ -275,9 +276,8 @@ class Sending(Protocol):
 def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
     """Return the parameters of ``params`` that clients send: by default all, possibly none.
 
-    ``params``: a model's trained parameters.
-
-    ``personal``: the setting ``local.personal``. Raises UserError for unknown names.
+    ``params``: a model's trained parameters. ``personal``: the setting ``local.personal``. Raises UserError for unknown
+    names, and for an algorithm that sends no parameters without declaring it.
     """
     names = set(params)
     if isinstance(algorithm, Sending):
@@ -286,6 +286,11 @@ def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params
             raise UserError(
                 f"sends of {type(algorithm).__name__} returned {', '.join(sorted(unknown))}, but the model trains "
                 f"{', '.join(params)}: return some of these names"
+            )
+        if not names and not getattr(algorithm, "sends_nothing", False):
+            raise UserError(
+                f"sends of {type(algorithm).__name__} returned no name, and the model trains {', '.join(params)}: "
+                "return some of these names, or declare sends_nothing = True if clients send no parameters"
             )
     names -= personal_names(personal, params)
     return {name: value for name, value in params.items() if name in names}

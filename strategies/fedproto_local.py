@@ -27,6 +27,7 @@ class FedProtoLocal(FedProto):
 
     kind: Literal["fedproto-local"] = "fedproto-local"  # type: ignore[assignment]  # another kind than its base class
     title: ClassVar[str] = "FedProto with local models"
+    sends_nothing: ClassVar[bool] = True
     before: ClassVar[Mapping[str, Any]] = {}
     predict: Literal["head", "prototype"] = "head"
 

@@ -156,10 +156,14 @@ class FederatedStrategy(Strategy):
 
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
         """Return the content of a round's message to clients: task settings, global model and broadcast tensors."""
+        return wire.task_content(order, server.params, self.broadcast(server))
+
+    def broadcast(self, server: ServerState) -> Payloads:
+        """Return the tensors that clients receive beside the model: those of the algorithm and of the round layers."""
         groups = {**server.broadcast}
         for half in self.on_clients:
             groups = _both(groups, half.broadcast(server))
-        return wire.task_content(order, server.params, groups)
+        return groups
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
         """Return the update in a client's reply. Raises Malformed for an invalid reply, no reply or several replies."""

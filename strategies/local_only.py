@@ -17,6 +17,7 @@ class LocalOnly(Averaging):
     kind: Literal["local-only"] = "local-only"
     title: ClassVar[str] = "Local only"
     is_alone: ClassVar[bool] = True
+    sends_nothing: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError under Global DP, where an epsilon would be stated for updates that do not exist."""

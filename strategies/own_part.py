@@ -13,7 +13,7 @@ from torch import nn
 from clients.client_layer import ClientLayer
 from clients.evaluate import OwnModel
 from fl_sim.errors import UserError
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import hides_clients, kind_of
 from fl_sim.local_plan import LocalPlan, Sending, sends_a_part, sent_by
 from fl_sim.params import detached, trainable
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
@@ -83,6 +83,11 @@ class OwnPart(Layer):
         what = f"algorithm {kind_of(experiment.algorithm)}"
         if not isinstance(experiment.algorithm, Sending):
             what = f"local.personal={experiment.local.personal}"
+        if not beginning.server.params and hides_clients(experiment.aggregator):
+            raise UserError(
+                f"{what} leaves the whole model with each client, so aggregator {kind_of(experiment.aggregator)} clips "
+                "nothing, and its epsilon would be about nothing: leave aggregator out"
+            )
         if beginning.whole:
             raise UserError(
                 f"{what} leaves a part of the model with each client, and {beginning.whole[0]} trains the "

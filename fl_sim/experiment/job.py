@@ -394,6 +394,11 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     ``facts``: the ``public_facts`` of the server's data set; its constants normalise the node's records. Raises
     UserError for records of another shape or with other classes, and for validation records.
     """
+    if experiment.evaluate.measures_clients:
+        raise UserError(
+            f"evaluate.clients={experiment.evaluate.clients} chooses each client's test records at the server, and "
+            "this node has records of its own: leave evaluate.clients out"
+        )
     own = load(name, None, experiment.features)
     if list(own.input_shape) != facts["shape"]:
         raise UserError(

@@ -1,5 +1,6 @@
 """Test records of each client: records of its own source, of its class distribution, or of its own shard."""
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -10,6 +11,7 @@ from fl_sim.seeding import rng
 from fl_sim.training.evaluation import OwnTests
 from fl_sim.types import Dataset, Examples
 from partitions import Parts, label_counts
+from partitions.assign import group
 
 FEWEST: Final = 10
 """The smallest number of test records that ``with_class_shares`` gives to a client, if the test set has enough."""
@@ -37,9 +39,7 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
             f"evaluate.clients=own: no test record of {dataset.name} is from a source of a client; take "
             "evaluate.clients=class-shares or pooled:0.25"
         )
-    owned = np.flatnonzero(found.owners >= 0)
-    order = owned[np.argsort(found.owners[owned], kind="stable")]
-    return Parts(order, np.concatenate([[0], np.cumsum(found.counts)]))
+    return group(np.where(found.owners < 0, len(shards), found.owners), len(shards))
 
 
 def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
@@ -109,7 +109,7 @@ def merged(dataset: Dataset) -> Dataset:
         np.concatenate([part.labels for part in parts]),
         np.concatenate(groups) if len(groups) == 2 else None,
     )
-    return Dataset(**{**vars(dataset), "train": train})
+    return replace(dataset, train=train)
 
 
 def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Dataset, Parts, Parts]:
@@ -130,5 +130,5 @@ def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Datas
             "evaluate.clients=class-shares"
         )
     tests = shards.where(is_test)
-    cut_out = Dataset(**{**vars(dataset), "test": dataset.train.take(tests.records)})
+    cut_out = replace(dataset, test=dataset.train.take(tests.records))
     return cut_out, shards.where(~is_test), Parts(np.arange(len(tests.records)), tests.bounds)

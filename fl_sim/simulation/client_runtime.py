@@ -3,7 +3,6 @@
 This module also decides how many clients a worker executes at the same time.
 """
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -72,8 +71,9 @@ def runtime_for(
         mine = own(client)
         return mine + pool(synthetic) if synthetic and (len(mine) or not hides) else mine
 
-    initial = job.model()
-    hides, model = hides_clients(experiment.aggregator), copy.deepcopy(initial).to(job.device)
+    hides, model = hides_clients(experiment.aggregator), job.model()
+    initial = detached(trainable(model).items())
+    model = model.to(job.device)
 
     @lru_cache(maxsize=2**16)  # each call waits for the GPU: once for each client, not in every round
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def runtime_for(
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
         read_tensors=job.read,
-        initial=detached(trainable(initial).items()),
+        initial=initial,
     )
 
 

@@ -150,7 +150,7 @@ class Measuring:
             model = ready(self.job.model(), params).to(self.job.device)
             with seeded_alone(self.job.experiment.seed, what, server_round), error_context(what), torch.no_grad():
                 returned = metrics(server_round, model, self._test_records)
-            for name, value in _checked(returned, what, server_round).items():
+            for name, value in checked_metrics(returned, what, server_round).items():
                 if name in found:
                     raise RunError(f"{what} returned {name!r}, as another observer does: give the metric another name")
                 found[name] = value
@@ -191,8 +191,11 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
     return Holdings.of((job.shards, job.validation), train.labels)
 
 
-def _checked(returned: object, what: str, server_round: int) -> dict[str, float]:
-    """Return the user's own metrics as floats, {name: number}. Raises the same errors as ``Measuring.own``."""
+def checked_metrics(returned: object, what: str, server_round: int) -> dict[str, float]:
+    """Return further metrics of a round as floats, {name: number}. Raises the same errors as ``Measuring.own``.
+
+    ``what``: the function that returned the metrics, for the error message.
+    """
     if not isinstance(returned, Mapping):
         raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict from names to numbers")
     numbers: dict[str, float] = {}

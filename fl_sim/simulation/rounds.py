@@ -17,7 +17,7 @@ from clients.client_layer import ClientLayer
 from clients.client_task import ClientRuntime
 from fl_sim.data import sealed_content
 from fl_sim.engines import wire
-from fl_sim.errors import Diverged, UserError
+from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
@@ -141,6 +141,8 @@ class Rounds(Procedure):
             log.measured = run.measuring.measured(model, when, is_last=True)
             further = measured_by_stages(run, record.round, is_last=True)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
+        if twice := sorted(further.keys() & own.keys()):
+            raise RunError(f"an observer returned the metric {twice[0]!r}, as a stage did: give it another name")
         return _with_measures(log.measured.noted_in(record), {**further, **own}, run)
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
@@ -341,6 +343,13 @@ def procedure_of(job: Job) -> Procedure:
             f"devices={kind_of(experiment.devices)} does not work with algorithm {kind_of(algorithm)}, which has "
             "no rounds whose time could be simulated: leave devices out"
         )
+    ignored = {"evaluate.clients": experiment.evaluate.clients, "local.personal": experiment.local.personal}
+    for name, value in ignored.items() if path else ():
+        if value != "none":
+            raise UserError(
+                f"{name}={value} cannot run with algorithm {kind_of(algorithm)}, whose clients train no model in "
+                f"rounds: leave {name} out"
+            )
     path = path or path_in(type(experiment.server), "procedure") or _ROUNDS
     procedure: Procedure = load_object(path, "procedure")(job, algorithm)
     return procedure

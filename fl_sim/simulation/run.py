@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from flwr.serverapp import Grid
@@ -29,9 +29,6 @@ from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
 from fl_sim.store.private import PrivateLog, prints_to, warnings_to
 from strategies.layer import layer_kinds
-
-MOST_LISTED: Final = 5_000
-"""The largest number of clients for which ``clients.csv`` is written, so that the file stays small."""
 
 
 def run(
@@ -98,18 +95,21 @@ def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     """Write the final model, and ``clients.csv`` with one line for each client.
 
     ``clients.csv`` is never written if the run promises privacy. It is also left out if no measure of single clients is
-    known, or if there are more than ``MOST_LISTED`` clients.
+    known, or if there are more than ``run_directory.MOST_LISTED`` clients.
     """
     run_directory.write_model(out, {**log.fixed, **log.server.model})
     records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)
-    if job.experiment.is_private or len(records) > MOST_LISTED:
+    if job.experiment.is_private or len(records) > run_directory.MOST_LISTED:
         return
     columns: dict[str, NDArray[Any]] = {}
     if (last := log.measured) is not None and last.by_client is not None:
         columns["client_accuracy"] = np.full(len(records), np.nan)
         columns["client_accuracy"][: len(last.by_client)] = last.by_client
     for stage in log.stages:
-        columns |= stage.by_client()
+        found = stage.by_client()
+        if twice := sorted(found.keys() & {"client", "records", *columns}):
+            raise RunError(f"by_client of {type(stage).__name__} returned {twice[0]!r}, a column that clients.csv has")
+        columns |= found
     if not columns:
         return
     rows = zip(records.tolist(), *(column.tolist() for column in columns.values()), strict=True)

@@ -35,7 +35,7 @@ from fl_sim.own_code import error_context, load_object
 from fl_sim.params import is_finite, layers_after, placed
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.client_runtime import local_settings, read_pool, sizes_trained_on
-from fl_sim.simulation.measuring import Measuring, OwnMetrics
+from fl_sim.simulation.measuring import Measuring, OwnMetrics, checked_metrics
 from fl_sim.simulation.run_log import Observer, RunLog, is_json
 from fl_sim.store import run_directory
 from fl_sim.store.files import user_folder
@@ -204,7 +204,10 @@ class Stage:
         return []
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields."""
+        """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields.
+
+        If a field is a dictionary with the key ``in_words``, ``fl-sim run`` prints this text at the end.
+        """
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
@@ -295,13 +298,22 @@ def run_stage(stage: Stage, run: Run, method: Literal["before", "after"]) -> Non
 def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[str, float]:
     """Return the measures of all stages after a round, {name: number}.
 
-    If the user's own stage raises an error, the new error message contains the name of its class.
+    If the user's own stage raises an error, the new error message contains the name of its class. Raises RunError for a
+    value that is not a finite number, and for a name that another stage or every round has. The name
+    ``VALIDATION_ACCURACY`` is allowed to stages that validate.
     """
     found: dict[str, float] = {}
     for stage in run.log.stages:
         assert isinstance(stage, Stage)
-        with error_context(f"measured of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
-            found |= stage.measured(run, server_round, is_last=is_last)
+        what = f"measured of {type(stage).__name__}"
+        with error_context(what) if is_own_kind(stage) else nullcontext():
+            returned = dict(stage.measured(run, server_round, is_last=is_last))
+        validated = returned.pop(VALIDATION_ACCURACY, None) if stage.validates() else None
+        numbers = checked_metrics(returned, what, server_round)
+        numbers |= {} if validated is None else {VALIDATION_ACCURACY: validated}
+        if twice := sorted(numbers.keys() & found.keys()):
+            raise RunError(f"{what} returned {twice[0]!r}, as another stage did: give the measure another name")
+        found |= numbers
     return found
 
 

@@ -24,7 +24,7 @@ from fl_sim.params import detached, trainable
 from fl_sim.simulation.client_runtime import records_as_seen
 from fl_sim.simulation.stage import VALIDATION_ACCURACY, Run, Stage
 from fl_sim.simulation.timing import Work
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.run_directory import MOST_LISTED, RoundRecord
 from fl_sim.training.evaluation import OverClients, known
 from fl_sim.training.records import Records
 from fl_sim.types import Params, ServerState, Traffic
@@ -35,9 +35,6 @@ MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 
 HELD_OUT: Final = "held_out_"
 """Prefix of the measures over clients that never took part in a round."""
-
-MOST_LISTED: Final = 5_000
-"""The largest number of clients whose accuracies are listed one by one in ``result.json``."""
 
 MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
 
@@ -116,9 +113,7 @@ class OwnModels(Stage):
             server_round=server_round + 1,
             learning_rate=experiment.local.rate_in(min(server_round + 1, experiment.rounds), experiment.rounds),
         )
-        broadcast = {**server.broadcast}
-        for half in run.strategy.on_clients:
-            broadcast |= half.broadcast(server)
+        broadcast = run.strategy.broadcast(server)
         read: Callable[[RecordDict], Mapping[str, NDArray[np.int64]]]
         read = partial(counts_in, num_classes=self.job.dataset.num_classes)
         self._answers = run.ask(task, read, quoted=True, params=server.params, broadcast=broadcast, order=order)

@@ -33,6 +33,9 @@ CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER, START = (
 PRIVATE_ERRORS, PRIVATE_WARNINGS = "private-errors.log", "private-warnings.log"
 STUDENT = "student.safetensors"
 CLIENTS = "clients.csv"
+MOST_LISTED: Final = 5_000
+"""The largest number of clients whose numbers are written one by one, so that the files of a run stay small."""
+
 
 _LONGEST = 2**28
 """The maximum size of a text file in a run directory, in bytes: enough for a million rounds."""

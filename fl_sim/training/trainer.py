@@ -54,6 +54,16 @@ class LocalJob:
     generator: np.random.Generator
     seed: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if the plan trains unknown parameters, or none: most trainers would train without a word."""
+        for names in (self.plan.trained, *(phase.names for phase in self.plan.phases)):
+            if names is not None and not (names and names <= self.task.params.keys()):
+                unknown = ", ".join(sorted(names - self.task.params.keys())) or "no parameter"
+                raise ValueError(
+                    f"the local plan trains {unknown}, and the model has {', '.join(self.task.params)}: "
+                    "name some of these"
+                )
+
     @cached_property
     def asks_for(self) -> frozenset[str]:
         """Return the names of the fields of settings and plan that are not at their defaults.

@@ -3,18 +3,24 @@
 import csv
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import fl_sim
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.experiment.job import job_of
+from fl_sim.experiment.job import job_of, own_job
+from fl_sim.local_plan import sent_by
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
+from fl_sim.simulation.stage import Stage
+from fl_sim.stages.own_models import OwnModels
 from fl_sim.training.loop import to_tensors
+from fl_sim.types import Params
+from strategies.algorithm import Averaging
 
 BASE: dict[str, Any] = {
     "data": "digits", "partition": "dirichlet:0.4", "clients": 6, "model": "mlp", "rounds": 4, "engine": "inprocess",
@@ -150,6 +156,7 @@ def test_a_private_run_says_that_own_models_are_without_noise(changes: dict[str,
         ({"evaluate": {"clients": "own"}}, "does not name them"),
         ({"evaluate": {"clients": "none", "fine_tune_epochs": 2}}, "evaluate.clients=none measures none"),
         ({"evaluate": {"clients": "pooled:2"}}, "pooled:SHARE, a share above 0 and below 1"),
+        ({"algorithm": "pate"}, "evaluate.clients=class-shares cannot run with algorithm pate"),
         ({"local": {"personal": "no.weight"}}, "local.personal names no.weight, and the model trains"),
     ],
     ids=str,
@@ -203,3 +210,76 @@ def test_the_plan_counts_the_work_and_the_bytes() -> None:
     assert "own models" not in plain.traffic()
     total = [sum(work.turns + work.pieces for work in one.work()) for one in (plain, measured)]
     assert total[1] > total[0] + 6
+
+
+class TwoOfOneName(Stage):
+    """A stage whose measures have names that are taken."""
+
+    names: ClassVar[tuple[str, ...]] = ("own_accuracy",)
+
+    def measured(self, run: Any, server_round: int, *, is_last: bool) -> dict[str, float]:
+        return dict.fromkeys(self.names, 0.5)
+
+
+class NameOfARound(TwoOfOneName):
+    names = ("test_accuracy",)
+
+
+class NoNumber(TwoOfOneName):
+    def measured(self, run: Any, server_round: int, *, is_last: bool) -> dict[str, float]:
+        return {"mine": float("nan")}
+
+
+class ColumnOfAnother(Stage):
+    def by_client(self) -> dict[str, Any]:
+        return {"own_accuracy": np.zeros(6)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (TwoOfOneName, "measured of OwnModels returned 'own_accuracy', as another stage did"),
+        (NameOfARound, "measured of NameOfARound returned 'test_accuracy', a field that every round has"),
+        (NoNumber, "measured of NoNumber returned mine = nan"),
+        (ColumnOfAnother, "by_client of OwnModels returned 'own_accuracy', a column that clients.csv has"),
+    ],
+)
+def test_no_measure_of_a_stage_replaces_another_one(
+    stage: type[Stage], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fl_sim.simulation.stage.stages_of", lambda job: (stage(job), OwnModels(job)))
+    with pytest.raises(fl_sim.RunError, match=message):
+        ran(tmp_path, rounds=1)
+
+
+def test_an_observers_metric_does_not_replace_a_stages(tmp_path: Path) -> None:
+    class Own:
+        def metrics(self, server_round: int, model: Any, records: Any) -> dict[str, float]:
+            return {"own_accuracy": 0.5}
+
+    with pytest.raises(fl_sim.RunError, match="an observer returned the metric 'own_accuracy', as a stage did"):
+        fl_sim.run(settings_of(rounds=1), out=tmp_path, progress=False, observer=Own())
+
+
+def test_a_node_with_records_of_its_own_says_that_the_server_cannot_choose_its_test_records() -> None:
+    with pytest.raises(fl_sim.UserError, match="this node has records of its own"):
+        own_job(experiment_from(settings_of()), "digits", 0, {})
+
+
+def test_nothing_sent_under_global_dp_has_no_epsilon(tmp_path: Path) -> None:
+    everything = ",".join(f"{layer}.{part}" for layer in (1, 3, 5) for part in ("weight", "bias"))
+    settings = {**settings_of(local={"personal": everything}, aggregator="global-dp"), "evaluate": {}}
+    with pytest.raises(fl_sim.UserError, match="its epsilon would be about nothing: leave aggregator out"):
+        run(experiment_from(settings), tmp_path)
+
+
+class Forgetful(Averaging):
+    """Its ``sends`` matches no name of the model."""
+
+    def sends(self, params: Params) -> list[str]:
+        return [name for name in params if "body" in name]
+
+
+def test_sends_that_matches_no_name_is_refused() -> None:
+    with pytest.raises(fl_sim.UserError, match="sends of Forgetful returned no name"):
+        sent_by(Forgetful(), {"1.weight": torch.zeros(2, 2)})

@@ -18,6 +18,7 @@ from fl_sim.local_plan import (
     LocalPlan,
     LossTerm,
     Mix,
+    Phase,
     Pull,
     Suppression,
     fields_in_use,
@@ -354,3 +355,11 @@ def test_a_parameter_that_the_term_alone_moves_is_moved_in_a_stack_too() -> None
     alone = [train(partly(), job.task, job.plan, *job.records.tensors(), job.generator) for job in made()]
     assert_near(found, alone)
     assert float(alone[0].params["centre"].max()) < 1
+
+
+def test_a_plan_that_trains_unknown_parameters_or_none_is_refused() -> None:
+    [job, *_] = jobs(lambda task: LocalPlan())
+    for names, said in ((["body.wieght"], "trains body.wieght, and the model has"), ([], "trains no parameter")):
+        for plan in (LocalPlan(trained=frozenset(names)), LocalPlan(phases=(Phase(frozenset(names), 1),))):
+            with pytest.raises(ValueError, match=said):
+                replace(job, plan=plan)
