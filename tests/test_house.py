@@ -74,3 +74,15 @@ def test_a_module_that_knows_a_feature_is_counted(
     assert sum(map(len, house.foreign(tmp_path).values())) == pairs
     assert len(house.asked_by_kind(tmp_path)) == asked
     assert house.size(tmp_path)[0] == 1
+
+
+def test_reports_name_no_measure_of_a_stage() -> None:
+    """Titles and comparisons of such measures are the stage's own (Stage.titles, Stage.compared)."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for room in ("report", "tracking")
+        for path in (PROJECT / "fl_sim" / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "personal." in node.value
+    ]
+    assert found == []

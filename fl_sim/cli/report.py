@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from rich.progress import Progress
 from fl_sim.cli.screen import say
 from fl_sim.data.naming import KNOWN
 from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.figures.by_epsilon import Images, is_in_features, sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
 from fl_sim.report.figures.pate import pate_pictures
@@ -31,7 +32,7 @@ from fl_sim.report.page import page
 from fl_sim.report.page_sections import groups_of, runs_of, summary, target_rows, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import LinePart, ProgressLine, clock
-from fl_sim.report.runs import SavedRun, find, read_all
+from fl_sim.report.runs import Found, SavedRun, find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
 from fl_sim.store.files import run_lock
 from fl_sim.store.run_directory import write_text
@@ -57,7 +58,7 @@ def write_report(
     test accuracy in [0, 1]. If ``target`` is given, the report also has the costs until a run reaches this accuracy.
     ``full_axis``: True draws accuracies on an axis from 0 to 100 %. False draws them on an axis over their own range.
     """
-    found = find(directories)
+    found = _with_titles(find(directories))
     groups, doubles = group(found.runs)
     found.problems += doubles
     shown = panels(groups)
@@ -213,6 +214,20 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
     failed = sum(bool(run["failed"]) for run in sent) + found.num_unread
     if failed:
         raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent completely: see the warnings")
+
+
+def _with_titles(found: Found) -> Found:
+    """Return ``found`` with the titles of measures of stages in tables of older versions, whose files have no titles.
+
+    Older versions had such measures only of the stages that an experiment with default settings names.
+    """
+    older = [place for place, table in found.tables.items() if table.titles is None]
+    if older:
+        from fl_sim.simulation.stage import stage_kinds  # noqa: PLC0415 (imports Flower, which is slow)
+
+        titles = {name: title for kind in stage_kinds(Experiment()) for name, title in kind.titles.items()}
+        found.tables |= {place: replace(found.tables[place], titles=titles) for place in older}
+    return found
 
 
 def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple[Path, str, str]]) -> dict[str, Any]:

@@ -288,8 +288,14 @@ class CellFile(FileModel):
     statuses: list[Literal["finished", "failed", "missing"]] = []
 
 
+class ShownMeasure(FileModel):
+    """The settings of a table that a report reads. ``measure``: as in ``fl_sim.tables.plan.TableSettings``."""
+
+    measure: str = ""
+
+
 class TableFile(FileModel):
-    """The part of ``table.json`` that a report reads."""
+    """The part of ``table.json`` that a report reads. ``titles``: None in files of older versions."""
 
     rows: list[str]
     columns: list[str]
@@ -298,6 +304,9 @@ class TableFile(FileModel):
     caption: list[str]
     labels: dict[str, str] = {}
     reference: str = ""
+    settings: ShownMeasure = ShownMeasure()
+    alone: list[str] = []
+    titles: dict[str, str] | None = None
 
 
 def read_json(path: Path) -> Any:

@@ -79,28 +79,11 @@ def share_in(numbers: Mapping[str, float], name: str) -> float | None:
 def best_of(name: str) -> str:
     """Return the name of a measure in the best round, given its dotted name.
 
-    >>> best_of("personal.own_accuracy")
-    'personal.best_own_accuracy'
+    >>> best_of("section.accuracy")
+    'section.best_accuracy'
     """
     section, dot, measure = name.rpartition(".")
     return f"{section}{dot}best_{measure}"
-
-
-def worse_than(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of clients whose model has a lower accuracy in the run ``result`` than in the run ``alone``.
-
-    In the run ``alone``, each client trains a model of its own. Both arguments are contents of ``result.json``, of runs
-    on the same split. The shares are in percent, by name of the measure. Only clients that both runs tested are
-    counted.
-    """
-    lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]
-    found, before = {}, lists[0].get("own", [])
-    for model, accuracies in lists[1].items():
-        pairs = [(new, old) for new, old in zip(accuracies, before, strict=False) if None not in (new, old)]
-        if pairs:
-            share = sum(new < old for new, old in pairs) / len(pairs)
-            found[f"personal.{model}_worse_than_alone_percent"] = 100 * share
-    return found
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:

@@ -237,7 +237,8 @@ def read_json_table(place: Path) -> Table:
             results = tuple(result for cell in file.cells for result in _seeds(cell))
             return Table(
                 tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, tuple(file.caption),
-                labels=file.labels, reference=file.reference,
+                settings=file.settings.model_dump(), labels=file.labels, reference=file.reference,
+                alone=frozenset(file.alone), titles=file.titles,
             )  # fmt: skip
     raise ValueError(
         f"{TABLE} has format version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: use "

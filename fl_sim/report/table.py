@@ -17,22 +17,12 @@ HIGHEST = "the row with the highest mean"
 
 _LAST_TEN, _TEN = "accuracy_of_last_ten_percent", 10
 _MEGABYTE: Final = 1e6
-_ON_OWN: Final = " on their own test records, mean over clients, in percent"
-_WORSE: Final = "worse than the model that the client trains alone, in percent"
 _FURTHER: Final = {
     _LAST_TEN: "Mean accuracy of the last ten rounds, in percent",
     "balanced_accuracy_percent": "Balanced accuracy after the last round, in percent",
     "macro_f1_percent": "Macro-F1 after the last round, in percent",
     "auc_percent": "AUC after the last round, in percent",
     "client_worst_tenth_percent": "Accuracy of the worst tenth of the clients after the last round, in percent",
-    "personal.own_accuracy_percent": f"Accuracy of the clients' own models{_ON_OWN}",
-    "personal.own_worst_tenth_percent": "Accuracy of the worst tenth of the clients, each with its own model, percent",
-    "personal.own_worse_than_alone_percent": f"Share of clients whose own model is {_WORSE}",
-    "personal.received_accuracy_percent": f"Accuracy of the models that clients receive{_ON_OWN}",
-    "personal.trained_accuracy_percent": f"Accuracy after one more round of local training{_ON_OWN}",
-    "personal.fine_tuned_accuracy_percent": f"Accuracy of the clients' own models after fine-tuning{_ON_OWN}",
-    "personal.fine_tuned_worse_than_alone_percent": f"Share of clients whose fine-tuned model is {_WORSE}",
-    "personal.held_out_fine_tuned_accuracy_percent": f"Accuracy of fine-tuned models of held-out clients{_ON_OWN}",
 }
 
 
@@ -77,7 +67,9 @@ class Table:
     ``upper_bounds``: the rows of centralized training, which cannot be the best row. ``bill``: the total privacy cost
     of all runs (``Bill.to_json``); None while runs are missing. ``tuning``: the results of the hyperparameter search by
     row and column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables.
-    ``reference``: the row with which the other rows are compared; empty: the row with the highest mean.
+    ``reference``: the row with which the other rows are compared; empty: the row with the highest mean. ``alone``: the
+    rows in which every client trains alone. ``titles``: the titles of the measures of stages
+    (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store them.
     """
 
     rows: tuple[str, ...]
@@ -90,6 +82,8 @@ class Table:
     tuning: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     reference: str = ""
+    alone: frozenset[str] = frozenset()
+    titles: Mapping[str, str] | None = None
 
     def label(self, row: str) -> str:
         """Return the short label of a row; the name of the row if it has no label."""
@@ -128,12 +122,12 @@ class Comparison:
     others: Mapping[str, Difference | None]
 
 
-def title_of_measure(name: str) -> str:
+def title_of_measure(name: str, titles: Mapping[str, str]) -> str:
     """Return the title of a share, given by its dotted name in ``result.json``.
 
-    If the share has no title, the dotted name is returned.
+    If the share has no title, the dotted name is returned. ``titles``: the titles of the measures of stages.
     """
-    return _FURTHER.get(f"{name}_percent", name)
+    return {**_FURTHER, **titles}.get(f"{name}_percent", name)
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
@@ -259,21 +253,52 @@ def targets(table: Table) -> Grid | None:
 
 
 def further(table: Table) -> list[Grid]:
-    """Return a table for each further measure that any run has, such as balanced accuracy."""
-    grids = []
+    """Return a table for each further measure that any run has, such as balanced accuracy.
+
+    If the name of a measure contains ``*``, there is a table for each column of ``table``.
+    """
+    grids: list[Grid] = []
     shown = str(table.settings.get("measure", ""))
     section = shown.rpartition(".")[0]  # measures of the server's model say nothing about the clients' own models
-    for name, title in _FURTHER.items():
-        if name != f"{shown}_percent" and name.startswith(section) and any(_has(one, name) for one in table.results):
-            rows = []
-            for row in table.rows:
-                cells = [table.at(row, column) for column in table.columns]
-                values = [[one.measures[name] for one in cell if _has(one, name)] for cell in cells]
-                rows.append(
-                    (table.label(row), [_mean_text(some, len(cell)) for some, cell in zip(values, cells, strict=True)])
-                )
-            grids.append(Grid(title, table.columns, rows))
+    for name, title in {**_FURTHER, **(table.titles or {})}.items():
+        if "*" in name:
+            grids += _by_part(table, name, title)
+        elif name != f"{shown}_percent" and name.startswith(section) and any(_has(one, name) for one in table.results):
+            grids.append(_grid(table, title, table.columns, [(column, name) for column in table.columns]))
     return grids
+
+
+def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
+    """Return for each column of ``table`` a table of the measures whose names fit ``pattern``.
+
+    The further table has a column for each text that ``*`` stands for, such as the name of a client. A column of
+    ``table`` without such measures is left out.
+    """
+    start, _, end = pattern.partition("*")
+    grids = []
+    for column in table.columns:
+        measured = [one for row in table.rows for one in table.at(row, column)]
+        names = dict.fromkeys(name for one in measured for name in one.measures)
+        parts = [
+            name[len(start) : -len(end)]
+            for name in names
+            if name.startswith(start) and name.endswith(end) and len(name) > len(start) + len(end)
+        ]
+        named = title if len(table.columns) == 1 else f"{title}, {column}"
+        if parts:
+            grids.append(_grid(table, named, parts, [(column, f"{start}{part}{end}") for part in parts]))
+    return grids
+
+
+def _grid(table: Table, title: str, heads: Sequence[str], places: Sequence[tuple[str, str]]) -> Grid:
+    """Return a table of the means of measures. ``places``: for each head a pair (column, name of the measure)."""
+    rows = []
+    for row in table.rows:
+        cells = [(table.at(row, column), name) for column, name in places]
+        values = [[one.measures[name] for one in cell if _has(one, name)] for cell, name in cells]
+        shown = [_mean_text(some, len(cell)) for some, (cell, _) in zip(values, cells, strict=True)]
+        rows.append((table.label(row), shown))
+    return Grid(title, heads, rows)
 
 
 def _has(one: SeedResult, name: str) -> bool:

@@ -137,6 +137,8 @@ def as_json(table: Table) -> dict[str, Any]:
         "reference": table.reference,
         "columns": list(table.columns),
         "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
+        **({"alone": [row for row in table.rows if row in table.alone]} if table.alone else {}),
+        "titles": dict(table.titles or {}),
         "cells": [
             {"row": row, "column": column, **_cell(table.at(row, column), row, comparisons[column])}
             for row, column in places

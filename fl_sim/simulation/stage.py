@@ -28,6 +28,7 @@ from clients.client_task import ClientRuntime, ClientTask
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import Diverged, RunError, UserError
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, public_facts
 from fl_sim.kinds import hides_clients, is_own_kind, path_in
 from fl_sim.local_plan import LocalPlan
@@ -120,6 +121,15 @@ class Stage:
     values for later calls of ``facts`` and ``statements``.
     """
 
+    titles: ClassVar[Mapping[str, str]] = {}
+    """{name of a measure in ``table.csv``: its title}. A table of runs has a further table for each of these measures.
+
+    One ``*`` in a name stands for any text, such as the name of a client: ``personal.by_source.*.own_accuracy_percent``
+    gives a further table with a column for each such text. A name may also be that of a list in ``result.json`` with
+    one share in [0, 1] for each client, such as ``personal.by_client.own``. The report draws such a list against the
+    same list of the runs in which every client trains alone. The title is then the name of one share.
+    """
+
     def __init__(self, job: Job) -> None:
         self.job = job
 
@@ -128,6 +138,16 @@ class Stage:
         """Return True if the stage is a part of the runs of ``experiment``."""
         del experiment
         return True
+
+    @classmethod
+    def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return measures of a run in comparison with training alone, by their names in ``table.csv``.
+
+        ``result``: the content of the run's ``result.json``. ``alone``: the same for a run on the same split in which
+        every client trains a model of its own.
+        """
+        del alone, result
+        return {}
 
     def tasks(self) -> Mapping[str, ClientTask]:
         """Return the client tasks of the stage, {name: task}. A client task is the code that runs on clients."""
@@ -206,7 +226,8 @@ class Stage:
     def facts(self) -> Mapping[str, Any]:
         """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields.
 
-        If a field is a dictionary with the key ``in_words``, ``fl-sim run`` prints this text at the end.
+        If a field is a dictionary with the key ``in_words``, ``fl-sim run`` prints this text at the end. The key
+        ``by_client`` is for lists of shares, one for each client: {name: shares, None for an unknown one}.
         """
         return {}
 
@@ -319,11 +340,20 @@ def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[st
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
     """Return the stages of a run of ``job``, in the order of preprocess, algorithm, calibrate and evaluate."""
-    experiment = job.experiment
+    return tuple(kind(job) for kind in stage_kinds(job.experiment) if kind.applies(job.experiment))
+
+
+def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
+    """Return the classes of all stages that the settings of ``experiment`` name, also of those that do not apply."""
     parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate, experiment.evaluate)
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
-    kinds: list[type[Stage]] = [load_object(path, "stage") for both in named for path in both if path]
-    return tuple(kind(job) for kind in kinds if kind.applies(experiment))
+    return [load_object(path, "stage") for both in named for path in both if path]
+
+
+def titles_of(experiments: Iterable[Experiment]) -> dict[str, str]:
+    """Return the titles of the measures of all stages of ``experiments`` (``Stage.titles``)."""
+    kinds = [kind for one in experiments for kind in stage_kinds(one) if kind.applies(one)]
+    return {name: title for kind in kinds for name, title in kind.titles.items()}
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:

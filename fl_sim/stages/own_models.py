@@ -7,13 +7,13 @@ test records. The server receives only counts for each class: the number of reco
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from clients.evaluate import FINE_TUNED, OWN, RECEIVED, TESTED, TRAINED, VALIDATED, EvaluateOwn, OwnModel, counts_in
+from clients.evaluate import FINE_TUNED, OWN, EvaluateOwn, OwnModel, counts_in
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
@@ -24,8 +24,8 @@ from fl_sim.params import detached, trainable
 from fl_sim.simulation.client_runtime import records_as_seen
 from fl_sim.simulation.stage import VALIDATION_ACCURACY, Run, Stage
 from fl_sim.simulation.timing import Work
-from fl_sim.store.run_directory import MOST_LISTED, RoundRecord
-from fl_sim.training.evaluation import OverClients, known
+from fl_sim.stages.own_measures import HELD_OUT, MODELS, TITLES, OwnMeasures, worse_than_alone
+from fl_sim.store.run_directory import MOST_LISTED
 from fl_sim.training.records import Records
 from fl_sim.types import Params, ServerState, Traffic
 from strategies.algorithm import first_state
@@ -33,10 +33,10 @@ from strategies.algorithm import first_state
 MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 """Names of the client tasks: during the rounds, and after the last round with further training."""
 
-HELD_OUT: Final = "held_out_"
-"""Prefix of the measures over clients that never took part in a round."""
-
-MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
+_BEST: Final = tuple(
+    f"{OWN}_{name}" for name in ("accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "worst_tenth")
+)
+"""The measures whose values in the best round are in the result, too."""
 
 _PRIVATE: Final = (
     "a client's own model is trained on its records without noise, and the number of its correct predictions would be "
@@ -47,10 +47,12 @@ _PRIVATE: Final = (
 class OwnModels(Stage):
     """The stage at the server: it asks every client for counts, and computes measures over clients from them."""
 
+    titles: ClassVar[Mapping[str, str]] = TITLES
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._best: dict[str, float] = {}
-        self._round, self._task, self._answers = -1, "", list[Mapping[str, NDArray[np.int64]]]()
+        self._round, self._task, self._measures = -1, "", OwnMeasures((), job.members)
         evaluate = job.experiment.evaluate
         if job.experiment.is_private:
             raise UserError(
@@ -63,6 +65,11 @@ class OwnModels(Stage):
     def applies(cls, experiment: Any) -> bool:
         """Return True if the settings ask for measures of clients' own models, and there is more than one client."""
         return bool(experiment.evaluate.measures_clients) and not experiment.is_central
+
+    @classmethod
+    def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return for each model the share of clients whose accuracy is lower than with the model trained alone."""
+        return worse_than_alone(alone, result)
 
     def tasks(self) -> Mapping[str, EvaluateOwn]:
         """Return the client tasks: one for the rounds, and one, with further training, for after the last round."""
@@ -87,7 +94,7 @@ class OwnModels(Stage):
         if not is_measured or (server_round % evaluate.personal_every and not is_last):
             return {}
         self._ask(run, MEASURE_LAST if is_last else MEASURE, server_round)
-        measures = self._measures()
+        measures = self._measures.numbers
         validated = measures.get(f"{OWN}_{VALIDATION_ACCURACY}")
         return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
@@ -100,10 +107,9 @@ class OwnModels(Stage):
         rounds = [one for one in run.log.rounds if one.metrics and f"{OWN}_accuracy" in one.metrics]
         validated = [one for one in rounds if one.validation_accuracy is not None]
         if self.validates() and validated:
-            best = max(validated, key=lambda one: one.validation_accuracy or 0.0)
-            self._best = {f"best_{OWN}_accuracy": _own_accuracy(best)}
-        elif rounds:
-            self._best = {f"best_{OWN}_accuracy": max(map(_own_accuracy, rounds))}
+            rounds = [max(validated, key=lambda one: one.validation_accuracy or 0.0)]
+        found = {name: [one.metrics[name] for one in rounds if one.metrics and name in one.metrics] for name in _BEST}
+        self._best = {f"best_{name}": max(values) for name, values in found.items() if values}
 
     def _ask(self, run: Run, task: str, server_round: int) -> None:
         """Ask all clients to measure their models after ``server_round``, with the message of the next round."""
@@ -116,63 +122,15 @@ class OwnModels(Stage):
         broadcast = run.strategy.broadcast(server)
         read: Callable[[RecordDict], Mapping[str, NDArray[np.int64]]]
         read = partial(counts_in, num_classes=self.job.dataset.num_classes)
-        self._answers = run.ask(task, read, quoted=True, params=server.params, broadcast=broadcast, order=order)
+        answers = run.ask(task, read, quoted=True, params=server.params, broadcast=broadcast, order=order)
+        self._measures = OwnMeasures(answers, self.job.members)
         self._round, self._task = server_round, task
-
-    @property
-    def _models(self) -> Sequence[str]:
-        return [name for name in MODELS if any(f"{name}/{TESTED}" in one for one in self._answers)]
-
-    def _measures(self) -> dict[str, float]:
-        """Return the measures of all models: over the clients that take part, and over the held-out clients."""
-        if not self._answers:
-            return {}
-        taking_part = np.zeros(len(self._answers), dtype=np.bool_)
-        taking_part[self.job.members] = True
-        groups = {"": taking_part, HELD_OUT: ~taking_part}
-        return {
-            f"{group}{model}_{name}": value
-            for group, chosen in groups.items()
-            for model in MODELS
-            for name, value in self._over_clients(model, chosen).items()
-        }
-
-    def _over_clients(self, model: str, chosen: NDArray[np.bool_]) -> dict[str, float]:
-        """Return the measures of the clients' models called ``model``, over the ``chosen`` clients.
-
-        The result is empty if these clients have no records.
-        """
-        found = self._accuracies(model, TESTED)
-        measures: dict[str, float] = {}
-        if len(tested := known(found[chosen])):
-            over, held = OverClients.of(tested), self.job.own_tests.sizes
-            weights = np.where(chosen & ~np.isnan(found), held, 0)
-            measures = {
-                "accuracy": over.mean,
-                "accuracy_pooled": float(np.nan_to_num(found) @ weights / weights.sum()),
-                "worst_tenth": over.worst_tenth,
-                "deviation": over.deviation,
-            }
-        validated = known(self._accuracies(model, VALIDATED)[chosen])
-        return measures | ({VALIDATION_ACCURACY: float(validated.mean())} if len(validated) else {})
-
-    def _accuracies(self, model: str, what: str) -> NDArray[np.float64]:
-        """Return each client's accuracy with ``model``, or NaN for a client without records.
-
-        ``what``: the kind of records, "test" or "validation".
-        """
-        blank = np.zeros((3, 1), dtype=np.int64)
-        counts = [one.get(f"{model}/{what}", blank) for one in self._answers]
-        held, right = (np.array([one[row].sum() for one in counts], dtype=np.float64) for row in (0, 2))
-        shares = np.full(len(held), np.nan)
-        np.divide(right, held, out=shares, where=held > 0)
-        return shares
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
         """Return the number of test records of each client, and the accuracy of each of its models."""
-        if not self._answers:
+        if not self._measures.answers:
             return {}
-        accuracies = {f"{name}_accuracy": self._accuracies(name, TESTED) for name in self._models}
+        accuracies = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
         return {"test_records": self.job.own_tests.sizes, **accuracies}
 
     def facts(self) -> Mapping[str, Any]:
@@ -187,15 +145,16 @@ class OwnModels(Stage):
             "shared_test_records": num_shared(tests),
         }
         few = len(tests) <= MOST_LISTED
-        measures = {**self._measures(), **self._best}
+        measures = {**self._measures.numbers, **self._best}
         said = {"in_words": _in_words(measures)} if measures else {}
-        return {"personal": {**records, **measures, "by_client": self._by_client() if few else {}, **said}}
+        by_client = {"by_client": self._by_client() if few else {}}
+        return {"personal": {**records, **measures, **self._measures.recalls, **by_client, **said}}
 
     def _by_client(self) -> dict[str, list[float | None]]:
         """Return the accuracy of each client's models, {model: one accuracy for each client}; None if unknown."""
         return {
-            name: [None if np.isnan(value) else value for value in self._accuracies(name, TESTED).tolist()]
-            for name in self._models
+            name: [None if np.isnan(value) else value for value in self._measures.accuracies(name).tolist()]
+            for name in self._measures.models
         }
 
     def warnings(self) -> list[str]:
@@ -254,10 +213,6 @@ class OwnModels(Stage):
         down = arrays.num_bytes(wire.task_content(wire.BLANK, server.params, server.broadcast))
         up = 8 * 3 * self.job.dataset.num_classes * 2
         return Traffic(down, up) * (times * experiment.num_clients)
-
-
-def _own_accuracy(record: RoundRecord) -> float:
-    return (record.metrics or {})[f"{OWN}_accuracy"]
 
 
 def _in_words(measures: Mapping[str, float]) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.files import PrivacyStatement
-from fl_sim.report.measures import Value, best_of, flat_settings, measures, share_in, worse_than
+from fl_sim.report.measures import Value, best_of, flat_settings, measures, share_in
 from fl_sim.report.payments import bills_of
 from fl_sim.report.progress import TableProgress
 from fl_sim.report.runs import Problem, read_all
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.simulation.client_runtime import cores
+from fl_sim.simulation.stage import stage_kinds, titles_of
 from fl_sim.simulation.timing import Stopwatch
 from fl_sim.tables.earlier_runs import check_earlier, finished_result
 from fl_sim.tables.forecast import Forecast, forecast, search_forecasts, search_in_words, time_in_words
@@ -70,11 +71,16 @@ class TableState:
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Store the results of the hyperparameter search, and the plan of the table with the chosen values."""
         self.choices, self.plan = choices, plan
-        vars(self).pop("_flat_settings", None)  # a cached property of the old plan
+        for name in ("_flat_settings", "_titles"):  # cached properties of the old plan
+            vars(self).pop(name, None)
 
     @cached_property
     def _flat_settings(self) -> dict[str, dict[str, Value]]:
         return {name: flat_settings(run.model_dump(mode="json")) for name, run in self.plan.runs.items()}
+
+    @cached_property
+    def _titles(self) -> dict[str, str]:
+        return titles_of(self.plan.runs.values())
 
     def table(self) -> Table:
         """Return the table with the results so far. It is written to the table's files and displayed."""
@@ -84,7 +90,8 @@ class TableState:
         settings = json.loads(self.settings.model_dump_json())  # model_dump would keep inf, which JSON lacks
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
-            reference=plan.reference,
+            reference=plan.reference, alone=frozenset(cell.row for cell in plan.cells if _is_alone(cell)),
+            titles=self._titles,
         )  # fmt: skip
         if (search := self.settings.tune) is None:
             return table
@@ -96,7 +103,7 @@ class TableState:
         return {
             (cell.column, cell.seed): outcome.result
             for cell in self.plan.cells
-            if isinstance(cell.experiment.algorithm, Alone) and cell.experiment.algorithm.is_alone
+            if _is_alone(cell)
             if isinstance(outcome := self.outcomes.get(cell.name), Finished)
         }
 
@@ -117,7 +124,8 @@ class TableState:
         statements = tuple(PrivacyStatement.model_validate(one) for one in result["privacy"])
         last, best, numbers = result["final_accuracy"], result["best_accuracy"], measures(result)
         if alone is not None and alone is not result:
-            numbers |= worse_than(alone, result)
+            for kind in stage_kinds(cell.experiment):
+                numbers |= kind.compared(alone, result)
         if measure := self.settings.measure:
             last, best = (share_in(numbers, name) for name in (measure, best_of(measure)))
         return SeedResult(
@@ -125,6 +133,11 @@ class TableState:
             warnings=tuple(filter(None, [result["stopped"], *result["warnings"]])),
             settings=settings, measures=numbers,
         )  # fmt: skip
+
+
+def _is_alone(cell: Cell) -> bool:
+    """Return True if every client trains alone in the run of ``cell``."""
+    return isinstance(cell.experiment.algorithm, Alone) and cell.experiment.algorithm.is_alone
 
 
 WRITE_SECONDS = 1.0

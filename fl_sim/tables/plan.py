@@ -390,8 +390,10 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
     if not measure:
         return lines
     from fl_sim.report.table import title_of_measure  # noqa: PLC0415 (it loads torch, which settings do not need)
+    from fl_sim.simulation.stage import titles_of  # noqa: PLC0415 (as above)
 
-    return (f"Measure: {title_of_measure(measure)}.", *lines)
+    titles = titles_of(cell.experiment for cell in plan.cells)
+    return (f"Measure: {title_of_measure(measure, titles)}.", *lines)
 
 
 class _Placed(NamedTuple):

@@ -104,6 +104,34 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
 
 @dataclass(frozen=True, eq=False)
+class ClassCounts:
+    """Numbers of records by class, three arrays of shape (classes,).
+
+    ``held``: the records of each class. ``predicted``: the records that are predicted as the class. ``right``: the
+    records of the class that are predicted as the class.
+    """
+
+    held: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    right: NDArray[np.int64]
+
+    @cached_property
+    def recalls(self) -> NDArray[np.float64]:
+        """Return the recall of each class; NaN for a class without records."""
+        return _share(self.right, self.held)
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Return the mean recall of the classes that have records."""
+        return _mean(self.recalls)
+
+    @property
+    def macro_f1(self) -> float:
+        """Return the mean F1 of the classes that have records or predictions."""
+        return _mean(_share(2 * self.right, self.predicted + self.held))
+
+
+@dataclass(frozen=True, eq=False)
 class Confusion:
     """A confusion matrix. ``counts[i, j]`` is the number of records of class i that are predicted as class j."""
 
@@ -116,20 +144,24 @@ class Confusion:
         return cls(cells.reshape(num_classes, num_classes))
 
     @cached_property
+    def by_class(self) -> ClassCounts:
+        """Return the records, predictions and correct predictions of each class."""
+        return ClassCounts(self.counts.sum(1), self.counts.sum(0), self.counts.diagonal())
+
+    @property
     def recalls(self) -> NDArray[np.float64]:
         """Return the recall of each class; NaN for a class without records."""
-        return _share(self.counts.diagonal(), self.counts.sum(1))
+        return self.by_class.recalls
 
     @property
     def balanced_accuracy(self) -> float:
         """Return the mean recall of the classes that have records."""
-        return _mean(self.recalls)
+        return self.by_class.balanced_accuracy
 
     @property
     def macro_f1(self) -> float:
         """Return the mean F1 of the classes that have records or predictions."""
-        f1 = _share(2 * self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1))
-        return _mean(f1)
+        return self.by_class.macro_f1
 
     @property
     def majority_share(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score
 
 import fl_sim
 from fl_sim.experiment.experiment import experiment_from
@@ -48,14 +49,22 @@ def test_of_fedavg_the_own_model_is_the_servers_on_each_clients_records(clients:
         job_of(experiment_from(settings_of(evaluate={"clients": clients}))),
         load_file(tmp_path / "model.safetensors"),
     )
-    accuracies = []
+    accuracies, labels, predicted = [], [], []
     for client, row in enumerate(clients_in(tmp_path)):
         tests = job.dataset.test.take(job.own_tests[client])
         scores = job.trainer.evaluate(params, *to_tensors(tests, job.dataset))
         assert int(row["test_records"]) == len(tests)
         assert float(row["own_accuracy"]) == float(row["received_accuracy"]) == scores.accuracy
         accuracies.append(scores.accuracy)
-    measures = result["personal"]
+        labels.append(scores.labels)
+        predicted.append(scores.predicted)
+    measures, pooled = result["personal"], (np.concatenate(labels), np.concatenate(predicted))
+    assert measures["own_recalls"] == pytest.approx(list(recall_score(*pooled, average=None)))
+    assert measures["own_balanced_accuracy"] == pytest.approx(balanced_accuracy_score(*pooled))
+    assert (
+        measures["own_macro_f1"] == measures["received_macro_f1"] == pytest.approx(f1_score(*pooled, average="macro"))
+    )
+    assert measures["best_own_macro_f1"] >= measures["own_macro_f1"]
     assert measures["own_accuracy"] == pytest.approx(np.mean(accuracies))
     assert measures["own_deviation"] == pytest.approx(np.std(accuracies))
     assert measures["own_worst_tenth"] == min(accuracies)

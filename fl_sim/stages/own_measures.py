@@ -1,0 +1,147 @@
+"""Measures over clients, computed from the counts with which clients answer for their own models.
+
+``OwnMeasures`` holds the answers of all clients after one round. A model is named as in ``clients.evaluate``: received,
+own, trained or fine_tuned.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.evaluate import FINE_TUNED, OWN, RECEIVED, ROWS, TESTED, TRAINED, VALIDATED
+from fl_sim.simulation.stage import VALIDATION_ACCURACY
+from fl_sim.training.evaluation import ClassCounts, OverClients, known
+
+MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
+
+HELD_OUT: Final = "held_out_"
+"""Prefix of the measures over clients that never took part in a round."""
+
+_ON_OWN: Final = " on their own test records, mean over clients, in percent"
+_OF_ALL: Final = " of the clients' own models, over all their own test records together, in percent"
+_WORSE: Final = "worse than the model that the client trains alone, in percent"
+
+TITLES: Final = {
+    "personal.own_accuracy_percent": f"Accuracy of the clients' own models{_ON_OWN}",
+    "personal.own_worst_tenth_percent": "Accuracy of the worst tenth of the clients, each with its own model, percent",
+    "personal.own_balanced_accuracy_percent": f"Balanced accuracy{_OF_ALL}",
+    "personal.own_macro_f1_percent": f"Macro-F1{_OF_ALL}",
+    "personal.own_worse_than_alone_percent": f"Share of clients whose own model is {_WORSE}",
+    "personal.received_accuracy_percent": f"Accuracy of the models that clients receive{_ON_OWN}",
+    "personal.trained_accuracy_percent": f"Accuracy after one more round of local training{_ON_OWN}",
+    "personal.fine_tuned_accuracy_percent": f"Accuracy of the clients' own models after fine-tuning{_ON_OWN}",
+    "personal.fine_tuned_worse_than_alone_percent": f"Share of clients whose fine-tuned model is {_WORSE}",
+    "personal.held_out_fine_tuned_accuracy_percent": f"Accuracy of fine-tuned models of held-out clients{_ON_OWN}",
+    "personal.by_client.own": "accuracy of the client's own model",
+}
+"""The titles of measures in tables of runs (``Stage.titles``)."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnMeasures:
+    """The clients' answers after a round, and the measures that are computed from them.
+
+    ``answers``: for each client {"own/test": counts of shape (3, classes)}, empty before the first measurement.
+    ``members``: the clients that take part in rounds.
+    """
+
+    answers: Sequence[Mapping[str, NDArray[np.int64]]]
+    members: NDArray[np.int64]
+
+    @property
+    def models(self) -> Sequence[str]:
+        """Return the names of the models that were tested."""
+        return [name for name in MODELS if any(f"{name}/{TESTED}" in one for one in self.answers)]
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """Return the measures of all models: over the clients that take part, and over the held-out clients."""
+        return {
+            f"{group}{model}_{name}": value
+            for group, chosen in self._groups.items()
+            for model in MODELS
+            for name, value in self._over_clients(model, chosen).items()
+        }
+
+    @property
+    def recalls(self) -> dict[str, list[float | None]]:
+        """Return the recall of each class, over the test records of all clients; None for a class without records.
+
+        The names are such as ``own_recalls`` and ``held_out_own_recalls``.
+        """
+        return {
+            f"{group}{model}_recalls": [None if np.isnan(one) else one for one in counts.recalls.tolist()]
+            for group, chosen in self._groups.items()
+            for model in self.models
+            if (counts := self._pooled(model, chosen)).held.any()
+        }
+
+    @property
+    def _groups(self) -> dict[str, NDArray[np.bool_]]:
+        """Return masks of the clients that take part and of the held-out clients, by the prefix of their measures."""
+        if not self.answers:
+            return {}
+        taking_part = np.zeros(len(self.answers), dtype=np.bool_)
+        taking_part[self.members] = True
+        return {"": taking_part, HELD_OUT: ~taking_part}
+
+    def _over_clients(self, model: str, chosen: NDArray[np.bool_]) -> dict[str, float]:
+        """Return the measures of the clients' models called ``model``, over the ``chosen`` clients.
+
+        The result is empty if these clients have no records.
+        """
+        measures: dict[str, float] = {}
+        if len(tested := known(self.accuracies(model, TESTED)[chosen])):
+            over, pooled = OverClients.of(tested), self._pooled(model, chosen)
+            measures = {
+                "accuracy": over.mean,
+                "accuracy_pooled": float(pooled.right.sum() / pooled.held.sum()),
+                "balanced_accuracy": pooled.balanced_accuracy,
+                "macro_f1": pooled.macro_f1,
+                "worst_tenth": over.worst_tenth,
+                "deviation": over.deviation,
+            }
+        validated = known(self.accuracies(model, VALIDATED)[chosen])
+        return measures | ({VALIDATION_ACCURACY: float(validated.mean())} if len(validated) else {})
+
+    def accuracies(self, model: str, what: str = TESTED) -> NDArray[np.float64]:
+        """Return each client's accuracy with ``model``, or NaN for a client without records.
+
+        ``what``: the kind of records, "test" or "validation".
+        """
+        held, right = (self._counts(model, what)[:, row].sum(axis=1).astype(np.float64) for row in (0, 2))
+        shares = np.full(len(held), np.nan)
+        np.divide(right, held, out=shares, where=held > 0)
+        return shares
+
+    def _pooled(self, model: str, chosen: NDArray[np.bool_]) -> ClassCounts:
+        """Return the sums, over the ``chosen`` clients, of their counts on test records."""
+        return ClassCounts(*self._counts(model, TESTED)[chosen].sum(axis=0))
+
+    def _counts(self, model: str, what: str) -> NDArray[np.int64]:
+        """Return the counts of all clients, (clients, 3, classes); 0 for a client without records."""
+        named = [one.get(f"{model}/{what}") for one in self.answers]
+        num_classes = next((one.shape[1] for one in named if one is not None), 1)
+        blank = np.zeros((ROWS, num_classes), dtype=np.int64)
+        return np.stack([blank if one is None else one for one in named])
+
+
+def worse_than_alone(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the share of clients whose model has a lower accuracy in the run ``result`` than in the run ``alone``.
+
+    In the run ``alone``, each client trains a model of its own. Both arguments are contents of ``result.json``, of runs
+    on the same split. The shares are in percent, by name of the measure. Only clients that both runs tested are
+    counted.
+    """
+    lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]
+    found, before = {}, lists[0].get(OWN, [])
+    for model, accuracies in lists[1].items():
+        pairs = [(new, old) for new, old in zip(accuracies, before, strict=False) if None not in (new, old)]
+        if pairs:
+            share = sum(new < old for new, old in pairs) / len(pairs)
+            found[f"personal.{model}_worse_than_alone_percent"] = 100 * share
+    return found

@@ -1,0 +1,68 @@
+"""Tables of runs with own models: measures and titles come from the stage, and stay in the table's own files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fl_sim
+from fl_sim.cli.report import write_report
+from fl_sim.stages.own_measures import TITLES, worse_than_alone
+
+PLAN: dict[str, Any] = {
+    "measure": "personal.own_macro_f1", "centralized": False,
+    "base": {
+        "data": "digits", "model": "mlp", "clients": 4, "rounds": 2, "partition": "label-2",
+        "local": {"learning_rate": 0.1}, "evaluate": {"clients": "class-shares"}, "engine": "inprocess",
+    },
+    "grid": {"algorithm": ["local-only", "fedavg", "fedper"]},
+}  # fmt: skip
+WORSE = TITLES["personal.own_worse_than_alone_percent"]
+
+
+def test_clients_that_are_worse_off_than_alone_are_counted_where_both_runs_tested_them() -> None:
+    alone = {"personal": {"by_client": {"own": [0.5, 0.6, None, 0.8], "received": [0.1] * 4}}}
+    other = {"personal": {"by_client": {"own": [0.4, 0.6, 0.1, 0.9], "received": [None, 0.5, 0.5, 0.5]}}}
+    assert worse_than_alone(alone, other) == {
+        "personal.own_worse_than_alone_percent": pytest.approx(100 / 3),
+        "personal.received_worse_than_alone_percent": 100.0,
+    }
+    assert worse_than_alone({}, other) == worse_than_alone(alone, {}) == {}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("table")
+    fl_sim.table(PLAN, out=out, jobs=1, progress=False)
+    return out
+
+
+def test_a_table_shows_a_measure_by_its_name_and_the_others_of_the_stage_by_their_titles(table: Path) -> None:
+    shown, content = (table / "table.md").read_text(), json.loads((table / "table.json").read_text())
+    assert f"Measure: {TITLES['personal.own_macro_f1_percent']}" in shown
+    assert f"{TITLES['personal.own_balanced_accuracy_percent']}:" in shown
+    assert f"{WORSE}:" in shown
+    assert WORSE in (table / "table-further.tex").read_text()
+    assert content["titles"] == TITLES
+    assert [one.startswith("Local") for one in content["alone"]] == [True]
+    cells = {cell["row"]: cell for cell in content["cells"]}
+    result = json.loads((table / cells["FedPer"]["dir"][0] / "result.json").read_text())
+    assert cells["FedPer"]["values"] == pytest.approx([100 * result["personal"]["own_macro_f1"]])
+    assert cells["FedPer"]["best_values"] == pytest.approx([100 * result["personal"]["best_own_macro_f1"]])
+    assert "personal.own_worse_than_alone_percent" not in cells[content["alone"][0]]["measures"]
+
+
+def test_the_page_of_a_table_has_the_same_further_tables_and_that_of_an_older_one_too(
+    table: Path, tmp_path: Path
+) -> None:
+    write_report([table], tmp_path / "new", paper=False, pictures=False, target=None, json_output=False)
+    page = (tmp_path / "new" / "report.html").read_text()
+    assert f"<summary>{WORSE}</summary>" in page
+    assert f"<summary>{TITLES['personal.own_macro_f1_percent']}</summary>" not in page  # it is the table's own measure
+    content = (table / "table.json").read_text()
+    older = {name: value for name, value in json.loads(content).items() if name not in {"titles", "alone"}}
+    (table / "table.json").write_text(json.dumps(older))
+    write_report([table], tmp_path / "old", paper=False, pictures=False, target=None, json_output=False)
+    (table / "table.json").write_text(content)
+    assert f"<summary>{WORSE}</summary>" in (tmp_path / "old" / "report.html").read_text()
