@@ -100,7 +100,8 @@ def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Batc
                 Message(job.finished([next(results) for _ in job.jobs]), reply_to=message)
                 for job, message in zip(jobs, messages, strict=True)
             ]
-            jobs[-1].check_bits()  # of the broadcast, which all clients share
+            for job in {id(job.guards[0]): job for job in jobs}.values():
+                job.check_bits()  # of the broadcast, which clients share
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:

@@ -50,7 +50,8 @@ class Asking:
 
     ``order``: the kind of task, such as evaluate, and its settings. ``quoted``: True if an error message may quote a
     client's error message; False if the client's message is private. ``timeout``: seconds for the whole exchange.
-    ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the model.
+    ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the model. ``contents``:
+    {client: content of its message} if clients receive different models; otherwise empty.
     """
 
     order: wire.TaskConfig
@@ -58,6 +59,7 @@ class Asking:
     quoted: bool
     params: Params | None = None
     broadcast: Payloads = field(default_factory=dict)
+    contents: Mapping[int, RecordDict] = field(default_factory=dict)
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
@@ -78,8 +80,10 @@ def answers_to(
 ) -> list[Read | Malformed]:
     """Return for every client, in order, its answer decoded by ``read``, or the error if the answer is not valid."""
     order, params = asking.order, asking.params
-    content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
-    sent = [Message(content, node, wire.TRAIN) for node in population.nodes]
+    if not (contents := asking.contents):
+        content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
+        contents = dict.fromkeys(range(len(population.nodes)), content)
+    sent = [Message(content, population.nodes[client], wire.TRAIN) for client, content in contents.items()]
     answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.client_of, strict=asking.quoted)
     return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]
 

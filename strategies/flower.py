@@ -81,7 +81,9 @@ class FederatedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample the cohort and return one message for each of its clients; all messages share the same content.
+        """Sample the cohort and return one message for each of its clients.
+
+        Clients that receive the same tensors share one content, and their messages follow one another.
 
         ``config``: contains the learning rate.
         """
@@ -92,8 +94,9 @@ class FederatedStrategy(Strategy):
         drawn = self.layer.cohort(server_round)
         self.cohort, rate = drawn.clients, float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate, most_steps=drawn.most_steps)
-        content, self._sent = self.content(order, self.server), WriteGuard.of(groups_of(self.server))
-        return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
+        self._sent = WriteGuard.of(groups_of(self.server))
+        contents = self.contents(order, self.server, self.cohort.tolist())
+        return [Message(content, self.population.nodes[client], wire.TRAIN) for client, content in contents.items()]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -157,6 +160,18 @@ class FederatedStrategy(Strategy):
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
         """Return the content of a round's message to clients: task settings, global model and broadcast tensors."""
         return wire.task_content(order, server.params, self.broadcast(server))
+
+    def contents(self, order: wire.TaskConfig, server: ServerState, clients: Sequence[int]) -> dict[int, RecordDict]:
+        """Return {client: content of its message}, with clients of the same content next to each other.
+
+        Clients that receive the same tensors (``Layer.sent_to``) share one content, which engines send only once.
+        """
+        groups: dict[int, tuple[ServerState, list[int]]] = {}
+        for client in clients:
+            state = self.layer.sent_to(client, server)
+            groups.setdefault(id(state), (state, []))[1].append(client)
+        contents = ((self.content(order, state), members) for state, members in groups.values())
+        return {client: content for content, members in contents for client in members}
 
     def broadcast(self, server: ServerState) -> Payloads:
         """Return the tensors that clients receive beside the model: those of the algorithm and of the round layers."""
@@ -236,6 +251,10 @@ class _Innermost(Layer):
         with error_context(f"sample of {type(strategy.sampler).__name__}"):
             drawn = strategy.sampler.sample(strategy.num_members, coins, server_round)
             return Drawn(drawn if strategy.members is None else strategy.members[drawn])
+
+    def sent_to(self, client: int, server: ServerState) -> ServerState:
+        del client
+        return server
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         return replies

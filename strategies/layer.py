@@ -201,6 +201,13 @@ class Layer:
         """Return the round's cohort. ``coins``: the source of random numbers, or None for the run's seed."""
         return self.inner.cohort(server_round, coins)
 
+    def sent_to(self, client: int, server: ServerState) -> ServerState:
+        """Return the server state whose model and broadcast tensors ``client`` receives; by default ``server`` itself.
+
+        Clients that receive the same tensors get the same object, so that their messages share one content.
+        """
+        return self.inner.sent_to(client, server)
+
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the updates that are aggregated, sorted by client. A layer may leave out or replace updates."""
         return self.inner.received(replies)

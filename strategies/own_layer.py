@@ -51,6 +51,16 @@ class OwnLayer(Layer):
                               "ascending, none twice")  # fmt: skip
         return drawn
 
+    def sent_to(self, client: int, server: ServerState) -> ServerState:
+        """Return the server state that ``client`` receives. Raises RunError if names or shapes of tensors differ."""
+        with self._errors_of("sent_to"):
+            sent = self.inner.sent_to(client, server)
+        wanted = _sent_layouts(server)
+        if not isinstance(sent, ServerState) or _sent_layouts(sent) != wanted:
+            got = _sent_layouts(sent) if isinstance(sent, ServerState) else repr(sent)
+            raise self._wrong("sent_to", f"{got}", f"a ServerState whose params and broadcast are {wanted}")
+        return sent
+
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the updates that the user's layer keeps.
 
@@ -153,6 +163,10 @@ def states_of(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
                 "holds them"
             )
     return {name: dict(state) for name, state in states.items() if state}
+
+
+def _sent_layouts(server: ServerState) -> dict[str, dict[str, tuple[int, ...]]]:
+    return _layouts({"params": server.params, **server.broadcast})
 
 
 def _layouts(payloads: Payloads) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices, is_none, kind_of, off
+from fl_sim.kinds import Choices, is_none, kind_of, off, path_in
 from fl_sim.local_plan import Sending
 from fl_sim.params import add, scale
 from fl_sim.settings import Settings
@@ -118,6 +118,11 @@ class _Asynchronous(Settings):
             )
 
     def _check_algorithm(self, algorithm: object, chosen: str) -> None:
+        if path_in(type(algorithm), "layer"):
+            raise ValueError(
+                f"algorithm {kind_of(algorithm)} cannot run with {chosen}: it has a round layer of its own, and there "
+                "are no rounds; take server=synchronous"
+            )
         taken = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish
         if not taken or isinstance(algorithm, Weighing):
             raise ValueError(

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import numpy as np
 
 from clients.client_layer import ClientLayer
 from fl_sim.errors import Malformed, UserError
@@ -99,12 +101,14 @@ def check_choices(algorithm: object, count: int, experiment: Choices) -> None:
         )
 
 
-class OneUpdate(Layer):
-    """Sends a client's update of its chosen model, without the zeros of all other models, and counts the choices.
+class SeveralModels(Layer):
+    """Base class of the round layers of algorithms with several models, of which each client trains one.
 
     ``chosen``: {client: the model of its last round}. ``counts``: the number of clients of each model in the last
-    round; empty before the first round.
+    round; empty before the first round. ``column``: the name of the column in ``clients.csv`` with each client's model.
     """
+
+    column: ClassVar[str] = "chosen_model"
 
     def __init__(self, chosen: Mapping[int, int], counts: Sequence[int]) -> None:
         self.chosen, self.counts = dict(chosen), list(counts)
@@ -113,6 +117,15 @@ class OneUpdate(Layer):
     def applies(cls, experiment: Any) -> bool:
         """Return True if there are several models."""
         return bool(experiment.algorithm.num_models > 1)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``clients_of_models`` for ``result.json``: the number of clients of each model."""
+        counts = np.bincount(list(self.chosen.values()), minlength=len(self.counts))
+        return {"clients_of_models": counts.tolist()} if self.chosen else {}
+
+
+class OneUpdate(SeveralModels):
+    """Sends a client's update of its chosen model, without the zeros of all other models, and counts the choices."""
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> OneUpdate:

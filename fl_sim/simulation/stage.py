@@ -99,18 +99,22 @@ class Run:
         params: Params | None = None,
         broadcast: Payloads | None = None,
         order: TaskConfig | None = None,
+        server: ServerState | None = None,
     ) -> list[Answer]:
         """Send the task named ``task`` to every client; return the list of answers, in the order of clients.
 
         ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
         sent. ``quoted``: True if an error message may quote a client's message. It must be False if answers are
-        private. ``order``: a task configuration that replaces the run's own. Raises RunError, with the number of the
-        first client that has no valid answer.
+        private. ``order``: a task configuration that replaces the run's own. ``server``: if given, each client receives
+        the tensors of this state that it would receive in a round. Raises RunError, with the number of the first client
+        that has no valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
             self.strategy.population = find_population(self.grid, self.strategy.num_clients, timeout)
-        asking = Asking(replace(order or self.order, task=task), timeout, quoted, params, broadcast or {})
+        order, clients = replace(order or self.order, task=task), range(self.strategy.num_clients)
+        contents = {} if server is None else self.strategy.contents(order, server, clients)
+        asking = Asking(order, timeout, quoted, params, broadcast or {}, contents)
         return ask_everybody(self.grid, self.strategy.population, asking, read)
 
 

@@ -119,10 +119,9 @@ class OwnModels(Stage):
             server_round=server_round + 1,
             learning_rate=experiment.local.rate_in(min(server_round + 1, experiment.rounds), experiment.rounds),
         )
-        broadcast = run.strategy.broadcast(server)
         read: Callable[[RecordDict], Mapping[str, NDArray[np.int64]]]
         read = partial(counts_in, num_classes=self.job.dataset.num_classes)
-        answers = run.ask(task, read, quoted=True, params=server.params, broadcast=broadcast, order=order)
+        answers = run.ask(task, read, quoted=True, order=order, server=server)
         self._measures = OwnMeasures(answers, self.job.members)
         self._round, self._task = server_round, task
 

@@ -3,6 +3,7 @@
 import math
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from fl_sim.types import ClientUpdate, Examples
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
+from strategies.layer import Layer
 from strategies.samplers import FixedSize, Poisson
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAvgM
@@ -69,6 +71,26 @@ def test_it_is_a_flower_strategy_that_evaluates_on_the_server_alone(strategy_of)
     assert strategy.configure_evaluate(1, ArrayRecord(), ConfigRecord(), LocalGrid(3)) == []
     assert strategy.aggregate_evaluate(1, []) is None
     assert strategy.summary() is None
+
+
+class _TwoModels(Layer):
+    """Clients with odd numbers receive another model."""
+
+    def sent_to(self, client, server):
+        self.other = getattr(self, "other", None) or replace(server, params={"w": server.params["w"] + 10})
+        return self.other if client % 2 else server
+
+
+def test_clients_that_receive_the_same_model_share_a_content_and_follow_one_another(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 5)
+    strategy.wrap(_TwoModels())
+    messages = list(strategy.configure_train(1, ArrayRecord(), ConfigRecord({"learning-rate": 0.1}), LocalGrid(5)))
+    assert [message.metadata.dst_node_id - 1000 for message in messages] == [0, 2, 4, 1, 3]
+    assert len({id(message.content) for message in messages}) == 2
+    received = [wire.read_task(message.content)[0]["w"].tolist() for message in messages]
+    assert received == [[1, 2]] * 3 + [[11, 12]] * 2
+    strategy.aggregate_train(1, InProcessGrid(_app(), 5).send_and_receive(messages))
+    assert strategy.server.params["w"].tolist() == pytest.approx([1.3, 2.3])
 
 
 def test_every_client_of_the_cohort_gets_the_model_the_broadcast_and_the_rate(strategy_of):

@@ -50,6 +50,10 @@ class Faulty(Layer):
         made: Any = clients if self._fault == "a list" else drawn
         return made if clients is None else Drawn(np.array(clients))
 
+    def sent_to(self, client: int, server: ServerState) -> ServerState:
+        made: Any = {"nothing": None, "half a model": replace(server, params={})}.get(self._fault, server)
+        return made
+
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         first, *others = self.inner.received(replies)
         if self._fault == "another shape":
@@ -96,6 +100,8 @@ class FaultyMean(WeightedMean):
         ("below", "cohort of layer Faulty returned"),
         ("backwards", "cohort of layer Faulty returned"),
         ("shares", "cohort of layer Faulty returned"),
+        ("nothing", "sent_to of layer Faulty returned None: return a ServerState whose params and broadcast are"),
+        ("half a model", "sent_to of layer Faulty returned"),
         ("another shape", "received of layer Faulty returned tensors of"),
         ("a made-up client", r"received of layer Faulty returned updates of \[9, 1, 2, 3\]: return some of \[0, 1"),
         ("another order", "received of layer Faulty returned updates of"),

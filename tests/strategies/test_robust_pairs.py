@@ -22,6 +22,7 @@ REFUSED = {
     "fedspeed": "h is the mean",
     "fedexp": "squared norms",
     "ifca": "only a mean leaves such zeros",
+    "cfl": "clusters may be too small",
     "fedproto": "divided by counts",
     "fedproto-local": "divided by counts",
     "fednova": "set a public algorithm.tau_eff",

@@ -23,6 +23,7 @@ ON_AVERAGE = {"rand-k": "rand-k:0.3", "qsgd": "qsgd"}
 WITH_FEEDBACK = {"top-k": "top-k:0.3", "powersgd": "powersgd", "signsgd": "signsgd"}
 REFUSED = {
     "ifca": "in a form of its own",
+    "cfl": "lengths and directions of the updates",
     "fedexp": "squared norm of the mean update",
     "centralized": "send no updates",
     "pate": "send no updates",

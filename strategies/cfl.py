@@ -1,0 +1,72 @@
+"""CFL: clusters of clients are split by the directions of updates (Sattler, Mueller, Samek 2021, algorithms 1 to 3)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.kinds import Choices, off
+from strategies.algorithm import FEDAVG, Averaging
+from strategies.split_clusters import check_single_updates
+
+
+class CFL(Averaging):
+    """FedAvg in clusters, each with a model of its own. It begins with one cluster, and splits clusters by updates.
+
+    D_i = y_i - x is the update of client i, and D the mean update of its cluster. A cluster is split in two if
+    ‖D‖ < ``eps_1`` and the largest ‖D_i‖ > ``eps_2``: the cluster's model hardly moves, and single clients still want
+    to move it. Then the clusters' clients are grouped by the cosines of their updates. Both parts continue from the
+    model of the cluster, each with its own mean update. ``linkage`` "complete" joins groups by the smallest cosine
+    between their clients, as in the released code. "single" joins them by the largest cosine: it finds the two parts
+    with the smallest largest cosine between them, as in the paper's algorithm 1. A single client with noisy updates
+    then often becomes a part. A split needs ``gamma_max`` < sqrt((1 - largest cosine between the parts) / 2), as in the
+    paper; with 0 every split is allowed, as in the released code.
+
+    ``eps_1`` and ``eps_2`` are those of the released code for its network; they depend on the model, and on the rate
+    and number of local steps. ``split_after``: the number of rounds before the first split, 20 in the released code.
+    ``min_cluster_size``: a smaller cluster is not split. ``max_clusters``: the largest number of clusters; 1 is FedAvg.
+
+    A client receives the model of its cluster only. The server compares the updates of single clients, so it must see
+    them: secure sums and noise on the mean do not fit. Weights are numbers of records, as in FedAvg; the released code
+    has equal weights. In the released code and in FL-bench, a second split mixes up clients, as it numbers the clients
+    of a cluster from 0.
+    """
+
+    kind: Literal["cfl"] = "cfl"
+    title: ClassVar[str] = "CFL"
+    layer: ClassVar[str] = "strategies.split_clusters:SplitClusters"
+    stage: ClassVar[str] = "fl_sim.stages.chosen_models:ChosenModels"
+    eps_1: float = Field(0.4, gt=0)
+    eps_2: float = Field(1.6, ge=0)
+    gamma_max: float = Field(0.0, ge=0, lt=1)
+    split_after: int = Field(20, ge=0)
+    min_cluster_size: int = Field(3, ge=2)
+    max_clusters: int = Field(8, ge=1, le=100)
+    linkage: Literal["complete", "single"] = "complete"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if the server would not see the updates of all single clients in every round."""
+        if self.num_models > 1:
+            check_single_updates(self, experiment)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        if self.max_clusters == 1:
+            return [off("algorithm.max_clusters=1", FEDAVG)]
+        if self.split_after >= experiment.rounds:
+            return [off(f"algorithm.split_after={self.split_after} with rounds={experiment.rounds}", FEDAVG)]
+        return []
+
+    def mean_only(self) -> str:
+        """Return the reason for error messages; empty for one cluster."""
+        return "clusters may be too small for it, and their updates must differ" if self.num_models > 1 else ""
+
+    def note(self) -> str:
+        """Return the note for tables: the evaluated model."""
+        return "CFL: the model of the first cluster is evaluated, and evaluate.clients measures that of each client's."
+
+    @property
+    def num_models(self) -> int:
+        """Return the largest number of models at the server."""
+        return self.max_clusters
