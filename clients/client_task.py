@@ -67,6 +67,16 @@ class CustomStart(Protocol):
         ...
 
 
+@runtime_checkable
+class PredictingStart(Protocol):
+    """An algorithm whose ``start`` predicts on the client's training records. The time forecast counts predictions."""
+
+    @property
+    def start_passes(self) -> int:
+        """The number of predictions for each training record of a client in one ``start``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """The tensors of a message: ``params``, such as the global model, and ``groups``, further tensors by group."""

@@ -82,6 +82,11 @@ class IFCA(Averaging):
         best = int(np.argmin([client.scores(one).loss for one in models]))
         return replace(task, params=models[best], state={**task.state, CHOSEN: {"model": torch.tensor([best])}})
 
+    @property
+    def start_passes(self) -> int:
+        """Return the number of predictions for each training record in a client's choice."""
+        return self.num_models if self.num_models > 1 else 0
+
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return an update per model, zeros for the models not chosen, and a 1 for the chosen model."""
         if self.num_models == 1:

@@ -10,12 +10,13 @@ from typing import Final
 import numpy as np
 import torch
 
-from clients.client_task import ClientRuntime
+from clients.client_task import ClientRuntime, PredictingStart
+from clients.train import further_job
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import InProcess
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
-from fl_sim.local_plan import LocalAlgorithm, LocalPlan, fields_in_use
+from fl_sim.local_plan import FurtherModels, LocalAlgorithm, LocalPlan, fields_in_use
 from fl_sim.one_of import as_table
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
@@ -124,10 +125,12 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     tested = {"rounds": times, "last": 1, "never": 0}[evaluate.test]
     clients = training_work(procedure, algorithm, trainings)
     server_steps = sum(stage.num_server_steps() for stage in stages)
+    cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
     return (
         clients,
         replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server, without parallel work
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
+        evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort)),
         *(work for stage in stages for work in stage.work()),
     )
 
@@ -144,7 +147,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
     busy = sizes[sizes > 0]
     records = min(experiment.local.batch_size, max(1, round(float(busy.mean())))) if len(busy) else 1
     stack, plan = stack_of(local_engine(experiment.engine), job), procedure.typical_plan()
-    is_plain = not fields_in_use(plan) and not isinstance(algorithm, Training | StepByStep)
+    is_plain = not fields_in_use(plan) and not isinstance(algorithm, Training | StepByStep | FurtherModels)
     how = "plain" if is_plain else kind_of(experiment.algorithm)
     beside = "" if stack == 1 else f" of {stack} clients at once"
     size = f"{records} record{'' if records == 1 else 's'}"
@@ -162,7 +165,18 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
     )
 
 
-def evaluation_work(procedure: Procedure, records: int) -> Work:
+def num_predicted_at_start(job: Job, algorithm: LocalAlgorithm, starts: float) -> float:
+    """Return the number of training records on which clients predict at their starts, as in a choice of a model.
+
+    ``starts``: the number of clients' starts in the run, each at the beginning of a local training.
+    """
+    if not isinstance(algorithm, PredictingStart):
+        return 0.0
+    sizes = sizes_trained_on(job, sum(stage.num_pooled() for stage in stages_of(job)))
+    return algorithm.start_passes * starts * float(sizes.mean())
+
+
+def evaluation_work(procedure: Procedure, records: float) -> Work:
     """Return the amount of computation for evaluating models on ``records`` records in total."""
     job = procedure.job
 
@@ -192,7 +206,8 @@ def _turn(
 ) -> Callable[[], object]:
     """Return a function that trains ``steps`` minibatch steps of ``size`` records, for a timing.
 
-    It trains one client, or ``stack`` clients as one computation, with the trainer that a run would use.
+    It trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. A client also
+    trains the algorithm's further models, such as a personal model.
     """
     experiment, chosen = job.experiment, job.experiment.local
     records = resident(public_records(job, size * steps), job.dataset, job.device)
@@ -200,7 +215,12 @@ def _turn(
     params = detached(trainable(job.model()).items())
     counts = records.whole().class_counts(job.dataset.num_classes)
     task = LocalTask(0, 0, 1, len(records), settings, params, class_counts=counts, initial=params)
-    jobs = [LocalJob(task, plan, records.whole(), rng(experiment.seed, "probe", one)) for one in range(stack)]
+    models = algorithm.further(task) if isinstance(algorithm, FurtherModels) else {}
+    jobs = list[LocalJob]()
+    for one in range(stack):
+        batches = partial(rng, experiment.seed, "probe", one)
+        jobs.append(LocalJob(task, plan, records.whole(), batches()))
+        jobs += [further_job(jobs[-1], name, model, batches()) for name, model in models.items()]
     runtime = ClientRuntime(
         algorithm, job.model().to(job.device), _no_records, _no_records, partial(local_settings, job),
         experiment.num_clients, experiment.seed, threads=experiment.engine.threads, precision=job.precision,

@@ -176,19 +176,25 @@ class OwnModels(Stage):
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
-        They are predictions, and after the last round one more local training of every client.
+        They are predictions, also those of an algorithm's ``start``, and after the last round one more local training
+        of every client.
         """
-        from fl_sim.simulation.forecast import evaluation_work, training_work  # noqa: PLC0415 (these ask all stages)
+        from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
+            evaluation_work,
+            num_predicted_at_start,
+            training_work,
+        )
         from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (as above)
 
         procedure, experiment = procedure_of(self.job), self.job.experiment
         records = len(self.job.own_tests.records) + len(self.job.validation.records)
-        models = 2 * self._times + 2
+        models = 2 * self._times + 1 + bool(experiment.evaluate.fine_tune_epochs)
         epochs = experiment.evaluate.fine_tune_epochs / max(experiment.local.epochs, 1)
         share = experiment.num_clients / experiment.sampler.expected_size(experiment.num_members)
         algorithm = experiment.algorithm
+        at_starts = num_predicted_at_start(self.job, algorithm, self._times * experiment.num_clients)
         return (
-            evaluation_work(procedure, records * models),
+            evaluation_work(procedure, records * models + at_starts),
             training_work(procedure, algorithm, share * (epochs + (not isinstance(algorithm, OwnModel)))),
         )
 

@@ -189,6 +189,40 @@ def test_the_steps_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert num_steps(job_of(experiment)) == steps_taken(monkeypatch, experiment, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "ifca:3"},
+        {"algorithm": "ifca:3", "sampler": "fixed-size:4", "partition": "iid"},
+        {"algorithm": "ifca:1"},
+        {"algorithm": "ditto"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("evaluate", [{}, {"clients": "class-shares", "personal_every": 2}], ids=["", "own models"])
+def test_the_predictions_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], evaluate: dict[str, Any]
+) -> None:
+    """Also those of the clients of IFCA, which choose the best of three models in each round and each measurement."""
+    settings = {**settings, "evaluate": evaluate}
+    predicted, measure = list[int](), Trainer.evaluate
+
+    def counted(self: Trainer, params: Params, inputs: Any, *rest: Any, **others: Any) -> Any:
+        predicted.append(len(inputs))
+        return measure(self, params, inputs, *rest, **others)
+
+    monkeypatch.setattr(Trainer, "evaluate", counted)
+    run(quick(**settings), tmp_path / "run")
+    planned = [one.pieces for one in procedure_of(job_of(quick(**settings))).work() if one.what.startswith("measuring")]
+    assert sum(planned) == pytest.approx(sum(predicted), rel=0.02)
+
+
+def test_a_timed_step_trains_the_personal_model_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, *_ = procedure_of(job_of(quick(algorithm="ditto", local={"batch_size": 4}))).work()
+    assert len(_trained(steps, 2)) == 2
+    assert steps.kind != procedure_of(job_of(quick(local={"batch_size": 4}))).work()[0].kind
+
+
 def test_seconds_are_those_of_steps_and_of_records_that_are_measured() -> None:
     """Digits over ten clients: 50 steps a round (144 records each or fewer, batches of 32), 360 test records."""
     assert estimated(Paced(step=2.0, record=0.0)).seconds == 2 * 150
