@@ -343,13 +343,12 @@ def title_of(value: Any) -> str:
 
 def short_form(value: Any) -> str:
     """Return the short form of a settings object, such as ``label-1``, ``dirichlet:0.05`` or ``rotate:4 label-1``."""
-    kind = kind_of(value)
-    parameter = next((name for name in field_defaults(type(value)) if name != "kind"), None)
-    if parameter is None:
-        return kind
-    given = getattr(value, parameter)
-    short = f"{kind.removesuffix('-k')}-{given}" if is_numbered(kind, type(value)) else f"{kind}:{given}"
+    short = kind = kind_of(value)
     inner = inner_split(value)
+    parameter = next((name for name in field_defaults(type(value)) if name != "kind"), "over")
+    if parameter != "over":
+        given = getattr(value, parameter)
+        short = f"{kind.removesuffix('-k')}-{given}" if is_numbered(kind, type(value)) else f"{kind}:{given}"
     return short if inner is None else f"{short} {short_form(inner)}"
 
 

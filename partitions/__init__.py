@@ -5,15 +5,25 @@ A partition returns one array of record indices for each client; no record belon
 
 from partitions.assign import label_counts
 from partitions.feature_skew import FeatureNoise, Natural
-from partitions.group_skew import Colour, Invert, PermuteLabels, Rotate
+from partitions.group_skew import Colour, Domain, Invert, PermuteLabels, Rotate
 from partitions.label_skew import Dirichlet, LabelK, Shards
 from partitions.quantity import Iid, Quantity
-from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, ImpossibleSplit, Parts, RecordSkew, Scheme
+from partitions.scheme import (
+    ByGroup,
+    EvaluationSkew,
+    FeatureSkew,
+    ImpossibleSplit,
+    Parts,
+    RecordSkew,
+    Scheme,
+    WithinSources,
+)
 
 __all__ = [
     "ByGroup",
     "Colour",
     "Dirichlet",
+    "Domain",
     "EvaluationSkew",
     "FeatureNoise",
     "FeatureSkew",
@@ -29,5 +39,6 @@ __all__ = [
     "Rotate",
     "Scheme",
     "Shards",
+    "WithinSources",
     "label_counts",
 ]

@@ -96,10 +96,7 @@ class Natural:
         fl-sim calls this method only for data without sources.
         """
         del labels, num_partitions, rng
-        raise ImpossibleSplit(
-            "this data set does not say where its records come from; set data.client=COLUMN for a table, "
-            "add an array client_train to an npz file (in Python: Examples.groups), or choose another partition"
-        )
+        raise without_sources()
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client. Every record has a client, and every client has a record.
@@ -114,3 +111,12 @@ class Natural:
         owner = np.empty(len(numbers), dtype=np.int64)
         owner[order] = np.arange(len(numbers)) % num_partitions
         return group(owner[group_of], num_partitions)
+
+
+def without_sources() -> ImpossibleSplit:
+    """Return the error for a data set that does not name the sources of its records."""
+    return ImpossibleSplit(
+        "this data set does not say where its records come from; set data.client=COLUMN for a table or "
+        "data.domains=true for a folder PATH/DOMAIN/CLASS, add an array client_train to an npz file (in Python: "
+        "Examples.groups), or choose another partition"
+    )

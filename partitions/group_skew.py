@@ -1,9 +1,12 @@
 """Groups of clients that differ in their inputs or labels, over any split of the records: client i is in group i mod k.
 
+Most partitions of this module make the groups: they change the records that the clients of a group see. ``Domain``
+takes groups that the data set has: the sources of its records.
+
 Such groups are the test of clustered and personalised methods (Sattler et al. 2021, Ghosh et al. 2020). The group of a
-client is public. The inner split decides which records a client has; these partitions change the records that it sees:
-its training records, its validation records, and its own test records. The global test set stays as it is. Group 0
-keeps its records unchanged, so that the global test set has the inputs and labels of group 0.
+client is public. The inner split decides which records a client has. A partition that makes groups changes the records
+that a client sees: its training records, its validation records, and its own test records. The global test set stays as
+it is. Group 0 keeps its records unchanged, so that the global test set has the inputs and labels of group 0.
 """
 
 import math
@@ -16,16 +19,19 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from partitions.assign import STRICT
+from partitions.assign import STRICT, check_sizes
+from partitions.feature_skew import without_sources
 from partitions.quantity import Iid
 from partitions.scheme import (
     ByGroup,
     FeatureSkew,
     ImpossibleSplit,
     Indices,
+    Parts,
     RecordSkew,
     Scheme,
     Stored,
+    WithinSources,
 )
 
 COLOURS: Final = {1: "grey", 3: "colour"}
@@ -62,20 +68,20 @@ class OverSplit:
     needs_images: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        name = self._name
         if self.k < 2:
-            raise ImpossibleSplit(f"{name}: k={self.k} groups: at least 2, or take the partition of `over` by itself")
-        if isinstance(self.over, str) or not hasattr(self.over, "split"):
-            raise ImpossibleSplit(f"{name}: over={self.over!r} is no partition: give an object, such as Dirichlet(0.3)")
-        if isinstance(self.over, FeatureSkew | RecordSkew):
             raise ImpossibleSplit(
-                f"{name}: over={getattr(self.over, 'kind', type(self.over).__name__)} changes the records of clients "
-                "by itself: take a partition that only assigns records, such as iid or dirichlet:0.3"
+                f"{self._name}: k={self.k} groups: at least 2, or take the partition of `over` by itself"
             )
+        _check_inner(self._name, self.over)
 
     @property
     def _name(self) -> str:
         return str(getattr(self, "kind", type(self).__name__))
+
+    @property
+    def keeps_sources(self) -> bool:
+        """True if ``over`` gives each client records of one source only (``WithinSources``)."""
+        return isinstance(self.over, WithinSources) and self.over.keeps_sources
 
     def group_of(self, client: int) -> int:
         """Return the group of ``client``, both numbered from 0."""
@@ -264,3 +270,71 @@ class PermuteLabels(OverSplit):
         """Return ``inputs`` unchanged, and the labels by the permutation of the client's group."""
         permuted: Indices = self.permutations(num_classes, rng)[self.group_of(client)][labels]
         return inputs, permuted
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Each client has records of one domain, and the records of a domain are divided among its clients.
+
+    A domain is a source of records, such as a hospital or a style of images (PACS, Li et al. 2017). The domains are
+    sorted by their numbers, and client i has domain i mod D for D domains. ``over``: the partition that divides the
+    records of each domain among the clients of this domain, such as ``dirichlet:0.3``.
+    """
+
+    kind: Literal["domain"] = field(default="domain", kw_only=True)
+    over: Annotated[Scheme, AnyPartition()] = _IID
+
+    title: ClassVar[str] = "domain"
+    keeps_sources: ClassVar[bool] = True
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _check_inner("domain", self.over)
+        if isinstance(self.over, ByGroup):
+            raise ImpossibleSplit(
+                f"domain: over={getattr(self.over, 'kind', type(self.over).__name__)} also follows the sources of the "
+                "records: take it by itself, or divide each domain by a partition that does not, such as dirichlet:0.3"
+            )
+
+    def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
+        """Raise ImpossibleSplit. This partition needs data with sources."""
+        del labels, num_partitions, rng
+        raise without_sources()
+
+    def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
+        """Return the sorted record indices of every client. No client has records of two domains.
+
+        A record belongs to no client only if ``over`` leaves out records. ``groups``: the number of each record's
+        domain. Raises ImpossibleSplit for a single domain, for fewer clients than domains, and for a domain that
+        ``over`` cannot divide.
+        """
+        check_sizes(len(labels), num_partitions)
+        numbers, domain_of = np.unique(groups, return_inverse=True)
+        num_domains = len(numbers)
+        if num_domains == 1:
+            raise ImpossibleSplit("all records have the same source: take the partition of `over` by itself")
+        if num_partitions < num_domains:
+            raise ImpossibleSplit(
+                f"its records come from {num_domains} domains; use at least {num_domains} clients, or "
+                "partition=natural, which gives several domains to one client"
+            )
+        held: dict[int, Indices] = {}
+        for domain in range(num_domains):
+            records, clients = np.flatnonzero(domain_of == domain), np.arange(domain, num_partitions, num_domains)
+            try:
+                parts = self.over.split(labels[records], len(clients), rng)
+            except ImpossibleSplit as error:
+                raise ImpossibleSplit(f"domain {domain}, with {len(records)} records: {error}") from error
+            held |= {client: records[part] for client, part in zip(clients.tolist(), parts, strict=True)}
+        return Parts.of(held[client] for client in range(num_partitions))
+
+
+def _check_inner(name: str, over: object) -> None:
+    """Raise ImpossibleSplit unless ``over``, inside the partition ``name``, is a partition that changes no records."""
+    if isinstance(over, str) or not hasattr(over, "split"):
+        raise ImpossibleSplit(f"{name}: over={over!r} is no partition: give an object, such as Dirichlet(0.3)")
+    if isinstance(over, FeatureSkew | RecordSkew):
+        raise ImpossibleSplit(
+            f"{name}: over={getattr(over, 'kind', type(over).__name__)} changes the records of clients "
+            "by itself: take a partition that only assigns records, such as iid or dirichlet:0.3"
+        )

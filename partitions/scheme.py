@@ -51,6 +51,19 @@ class ByGroup(Protocol):
 
 
 @runtime_checkable
+class WithinSources(Protocol):
+    """A partition that may give each client records of one source only, such as ``domain``.
+
+    ``keeps_sources``: True if each client has records of one source only. Several clients may share a source.
+    """
+
+    @property
+    def keeps_sources(self) -> bool:
+        """True if each client has records of one source only."""
+        ...
+
+
+@runtime_checkable
 class FeatureSkew(Protocol):
     """A partition that changes the inputs of each client, for example by noise, rotation or other colours."""
 

@@ -45,7 +45,8 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
     say("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
     say(
         "your own: csv:PATH, parquet:PATH (a table with a column for the label), npz:PATH (x_train, y_train, x_test, "
-        "y_test), folder:PATH (train/CLASS/*.png, test/CLASS/*.png), leaf:PATH, medmnist:PATH, hf:NAME (docs/data.md)"
+        "y_test), folder:PATH (train/CLASS/*.png, test/CLASS/*.png), leaf:PATH, medmnist:PATH, hf:NAME, "
+        "domains:A+B (several data sets; docs/data.md)"
     )
 
 
@@ -142,7 +143,9 @@ def _row(name: str, source: DataSource | None) -> dict[str, Any]:
 def _where(source: DataSource | None) -> str:
     if source is None:
         return "missing"
-    return f"{source.layout:8} {source.path}" if source.path else "embedded in scikit-learn"
+    if source.layout == "embedded":
+        return "embedded in scikit-learn"
+    return f"{source.layout:8} {source.path or ''}".rstrip()
 
 
 def _in_lines(value: Any) -> Any:

@@ -22,7 +22,7 @@ Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "ow
 
 DIGITS = "digits"
 
-OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnist", "hf"]
+OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnist", "hf", "domains"]
 
 _TEST: Final = ("test", "test_seed")
 _TABLE: Final = (
@@ -36,18 +36,22 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "csv": (*_TABLE, "delimiter", "decimal", "thousands"),
     "parquet": _TABLE,
     "npz": ("classes", "values"),
-    "folder": ("classes", "size", "values", *_TEST),
+    "folder": ("classes", "domains", "size", "values", *_TEST),
     "leaf": ("classes", "alphabet"),
     "medmnist": ("classes", "val"),
     "hf": (*(key for key in _TABLE if key != "test_file"), *_HF),
+    "domains": ("size", "records"),
 }
 """{kind of the user's own data, such as csv: the names of the settings that it has, such as label}"""
 
-PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
+DOMAINS: Final = "domains"
+"""The kind of a data set that joins several others, its parts, such as ``domains:mnist+digits``."""
+
+PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set", "domains": "data set"}
 """{kind of data: the word for its location in error messages}; Data of a kind that is not listed here are in a file."""
 
-OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
-"""The accepted forms of names of the user's own data, ``csv:PATH`` and so on, for error messages."""
+OWN: Final = ", ".join(f"{kind}:{'A+B' if kind == DOMAINS else 'PATH'}" for kind in OPTIONS)
+"""The accepted forms of names with a kind, ``csv:PATH`` and so on, for error messages."""
 
 _LISTS: Final = frozenset({"classes", "drop", "text"})
 _TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+", "fill": ""}
@@ -63,12 +67,14 @@ ABOUT: Final[Mapping[str, str]] = {
     "leaf": "LEAF's json files, in the folders train and test.",
     "medmnist": "MedMNIST's npz files.",
     "hf": "Data that Hugging Face's datasets library reads: a local folder, or a name on the Hugging Face hub.",
+    "domains": "Several data sets of images, such as mnist+digits, joined as domains of one task.",
 }
 """{kind of the user's own data, such as csv: its description in the settings reference}"""
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "label": ("a column", "The column with the class of a record, as text or whole number. Default: column label."),
     "classes": ("names, with + or , between", "The classes in order, or their number. Default: those in the records."),
+    "domains": ("true or false", "True for folders PATH/DOMAIN/CLASS: each domain is a source of records."),
     "client": ("a column", "The column that names a record's client, for partition=natural. Default: column client."),
     "split": ("a column", "The column with train or test for each record. Default: column split, if there is one."),
     "test": ("number, above 0, below 1", "The share of records for testing, taken from each client or class if known."),
@@ -85,7 +91,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "decimal": ("point or comma", "The decimal separator of numbers in a csv file. Default: point."),
     "thousands": ("comma, point, space or apostrophe", "The thousands separator in a csv file. Default: none."),
     "alphabet": ("text", "The characters of texts, in order, each once. Default: LEAF's 80 characters."),
-    "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Without it all images must have one size."),
+    "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Default: none; domains take the largest."),
+    "records": ("whole number", "The number of training records of each domain. Default: that of the smallest."),
     "values": ("LEAST..MOST", "For images of 16-bit numbers or floats: the pixel values that become 0 and 255."),
     "val": ("leave, train or validate", "Validation images are unused, trained on, or for evaluate.validation=given."),
     "image": ("a column", "The column with the images, for data with several such columns."),
@@ -239,10 +246,15 @@ def tuned_on(data: str) -> str:
 
     The sentence, with a space before it, belongs into privacy statements: a value that was chosen on records reveals
     information about them, and no epsilon covers this. The result is empty if no default was chosen on these records.
+    A data set of several parts has a sentence for each part.
     """
-    if (records := records_of(data)) not in _TUNED_ON:
-        return ""
-    return f" Choices made beforehand on these training records by this project: {_TUNED_ON[records]}."
+    parts = parts_of(data)
+    return "".join(
+        f" Choices made beforehand on {'these training records' if len(parts) == 1 else f'training records of {part}'} "
+        f"by this project: {_TUNED_ON[records]}."
+        for part in parts
+        if (records := records_of(part)) in _TUNED_ON
+    )
 
 
 @dataclass(frozen=True)
@@ -304,9 +316,36 @@ def _without_places(own: OwnName) -> str:
     return repr((own.kind, sorted(options.items()), "test_file" in own.options, columns))
 
 
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return the names of the data sets that ``name`` joins as domains; for any other data set, ``name`` alone.
+
+    >>> parts_of("domains:mnist+npz%3Ausps.npz:records=500"), parts_of("mnist")
+    (('mnist', 'npz:usps.npz'), ('mnist',))
+    """
+    own = own_name(name)
+    return (name,) if own is None or own.kind != DOMAINS else tuple(map(unquote, own.place.split("+")))
+
+
 def is_own(name: str) -> bool:
-    """Return True if ``name`` is not one of the public data sets, so that the records are the user's own."""
-    return name not in NAMES
+    """Return True if some records of ``name`` are the user's own: not of one of the public data sets."""
+    return any(part not in NAMES for part in parts_of(name))
+
+
+def refused_if_private(name: str) -> str:
+    """Return the reason why a run that promises privacy refuses the data set ``name``; empty if there is none."""
+    own = own_name(name)
+    if own is not None and own.option("scale") == "records":
+        return (
+            "data.scale=records uses the mean and deviation of the clients' records, which no epsilon would cover, and "
+            "this run promises privacy: leave it out, and give public bounds by data.range.COLUMN=LOW..HIGH"
+        )
+    if own is not None and own.kind == DOMAINS and is_own(name):
+        part = next(part for part in parts_of(name) if part not in NAMES)
+        return (
+            f"data={shortened(name)} takes a part of the records of {shortened(part)}. Its privacy ledger would not "
+            "count what other runs spend on these records, and this run promises privacy: join public data sets only"
+        )
+    return ""
 
 
 def as_table(name: str) -> dict[str, Any]:
@@ -393,7 +432,8 @@ def _text(key: str, value: Any) -> str:
         if not between:
             raise UserError(f"data.{key} is {value!r}: it takes one value (several labels per record are unsupported)")
         return between.join(_quoted(str(part), between) for part in value)
-    return str(value).replace(":", "%3A") if between else _quoted(str(value))
+    written = str(value).lower() if isinstance(value, bool) else str(value)
+    return written.replace(":", "%3A") if between else _quoted(written)
 
 
 def _quoted(text: str, between: str = "") -> str:

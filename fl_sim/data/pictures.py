@@ -1,39 +1,18 @@
-"""Reads image files with Pillow. Images must have equal sizes; they are scaled only if ``data.size`` is set.
-
-A data set is a folder with PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). If ``data.test`` is
-set, there is no folder test: a random share of every class in PATH/train/CLASS or PATH/CLASS is for testing.
-"""
+"""Decodes image files with Pillow, and stacks images of equal size. Images are scaled only if ``data.size`` is set."""
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any, Final, TypeAlias
-from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.dataset import (
-    COLOUR_READ_OFF,
-    SIZE_READ_OFF,
-    enumerated,
-    listed_classes,
-    most_bytes,
-    own_dataset,
-    read_off_classes,
-    unlisted,
-)
+from fl_sim.data.dataset import COLOUR_READ_OFF, SIZE_READ_OFF, most_bytes
 from fl_sim.data.naming import OwnName
-from fl_sim.data.table import TestPart, test_part_by_setting
-from fl_sim.data.table_file import similar_spellings
 from fl_sim.errors import UserError
-from fl_sim.mistakes import shortened
-from fl_sim.own_code import in_one_line
-from fl_sim.types import Dataset, Examples
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 
@@ -45,49 +24,6 @@ _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 Pixels: TypeAlias = tuple[NDArray[np.uint8], bool]
 """(pixels, (height, width) or (height, width, 3); True if the image was rotated or mirrored as its EXIF data say)"""
-
-
-def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read a folder of images. Classes are the names of the subfolders of train, in alphabetical order.
-
-    If ``data.classes`` is set, it gives the classes and their order. Images have one channel if all are grey, else
-    three. The images are normalised by mean 0.5 and standard deviation 0.5, never by statistics of the private training
-    images. Raises UserError for a file that cannot be read, and for a class without training images. All images must
-    have the size of the first image, otherwise UserError is raised.
-    """
-    settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
-    root = _training_folder(path, test_part)
-    trained = _subfolders(root)
-    tested = {} if test_part.share else _subfolders(path / "test")
-    classes = _classes(path, trained, tested, listed)
-    train = _files(root, trained, classes)
-    test = [] if test_part.share else _files(path / "test", tested, classes)
-    files = [*train, *test]
-    opened = ((str(file), partial(_image, file, settings)) for file, _ in files)
-    images, form = stack_images(opened, len(files))
-    labels = np.array([label for _, label in files], dtype=np.int64)
-    is_test = test_part.drawn(len(labels), labels) if test_part.share else np.arange(len(labels)) >= len(train)
-    if not is_test.any():
-        raise UserError(
-            f"{root} has only one image per class, so data.test finds none for testing; add images, or a folder test"
-        )
-    first, second = (Examples(images[mask], labels[mask]) for mask in (~is_test, is_test))
-    half = (0.5,) * images.shape[1]
-    dataset = own_dataset(name, first, second, half, half, str(path), listed=listed)
-    folders = [*trained.values(), *tested.values()]
-    others = sum(file.suffix.lower() not in SUFFIXES for folder in folders for file in _entries(folder))
-    left = f"{others:,} files that are no images by their names are left out" if others else ""
-    matched = "" if test_part.share else "; test's are matched by name"
-    order = f"{len(classes):,} classes, by the folders of {root.name} in alphabetical order{matched}"
-    drawn = f"{test_part.share:g} of every class is for testing, drawn by test_seed {test_part.seed}"
-    return replace(
-        dataset,
-        note="; ".join(filter(None, (settings.described(), drawn if test_part.share else ""))),
-        counted=tuple(filter(None, (left, "" if listed else similar_spellings("classes", classes)))),
-        classes=classes,
-        read_off=(*read_off_classes(listed), *settings.read_off),
-        inferred=(*([] if listed else [order]), *form),
-    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +103,21 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             return np.asarray(image), is_turned
 
 
+def scaled(images: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Scale ``images`` (n, channels, height, width) to ``size`` (width, height), bilinearly with antialiasing.
+
+    Each channel is scaled by itself. The result is the same as that of ``data.size`` for image files.
+    """
+    from PIL import Image  # noqa: PLC0415 (only images need it)
+
+    if images.shape[:1:-1] == size:
+        return images
+    new = np.empty((*images.shape[:2], size[1], size[0]), dtype=np.uint8)
+    for place in np.ndindex(*images.shape[:2]):
+        new[place] = np.asarray(Image.fromarray(np.ascontiguousarray(images[place])).resize(size, resample=2))
+    return new
+
+
 def stack_images(
     opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
@@ -202,84 +153,6 @@ def stack_images(
     coloured = [image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, axis=2) for image in images]
     kept = "images are RGB (in grey images the three channels are equal)"
     return np.stack(coloured).transpose(0, 3, 1, 2), (kept, form)
-
-
-def _classes(
-    path: Path, train: Mapping[str, Path], test: Mapping[str, Path], listed: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the classes in order. ``train`` and ``test``: {class: its folder}; ``listed``: ``data.classes``, if set.
-
-    Raises UserError for a class with a test folder but no training folder, and for a class that is not ``listed``.
-    """
-    if listed:
-        if {*train, *test} - {normalize("NFC", name) for name in listed}:
-            raise unlisted(str(path))
-        return tuple(normalize("NFC", name) for name in listed)
-    if strangers := [name for name in test if name not in train]:
-        raise UserError(
-            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {enumerated(train)}; test has "
-            f"{enumerated(test)}; use the same folder names in both"
-        )
-    return tuple(train)
-
-
-def _training_folder(path: Path, test_part: TestPart) -> Path:
-    """Return the folder that contains the class folders of training images.
-
-    Test images come from a folder test or from the setting ``data.test``. Raises UserError for both or neither of these
-    sources.
-    """
-    train, test = path / "train", path / "test"
-    if test_part.share:
-        if test.is_dir():
-            raise UserError(f"data.test is set, and the folder {test} also exists: remove one of the two")
-        return train if train.is_dir() else path
-    for split in (train, test):
-        if not split.is_dir():
-            raise UserError(
-                f"there is no folder {split}; put images into {path}/train/CLASS and {path}/test/CLASS. Without test "
-                "images, set data.test=0.2 to test on a fifth of every class"
-            )
-    return train
-
-
-def _subfolders(split: Path) -> dict[str, Path]:
-    """Return {class: its folder}, sorted by class. Names are in Unicode's NFC form, so that they can be compared."""
-    found = [entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    folders = {normalize("NFC", entry.name): entry for entry in found}
-    if not found:
-        raise UserError(f"{split} has no class folders; put the images of each class into {split}/CLASS")
-    if len(folders) < len(found):
-        twice = next(entry for entry in found if entry not in folders.values())
-        raise UserError(f"{split} has two folders called {twice.name!r}, in two Unicode encodings; merge them")
-    return dict(sorted(folders.items()))
-
-
-def _files(split: Path, folders: Mapping[str, Path], classes: tuple[str, ...]) -> list[tuple[Path, int]]:
-    """Return (file, label) of every image in the folder ``split``. A class without a folder has no images."""
-    files = [
-        (file, label)
-        for label, name in enumerate(classes)
-        if name in folders
-        for file in _entries(folders[name])
-        if file.suffix.lower() in SUFFIXES
-    ]
-    if not files:
-        raise UserError(f"{split} holds no images; its class folders must contain {', '.join(sorted(SUFFIXES))} files")
-    return files
-
-
-def _entries(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if not file.name.startswith("."))
-
-
-def _image(file: Path, settings: ImageSettings) -> Pixels:
-    try:
-        return decoded(file.read_bytes(), str(file), settings)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{file} cannot be read as an image ({in_one_line(error)}); replace or remove it") from error
 
 
 def _has_transparency(image: Any) -> bool:

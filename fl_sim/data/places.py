@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OTHER_NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, own_name
+from fl_sim.data.naming import (
+    DIGITS,
+    DOMAINS,
+    KNOWN,
+    NAMES,
+    OTHER_NAMES,
+    OWN,
+    PLACES,
+    KnownSet,
+    Layout,
+    OwnKind,
+    OwnName,
+    own_name,
+    parts_of,
+)
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import IMPORT_PATH
@@ -32,8 +46,8 @@ class DataSource:
     """The location of a data set that was found.
 
     ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read, None for
-    the digits, which need no data folder. For "own", ``path`` is the argument of the user's function: the data root or
-    None.
+    the digits, which need no data folder. For "own" and "domains", ``path`` is the data root or None: the argument of
+    the user's function, or the first folder to search for the parts.
     """
 
     layout: Layout | OwnKind
@@ -64,10 +78,7 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
     if name == DIGITS:
         return DataSource("embedded", None)
     if own := own_name(name):
-        path = _absolute(own.place)
-        is_there = os.path.isdir if own.kind in PLACES else os.path.isfile  # (Path.is_dir raises for a long name)
-        found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None  # hf: a name on the hub
-        return DataSource(own.kind, found) if found else None
+        return _found_parts(name, data_root) if own.kind == DOMAINS else _found_own(own)
     if (known := KNOWN.get(name)) is None:
         if IMPORT_PATH.fullmatch(name):
             return DataSource("own", data_root)
@@ -84,6 +95,34 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
             if (root.path / file).is_file():
                 return DataSource("npz", root.path / file)
     return None
+
+
+def _found_own(own: OwnName) -> DataSource | None:
+    path = _absolute(own.place)
+    is_there = os.path.isdir if own.kind in PLACES else os.path.isfile  # (Path.is_dir raises for a long name)
+    found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None  # hf: a name on the hub
+    return DataSource(own.kind, found) if found else None
+
+
+def _found_parts(name: str, data_root: Path | None) -> DataSource:
+    """Return the location of the data set ``name``, whose parts may be anywhere.
+
+    Raises UserError for fewer than two parts, for a part that occurs twice, for parts inside of a part, and for an
+    invalid or missing part of the user's own.
+    """
+    parts = parts_of(name)
+    if len(parts) < 2 or "" in parts:
+        raise UserError(
+            f"data={shortened(name)} must join two data sets or more, such as domains:mnist+digits; for one set write "
+            "its name alone"
+        )
+    if twice := [part for part in parts if parts.count(part) > 1]:
+        raise UserError(f"data={shortened(name)} names {shortened(twice[0])} twice: name each data set once")
+    if nested := [part for part in parts if (own := own_name(part)) and own.kind == DOMAINS]:
+        raise UserError(f"data={shortened(name)} joins {shortened(nested[0])}, which has parts itself: list all parts")
+    for part in parts:
+        look_for(part, data_root)
+    return DataSource(DOMAINS, data_root)
 
 
 def look_for(name: str, data_root: Path | None = None) -> DataSource | None:

@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 
 from fl_sim.data import hub, leaf, npz, table
 from fl_sim.data.dataset import known_dataset, looks_channels_last, tokens_in, with_validation
+from fl_sim.data.domains import joined
 from fl_sim.data.features import Features, as_features
-from fl_sim.data.naming import KNOWN, KnownSet, OwnKind, OwnName, own_name, without_settings
-from fl_sim.data.pictures import SUFFIXES, read_folder
+from fl_sim.data.folders import read_folder
+from fl_sim.data.naming import DOMAINS, KNOWN, KnownSet, OwnKind, OwnName, own_name, parts_of, without_settings
+from fl_sim.data.pictures import SUFFIXES
 from fl_sim.data.places import DataSource, describe_missing, download, find, look_for
 from fl_sim.data.public_sets import read_cifar, read_digits, read_idx, read_svhn, read_uci
 from fl_sim.errors import UserError
@@ -72,6 +74,8 @@ def read(name: str, source: DataSource) -> Dataset:
     path, own = source.path, own_name(name)
     if source.layout == "own":
         return _made(name, path)
+    if own and source.layout == DOMAINS:
+        return joined(name, own, [load(part, path) for part in parts_of(name)])
     if path is None:
         return read_digits()
     if own:
@@ -107,7 +111,11 @@ def verify(name: str, data_root: Path | None = None) -> Check:
     source = find(name, data_root)
     if source is None:
         return Check(name, None, (describe_missing(name, data_root),))
-    problems = _checksums(name, source)
+    if source.layout == DOMAINS:
+        parts = [verify(part, data_root) for part in parts_of(name)]
+        problems = [problem for part in parts for problem in part.problems]
+    else:
+        problems = _checksums(name, source)
     if problems:  # damaged files are not read, because SciPy's .mat parser can crash the process
         return Check(name, source, tuple(problems))
     try:
@@ -125,6 +133,8 @@ def content_of(name: str, data_root: Path | None) -> str:
     """
     name = records_of(name)
     own = own_name(name)
+    if len(parts := parts_of(name)) > 1:
+        return _combined(bytes.fromhex(content_of(part, data_root)) for part in parts).hex()
     files = _files_of(name, own, data_root)
     if files:
         return _of_files(tuple((file, *_signature(file)) for file in files))
@@ -220,6 +230,10 @@ def _stamps(name: str, source: DataSource) -> _Stamps:
 
 def _files(name: str, source: DataSource) -> Iterator[str]:
     path = source.path
+    if source.layout == DOMAINS:
+        for part in parts_of(name):
+            yield from _files(part, look_for(part, path) or download(KNOWN[part], path))
+        return
     if path is None or source.layout in {"own", "embedded"}:
         return
     if path.is_file():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim.data import fingerprint, is_own, sealed_content
-from fl_sim.data.naming import own_name
+from fl_sim.data.naming import own_name, parts_of
 from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
 from fl_sim.own_code import digests, edited
 from fl_sim.store import private
@@ -111,5 +111,5 @@ def edited_code(experiment: Experiment) -> str:
 
 def _modules(experiment: Experiment) -> set[str]:
     data = experiment.data
-    paths = [*own_paths(experiment), *([data] if is_own(data) and own_name(data) is None else [])]
+    paths = [*own_paths(experiment), *(part for part in parts_of(data) if is_own(part) and own_name(part) is None)]
     return {path.partition(":")[0] for path in paths}

@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.data import load
-from fl_sim.data.naming import is_own, own_name, without_settings
+from fl_sim.data.naming import is_own, refused_if_private, without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -27,7 +27,7 @@ from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
-from partitions import ByGroup, FeatureSkew, Parts, RecordSkew, Scheme
+from partitions import ByGroup, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources
 from strategies.algorithm import Bounded, Dealing, Pooling
 
 
@@ -146,7 +146,9 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
         return replace(job, dataset=dataset, shards=shards, own_tests=tests)
     if job.experiment.evaluate.clients == "own":
         return replace(job, own_tests=own_tests.of_sources(dataset, job.shards))
-    return replace(job, own_tests=own_tests.with_class_shares(dataset, job.shards, seed))
+    partition = job.experiment.partition
+    keeps_sources = isinstance(partition, WithinSources) and partition.keeps_sources and not job.experiment.is_central
+    return replace(job, own_tests=own_tests.with_class_shares(dataset, job.shards, seed, keeps_sources=keeps_sources))
 
 
 def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
@@ -225,12 +227,8 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         )
     if dataset.vocabulary:
         _check_sequences(experiment)
-    own = own_name(experiment.data)
-    if experiment.is_private and own is not None and own.option("scale") == "records":
-        raise UserError(
-            "data.scale=records uses the mean and deviation of the clients' records, which no epsilon would cover, "
-            "and this run promises privacy: leave it out, and give public bounds by data.range.COLUMN=LOW..HIGH"
-        )
+    if experiment.is_private and (reason := refused_if_private(experiment.data)):
+        raise UserError(reason)
     for part in (experiment.algorithm, experiment.preprocess, experiment.calibrate):
         if isinstance(part, Fitting):
             part.check_data(dataset, experiment.features)

@@ -20,19 +20,21 @@ FEWEST: Final = 10
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     """Return each client's test records: those of the sources (writers, hospitals) of its training records.
 
-    The result has indices into ``dataset.test``. Raises UserError if the sources are unknown, if two clients share a
-    source, or if no test record is from a source of a client.
+    The test records of a source that several clients share are divided equally among them, class by class. The result
+    has indices into ``dataset.test``. Raises UserError if the sources are unknown, or if no test record is from a
+    source of a client. Raises UserError, too, if two clients share a source and one of them has a further source.
     """
     if dataset.train.groups is None or dataset.test.groups is None:
         raise UserError(
             f"evaluate.clients=own needs the source of each training and test record, and {dataset.name} does not name "
             "them: take evaluate.clients=class-shares or pooled:0.25, or name the sources (docs/data.md)"
         )
-    found = OwnTests.of(shards, dataset.train.groups, dataset.test.groups)
+    found = OwnTests.of(shards, dataset.train.groups, dataset.test.groups, dataset.test.labels)
     if found is None:
         raise UserError(
             "evaluate.clients=own gives a test record to the client with the training records of the same source, and "
-            "here several clients share a source: take partition=natural, or evaluate.clients=class-shares"
+            "here several clients share a source and have other sources, too: take partition=natural or domain, or "
+            "evaluate.clients=class-shares"
         )
     if not found.counts.any():
         raise UserError(
@@ -42,34 +44,68 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     return group(np.where(found.owners < 0, len(shards), found.owners), len(shards))
 
 
-def with_class_shares(dataset: Dataset, shards: Parts, seed: int) -> Parts:
+def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sources: bool = False) -> Parts:
     """Return each client's test records: records of the test set with the class distribution of its training records.
 
     The result has indices into ``dataset.test``. A client with n training records gets about s n test records, at least
     ``FEWEST``; s is the smallest ratio, over all classes, of the number of test records to the number of training
     records. The test records of a client are all different. Two clients get the same test record only if a class has
-    too few test records.
+    too few test records. ``keeps_sources``: True if each client has training records of one source only, such as a
+    domain. Then all this holds within each source, and a client gets test records of its own source only. Raises
+    UserError if the sources of test records are then unknown.
     """
-    tested = dataset.test.labels
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)
-    there = np.bincount(tested, minlength=dataset.num_classes)
+    everything = np.arange(len(dataset.test))
+    if not keeps_sources:
+        return Parts.of(_class_shares(held, everything, dataset.test.labels, rng(seed, "own test records")))
+    if dataset.train.groups is None or dataset.test.groups is None:
+        raise UserError(
+            f"evaluate.clients=class-shares takes test records of each client's own source, and {dataset.name} does "
+            "not name the sources of its test records: name them (docs/data.md), or take evaluate.clients=pooled:0.25"
+        )
+    source_of = np.full(len(shards), -1, dtype=np.int64)
+    source_of[shards.owners] = dataset.train.groups[shards.records]
+    if (dataset.train.groups[shards.records] != source_of[shards.owners]).any():
+        raise UserError(
+            "evaluate.clients=class-shares takes test records of each client's own source, but some clients have "
+            "training records of several sources: take evaluate.clients=pooled:0.25"
+        )
+    records = [everything[:0]] * len(shards)
+    for source in np.unique(source_of[shards.sizes > 0]).tolist():
+        of_test = np.flatnonzero(dataset.test.groups == source)
+        clients = np.flatnonzero((source_of == source) & (shards.sizes > 0))
+        coins = rng(seed, "own test records", source)
+        drawn = _class_shares(held[clients], of_test, dataset.test.labels[of_test], coins)
+        for client, own in zip(clients.tolist(), drawn, strict=True):
+            records[client] = own
+    return Parts.of(records)
+
+
+def _class_shares(
+    held: NDArray[np.int64], records: NDArray[np.int64], tested: NDArray[np.int64], coins: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Return the test records of each client, sorted: some of ``records`` with the client's class distribution.
+
+    ``held``: the number of training records of each client and class. ``tested``: the label of each of ``records``.
+    """
+    there = np.bincount(tested, minlength=held.shape[1])
     usable = held * (there > 0)  # classes without test records do not count
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
     exact = usable * (wanted / np.maximum(sizes, 1))[:, None]
     counts = np.minimum(_rounded(exact, np.where(wanted > FEWEST, wanted, 0), there), there)
-    records, coins = [], rng(seed, "own test records")
-    starts = np.zeros(dataset.num_classes, dtype=np.int64)
-    pools = [coins.permutation(np.flatnonzero(tested == label)) for label in range(dataset.num_classes)]
+    drawn = []
+    starts = np.zeros(held.shape[1], dtype=np.int64)
+    pools = [coins.permutation(records[tested == label]) for label in range(held.shape[1])]
     for row in counts.tolist():
         own = []
         for label, count in enumerate(row):
             if count:
                 own.append(pools[label][(starts[label] + np.arange(count)) % len(pools[label])])
                 starts[label] += count
-        records.append(np.sort(np.concatenate(own)) if own else np.zeros(0, dtype=np.int64))
-    return Parts.of(records)
+        drawn.append(np.sort(np.concatenate(own)) if own else np.zeros(0, dtype=np.int64))
+    return drawn
 
 
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:

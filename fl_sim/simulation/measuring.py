@@ -185,7 +185,7 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
     train, test = job.dataset.train, job.dataset.test
     follows = isinstance(job.experiment.partition, ByGroup)
     if follows and train.groups is not None and test.groups is not None:
-        own = OwnTests.of(job.shards, train.groups, test.groups)
+        own = OwnTests.of(job.shards, train.groups, test.groups, test.labels)
         if own is not None and own.counts.any():
             return own
     return Holdings.of((job.shards, job.validation), train.labels)

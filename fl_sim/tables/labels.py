@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fl_sim.data.naming import short_label, without_settings
+from fl_sim.data.naming import parts_of, short_label, without_settings
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Evaluate, Local
 from fl_sim.kinds import Captioned, field_defaults, inner_split, is_none, is_settings, kind_of, short_form, title_of
@@ -53,7 +53,9 @@ _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 def data_label(name: str) -> str:
-    """Return the name of a data set as tables show it, such as "MNIST" for "mnist"."""
+    """Return the name of a data set as tables show it, such as "MNIST + digits" for "domains:mnist+digits"."""
+    if len(parts := parts_of(name)) > 1:
+        return short_label(name).replace(without_settings(name), " + ".join(map(data_label, parts)))
     return _DATA.get(name) or short_label(name)
 
 

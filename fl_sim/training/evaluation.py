@@ -267,25 +267,34 @@ class OwnTests:
     num_clients: int
 
     @classmethod
-    def of(cls, shards: Parts, groups: NDArray[np.int64], tested: NDArray[np.int64]) -> Self | None:
-        """Return the assignment of test records to clients by groups of records, such as writers.
+    def of(
+        cls, shards: Parts, groups: NDArray[np.int64], tested: NDArray[np.int64], labels: NDArray[np.int64]
+    ) -> Self | None:
+        """Return the assignment of test records to clients by groups of records, such as writers or domains.
 
-        A test record belongs to the client that has the training records of the same group. ``groups``: the
-        group of each training record. ``tested``: the group of each test record. ``shards``: the training
-        records of each client. Returns None if several clients have training records of one group.
+        A test record belongs to the client that has the training records of the same group. If several clients have
+        training records of a group, and no records of other groups, the test records of the group are divided equally
+        among these clients, class by class. ``groups``: the group of each training record. ``tested`` and ``labels``:
+        the group and the label of each test record. ``shards``: the training records of each client. Returns None if
+        clients share a group and one of them also has records of another group.
         """
-        owner_of = np.full(len(groups), -1)
-        owner_of[shards.records] = shards.owners
-        held = owner_of >= 0
-        owner_of, numbers = owner_of[held], groups[held]
-        order = np.lexsort((owner_of, numbers))
-        known, first = np.unique(numbers[order], return_index=True)
-        last = np.append(first[1:], len(order)) - 1
-        owners = owner_of[order]
-        if (owners[first] != owners[last]).any():
+        known, numbers = np.unique(groups[shards.records], return_inverse=True)
+        pairs = np.unique(numbers * len(shards) + shards.owners)  # sorted by group, then by client
+        holders, of_group = pairs % len(shards), pairs // len(shards)
+        num_holders, num_groups = np.bincount(of_group), np.bincount(holders)
+        if ((num_holders[of_group] > 1) & (num_groups[holders] > 1)).any():
             return None
         places = np.minimum(np.searchsorted(known, tested), len(known) - 1)
-        return cls(np.where(known[places] == tested, owners[first][places], -1), len(shards))
+        is_known = known[places] == tested
+        places = places[is_known]
+        order = np.lexsort((labels[is_known], places))
+        starts = np.searchsorted(places[order], np.arange(len(known)))
+        turns = np.empty(len(places), dtype=np.int64)
+        turns[order] = np.arange(len(places)) - starts[places[order]]
+        first = np.cumsum(num_holders) - num_holders
+        owners = np.full(len(tested), -1)
+        owners[is_known] = holders[first[places] + turns % num_holders[places]]
+        return cls(owners, len(shards))
 
     @property
     def counts(self) -> NDArray[np.int64]:

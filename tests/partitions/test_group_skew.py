@@ -12,6 +12,7 @@ from partitions import (
     ByGroup,
     Colour,
     Dirichlet,
+    Domain,
     FeatureNoise,
     FeatureSkew,
     Iid,
@@ -23,6 +24,8 @@ from partitions import (
     Quantity,
     RecordSkew,
     Rotate,
+    Shards,
+    WithinSources,
 )
 
 KINDS = [Rotate(4), Rotate(2), Invert(2), Invert(3), Colour(4), PermuteLabels(4)]
@@ -168,3 +171,74 @@ def test_half_turns_take_images_that_are_not_square() -> None:
 def test_one_client_holds_everything() -> None:
     (part,) = Rotate(4).split(LABELS, 1, coins())
     assert np.array_equal(part, np.arange(400))
+
+
+@pytest.mark.parametrize("inner", [Iid(), Dirichlet(0.3), Dirichlet(0.3, balanced=True), Quantity(0.5), Shards(2)])
+@settings(max_examples=10, deadline=None)
+@given(
+    domains=st.lists(st.integers(0, 6), min_size=300, max_size=300).filter(
+        lambda one: min(np.unique(one, return_counts=True)[1]) > 10 and len(set(one)) > 1
+    ),
+    clients=st.integers(7, 25),
+    seed=st.integers(0, 2**32),
+)
+def test_every_record_belongs_to_one_client_and_no_client_mixes_domains(
+    inner: Any, domains: list[int], clients: int, seed: int
+) -> None:
+    labels, groups = coins(seed).integers(0, 4, 300), 5 * np.array(domains) - 7  # any numbers
+    parts = Domain(inner).split_groups(labels, groups, clients, coins(seed))
+    assert len(parts) == clients
+    assert np.array_equal(np.sort(np.concatenate(list(parts))), np.arange(300))
+    numbers = np.unique(groups)
+    for client, part in enumerate(parts):
+        assert set(groups[part]) <= {numbers[client % len(numbers)]}
+        assert np.array_equal(part, np.sort(part))
+    again = Domain(inner).split_groups(labels, groups, clients, coins(seed))
+    assert all(np.array_equal(*pair) for pair in zip(parts, again, strict=True))
+
+
+def test_one_client_for_each_domain_is_the_natural_split() -> None:
+    domains = np.arange(400) % 5
+    parts = Domain(Dirichlet(0.3)).split_groups(LABELS, domains, 5, coins())
+    natural = Natural().split_groups(LABELS, domains, 5, coins())
+    assert all(np.array_equal(*pair) for pair in zip(parts, natural, strict=True))
+
+
+def test_the_inner_split_divides_each_domain() -> None:
+    domains = np.repeat([3, 8], 200)
+    parts = Domain(LabelK(1)).split_groups(LABELS, domains, 8, coins())
+    for client, part in enumerate(parts):  # client 2 j + d has class j of domain d
+        assert set(LABELS[part]) == {client // 2}
+        assert set(domains[part]) == {(3, 8)[client % 2]}
+
+
+def test_groups_over_domains_keep_to_domains() -> None:
+    domains = np.arange(400) % 3
+    over: Any = Rotate(4, Domain(Iid()))
+    parts = over.split_groups(LABELS, domains, 12, coins())
+    assert all(set(domains[part]) == {client % 3} for client, part in enumerate(parts))
+    assert isinstance(over, WithinSources)
+    assert (over.keeps_sources, Rotate(4).keeps_sources, Domain().keeps_sources) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Domain(Natural()), "domain: over=natural also follows the sources of the records: take it by itself"),
+        (lambda: Domain(Rotate()), "domain: over=rotate changes the records of clients by itself"),
+        (lambda: Domain("iid"), "over='iid' is no partition"),  # type: ignore[arg-type]
+        (lambda: Domain().split(LABELS, 4, coins()), r"set data\.client=COLUMN for a table or data\.domains=true"),
+        (lambda: Domain().split_groups(LABELS, 0 * LABELS, 4, coins()), "all records have the same source: take the"),
+        (
+            lambda: Domain().split_groups(LABELS, LABELS, 3, coins()),
+            r"4 domains; use at least 4 clients, or partition=n",
+        ),
+        (
+            lambda: Domain(LabelK(5)).split_groups(LABELS, np.arange(400) % 2, 8, coins()),
+            "domain 0, with 200 records: k=5 classes a client, but the data have only 4",
+        ),
+    ],
+)
+def test_domains_that_cannot_be_divided_are_refused_with_a_cure(make: Any, message: str) -> None:
+    with pytest.raises(ImpossibleSplit, match=message):
+        make()

@@ -19,7 +19,7 @@ from fl_sim.privacy.statement import Coverage, promised_releases, statement
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 from fl_sim.stages.pate.noisy_labels import Released, Votes, publish_cost, votes_key
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
-from partitions.group_skew import OverSplit
+from partitions.group_skew import Domain, OverSplit
 from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling, NoNoise
 from strategies.pate.settings import Pate
 
@@ -45,6 +45,10 @@ _CLASSES_ARE_PUBLIC: Final = (
 _GROUPS_ARE_PUBLIC: Final = (
     " Which groups of records there are: the split deals them out to teachers, so they are taken to be public, and a "
     "record that is alone in its group would move other groups between the teachers."
+)
+_DOMAINS_ARE_PUBLIC: Final = (
+    " How many records of each class there are in each domain: the split over teachers follows it, so it is taken to "
+    "be public, and one record of another domain or class would move others between the teachers."
 )
 
 
@@ -84,6 +88,9 @@ def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
     if isinstance(partition, OverSplit):  # a teacher's number alone decides how it sees its records
         return neighbours(partition.over)
+    if isinstance(partition, Domain):
+        neighbours(partition.over)  # an inner split of the user's own is refused
+        return Adjacency.ADD_OR_REMOVE_ONE, _DOMAINS_ARE_PUBLIC
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
     if type(partition) is Natural:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
 from fl_sim.types import Dataset, Examples
-from partitions import Dirichlet, Iid, LabelK, Parts, label_counts
+from partitions import Dirichlet, Domain, Iid, LabelK, Parts, label_counts
 
 
 def dataset(train: int, test: int, classes: int = 5, *, groups: int = 0) -> Dataset:
@@ -71,7 +71,7 @@ def test_records_of_a_source_belong_to_the_client_with_that_source() -> None:
     with pytest.raises(UserError, match=r"does not name them: take evaluate\.clients=class-shares"):
         own_tests.of_sources(dataset(100, 40), shards)
     everywhere = Iid().split(made.train.labels, 3, np.random.default_rng(0))
-    with pytest.raises(UserError, match="several clients share a source"):
+    with pytest.raises(UserError, match="several clients share a source and have other sources, too"):
         own_tests.of_sources(made, everywhere)
 
 
@@ -97,3 +97,50 @@ def test_members_are_all_but_the_held_out() -> None:
     assert len(set(chosen.tolist())) == 15
     assert np.array_equal(chosen, np.sort(chosen))
     assert not np.array_equal(chosen, own_tests.members(20, 5, 4))
+
+
+def in_domains(train: int, test: int, domains: int, seed: int) -> Dataset:
+    """Return records of five classes whose domains are drawn at random."""
+    made, coins = dataset(train, test), np.random.default_rng(seed)
+    train_of, test_of = (3 + coins.integers(0, domains, count) for count in (train, test))
+    first, second = replace(made.train, groups=train_of), replace(made.test, groups=test_of)
+    return replace(made, train=first, test=second)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 4), st.integers(4, 12), st.sampled_from([Iid(), LabelK(2), Dirichlet(0.3)]), st.integers(0, 9))
+def test_tests_of_a_client_are_of_its_own_domain(domains: int, clients: int, inner: object, seed: int) -> None:
+    made = in_domains(2000, 600, domains, seed)
+    assert made.train.groups is not None
+    assert made.test.groups is not None
+    shards = Domain(inner).split_groups(  # type: ignore[arg-type]
+        made.train.labels, made.train.groups, clients, np.random.default_rng(seed)
+    )
+    assert isinstance(shards, Parts)
+    own = own_tests.of_sources(made, shards)
+    assert own_tests.num_shared(own) == 0
+    assert np.array_equal(np.sort(own.records), np.arange(600))
+    drawn = own_tests.with_class_shares(made, shards, seed, keeps_sources=True)
+    for client, part in enumerate(shards):
+        sources = set(made.train.groups[part].tolist())
+        assert set(made.test.groups[own[client]].tolist()) <= sources
+        assert set(made.test.groups[drawn[client]].tolist()) <= sources
+        assert set(made.test.labels[drawn[client]].tolist()) <= set(made.train.labels[part].tolist())
+        assert (len(drawn[client]) > 0) == (len(part) > 0)
+    for source in np.unique(made.test.groups):
+        sizes = [len(own[client]) for client, part in enumerate(shards) if source in made.train.groups[part]]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_class_shares_in_domains_need_the_domains_of_test_records() -> None:
+    made = in_domains(100, 50, 2, 0)
+    assert made.train.groups is not None
+    shards = Parts.of([np.flatnonzero(made.train.groups == one) for one in (3, 4)])
+    unknown = replace(made, test=replace(made.test, groups=None))
+    with pytest.raises(UserError, match=r"does not name the sources of its test records: .* or take .*pooled:0\.25"):
+        own_tests.with_class_shares(unknown, shards, 0, keeps_sources=True)
+    mixed = Parts.of([np.arange(50), np.arange(50, 100)])
+    with pytest.raises(UserError, match="some clients have training records of several sources"):
+        own_tests.with_class_shares(made, mixed, 0, keeps_sources=True)
+    of_one = replace(made, test=made.test.take(np.flatnonzero(made.test.groups == 3)))  # no test records of domain 4
+    assert own_tests.with_class_shares(of_one, shards, 0, keeps_sources=True).sizes[1] == 0

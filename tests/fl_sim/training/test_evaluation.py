@@ -73,15 +73,26 @@ def test_classes_without_test_records_count_nowhere_and_clients_without_others_a
 
 def test_a_client_with_test_records_of_its_own_is_measured_on_these_alone():
     shards, groups = [np.array([0, 3]), np.array([1]), np.array([2, 4])], np.array([5, 9, 7, 6, 7])
-    own = OwnTests.of(Parts.of(shards), groups, np.array([7, 5, 6, 8, 7, 6]))
+    own = OwnTests.of(Parts.of(shards), groups, np.array([7, 5, 6, 8, 7, 6]), np.zeros(6, dtype=np.int64))
     assert own.owners.tolist() == [2, 0, 0, -1, 2, 0]
     assert own.counts.tolist() == [3, 0, 2]
     truth, guessed = np.array([0, 1, 1, 0, 1, 0]), np.array([0, 1, 0, 1, 1, 1])
     assert own.accuracies(Scores(0.0, truth, guessed)).tolist() == [pytest.approx(1 / 3), 1.0]
 
 
-def test_test_records_are_nobodys_where_a_group_is_spread_over_clients():
-    assert OwnTests.of(Parts.of([np.array([0]), np.array([1])]), np.array([5, 5]), np.array([5])) is None
+def test_test_records_are_nobodys_where_a_group_is_spread_over_clients_with_other_groups():
+    shards, nothing = Parts.of([np.array([0, 2]), np.array([1])]), np.zeros(1, dtype=np.int64)
+    assert OwnTests.of(shards, np.array([5, 5, 6]), np.array([5]), nothing) is None
+
+
+def test_clients_with_one_group_divide_its_test_records_class_by_class():
+    shards, groups = Parts.of([np.array([0]), np.array([1]), np.array([2]), np.array([3])]), np.array([5, 9, 5, 5])
+    tested, labels = np.array([5] * 9 + [9, 4]), np.array([1, 0, 1, 0, 1, 0, 1, 0, 1, 1, 0])
+    own = OwnTests.of(shards, groups, tested, labels)
+    assert own.owners[-2:].tolist() == [1, -1]
+    assert sorted(own.counts.tolist()) == [1, 3, 3, 3]
+    for client in (0, 2, 3):
+        assert sorted(labels[own.owners == client].tolist()) in ([0, 0, 1], [0, 1, 1])
 
 
 @pytest.mark.parametrize(("count", "worst"), [(1, 0.0), (10, 0.0), (11, 0.5), (20, 0.5), (21, 1.0)])

@@ -17,7 +17,7 @@ from fl_sim.seeding import rng
 from fl_sim.settings import kinds_of
 from fl_sim.stages.pate.noisy_labels import Released, Votes, release_labels
 from fl_sim.stages.pate.statements import neighbours, statements_of
-from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Rotate, Scheme, Shards
+from partitions import Dirichlet, Domain, FeatureNoise, Iid, LabelK, Natural, Quantity, Rotate, Scheme, Shards
 from strategies.pate.labelling import UNANSWERED, LNMax
 
 CONFIDENT = (
@@ -216,10 +216,11 @@ def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
     assert {type(scheme()).__name__: neighbours(scheme())[0].value for scheme in kinds_of("partition").values()} == {
         "Iid": "replace-one", "Quantity": "replace-one", "FeatureNoise": "replace-one",
         "Rotate": "replace-one", "Invert": "replace-one", "Colour": "replace-one", "PermuteLabels": "replace-one",
-        "Natural": "add-or-remove-one",
+        "Natural": "add-or-remove-one", "Domain": "add-or-remove-one",
         "LabelK": "add-or-remove-one", "Dirichlet": "add-or-remove-one", "Shards": "add-or-remove-one",
     }  # fmt: skip
     assert neighbours(Rotate(4, Dirichlet())) == neighbours(Dirichlet())  # the inner split decides
     assert "Which groups of records there are" in neighbours(Natural())[1]
+    assert "in each domain" in neighbours(Domain(Dirichlet()))[1]
     with pytest.raises(AssertionError, match="nobody has said"):
         neighbours(object())
