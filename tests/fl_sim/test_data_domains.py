@@ -186,9 +186,7 @@ def test_a_private_run_takes_public_sets_as_they_are_and_no_others(
     job = job_of(made(data="domains:digits+mnist", **private), tmp_path)  # without evaluate.test_is_public
     assert len(job.dataset.train) == 400
     assert "mnist: 200 of 60,000 training images" in job.dataset.note
-    with pytest.raises(
-        UserError, match=r"mnist was not found in .*; it was not downloaded because FL_SIM_OFF"
-    ):
+    with pytest.raises(UserError, match=r"mnist was not found in .*; it was not downloaded because FL_SIM_OFF"):
         load("domains:digits+mnist", tmp_path / "elsewhere")
 
 
