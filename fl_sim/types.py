@@ -142,7 +142,7 @@ class Dataset:
     decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
     (tokens). ``validation``: records that no client holds and that are not for testing, for
     ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced them;
-    else empty.
+    else empty. ``sources``: the names of the sources of records, by their numbers (``Examples.groups``), if known.
     """
 
     name: str
@@ -162,6 +162,7 @@ class Dataset:
     validation: Examples | None = None
     image_shape: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -225,6 +225,7 @@ def _with_images(
         dataset,
         note="; ".join(filter(None, note)),
         classes=plan.classes,
+        sources=plan.clients,
         shown=tuple(shown),
         inferred=form,
         read_off=(*read_off_classes(plan.listed), *settings.read_off),

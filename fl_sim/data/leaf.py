@@ -89,6 +89,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         return Dataset(
             name, train, test, len(alphabet), mean, std, note, counted=counted, classes=tuple(map(repr, alphabet)),
             vocabulary=len(alphabet) + 1, read_off=("the length of the longest text",), inferred=(meaning, _BY_USER),
+            sources=tuple(numbers),
         )  # fmt: skip
     if own.option("alphabet"):
         raise UserError(f"data.alphabet is for texts, but {path} contains numbers; leave data.alphabet out")
@@ -100,7 +101,13 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     read_off = (*read_off_classes(len(listed)), *(_IMAGES_READ_OFF if is_image else ()))
     order = f"{len(classes):,} classes, in the order of their numbers"
     return replace(
-        made, note=note, counted=counted, classes=classes, inferred=(kind, order, _BY_USER), read_off=read_off
+        made,
+        note=note,
+        counted=counted,
+        classes=classes,
+        inferred=(kind, order, _BY_USER),
+        read_off=read_off,
+        sources=tuple(numbers),
     )
 
 

@@ -108,7 +108,7 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     counted = tuple(filter(None, [similar_spellings("clients", names, with_names=False)]))
     note = f"values {values[0]:g}..{values[1]:g} became 0..255, whole numbers" if values else ""
     made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed), counted=counted)
-    made = replace(made, note=note)
+    made = replace(made, note=note, sources=tuple(names))
     given = [key for key in ("x_val", "y_val") if key in arrays]
     if len(given) == 1:
         raise UserError(f"{path} holds only {given[0]}; x_val and y_val go together: add the other one, or remove both")

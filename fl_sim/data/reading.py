@@ -283,6 +283,12 @@ def _check_dataset(made: Dataset, where: str) -> None:
         if len(values) != channels or not np.isfinite(values).all() or (what == "std" and min(values) <= 0):
             raise UserError(f"{where}: {what} is {values}; it must be {channels} finite numbers, std above 0")
     with_validation(made, made.validation, where)
+    groups = made.train.groups
+    if made.sources and (groups is None or not 0 <= groups.min() <= groups.max() < len(made.sources)):
+        raise UserError(
+            f"{where}: sources are {len(made.sources)} names, and the groups of training records are "
+            f"{'none' if groups is None else f'{groups.min()} to {groups.max()}'}; a group is the place of its name"
+        )
 
 
 def _check_part(part: Examples, num_classes: int, where: str) -> None:

@@ -228,6 +228,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
         columns=tuple(feature.column() for feature in plan.features) if public else (),
         classes=plan.classes,
         names=tuple(name for feature in plan.features for name in feature.names),
+        sources=plan.clients,
         shown=_shown(plan, scales=scales),
         inferred=_inferred(plan, own),
         read_off=_read_off(plan),

@@ -16,6 +16,9 @@ from partitions.assign import group
 FEWEST: Final = 10
 """The smallest number of test records that ``with_class_shares`` gives to a client, if the test set has enough."""
 
+MOST_NAMED: Final = 20
+"""The largest number of clients whose measures are shown under the names of their sources."""
+
 
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     """Return each client's test records: those of the sources (writers, hospitals) of its training records.
@@ -128,6 +131,21 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
     """Return the clients that may take part in rounds, ascending, without ``held_out`` randomly drawn clients."""
     return np.sort(rng(seed, "held-out clients").permutation(num_clients)[held_out:])
+
+
+def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
+    """Return the name of each client's source, such as a hospital, for a table with a column for each client.
+
+    The result is empty if the names are unknown, if a client does not have exactly one source of its own, or if there
+    are more than ``MOST_NAMED`` clients.
+    """
+    groups = dataset.train.groups
+    if groups is None or not dataset.sources or len(shards) > MOST_NAMED:
+        return ()
+    numbers = [np.unique(groups[shard]).tolist() for shard in shards]
+    if len({tuple(own) for own in numbers}) < len(shards) or any(len(own) != 1 for own in numbers):
+        return ()
+    return tuple(dataset.sources[number] for (number,) in numbers)
 
 
 def num_shared(tests: Parts) -> int:

@@ -17,7 +17,7 @@ from clients.evaluate import FINE_TUNED, OWN, EvaluateOwn, OwnModel, counts_in
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
-from fl_sim.experiment.own_tests import num_shared
+from fl_sim.experiment.own_tests import num_shared, sources_of
 from fl_sim.kinds import is_none, kind_of, path_in
 from fl_sim.local_plan import Sharing
 from fl_sim.params import detached, trainable
@@ -146,7 +146,9 @@ class OwnModels(Stage):
         few = len(tests) <= MOST_LISTED
         measures = {**self._measures.numbers, **self._best}
         said = {"in_words": _in_words(measures)} if measures else {}
-        by_client = {"by_client": self._by_client() if few else {}}
+        by_client: dict[str, Any] = {"by_client": self._by_client() if few else {}}
+        if names := sources_of(self.job.dataset, self.job.shards):
+            by_client["by_source"] = self._measures.by_source(names)
         return {"personal": {**records, **measures, **self._measures.recalls, **by_client, **said}}
 
     def _by_client(self) -> dict[str, list[float | None]]:

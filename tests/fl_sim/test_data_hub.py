@@ -37,6 +37,7 @@ def test_images_labels_and_clients_are_inferred_and_shown(tmp_path):
     assert found.train.inputs.shape == (4, 1, 5, 6)
     assert found.train.inputs[:, 0, 0, 0].tolist() == [0, 7, 14, 21]
     assert (found.train.groups.tolist(), found.test.groups.tolist()) == ([1, 0, 1, 0], [0, 2])
+    assert len(found.sources) == 3
     assert (found.test.labels.tolist(), found.classes) == ([0, 1], ("cat", "dog"))
     assert found.note == (
         "images image; label label; 3 clients by writer; tested on its part test; its parts validation (3 records) are "

@@ -48,6 +48,8 @@ def test_femnist_becomes_images_with_users_as_clients_in_both_parts(tmp_path):
     assert (found.train.labels.tolist(), found.classes) == ([1, 0, 0, 1], ("5", "61"))
     assert found.train.groups.tolist() == [1, 1, 0, 2]
     assert found.test.groups.tolist() == [0, 3]
+    assert found.sources == tuple(sorted(found.sources))
+    assert len(found.sources) == 4
     assert found.mean == (0.5,)
     assert found.note == "LEAF, images of 28x28, as bytes; 3 clients by user"
     assert found.counted == ("1 clients have only test records",)

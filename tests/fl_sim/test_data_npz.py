@@ -94,6 +94,7 @@ def test_clients_may_be_texts_and_test_records_have_theirs_too(tmp_path):
     dataset, _ = load_from(tmp_path, client_train=of_train, client_test=of_test)
     assert dataset.train.groups.tolist() == [1, 1, 0, 2, 0, 2]
     assert dataset.test.groups.tolist() == [2, 0, 3]
+    assert dataset.sources == ("a", "b", "c", "stranger")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ strange_tokens = changed(
     vocabulary=3,
 )
 few_groups = changed(train=replace(table(None).train, groups=np.zeros(59, np.int64)))
+few_names = changed(train=replace(table(None).train, groups=np.arange(60) % 3), sources=("north", "south"))
 wide = with_train(inputs=np.zeros((60, 3), np.float32))
 doubles = with_train(inputs=np.zeros((60, 2)))
 short = with_train(labels=np.zeros(59, np.int64))
@@ -156,6 +157,7 @@ def test_who_owns_records_is_a_part_of_what_they_are() -> None:
         ("last_of_three", r"images of shape \(4, 20, 30, 3\) look like channels last; .*transpose"),
         ("last_of_thirteen", r"images of shape \(4, 20, 20, 13\) look like channels last"),
         ("few_groups", r"groups are int64 of shape \(59,\); they must be int64, one for each of 60 records"),
+        ("few_names", "sources are 2 names, and the groups of training records are 0 to 2"),
         ("strange_tokens", "validation.*with vocabulary 3"),
     ],
 )

@@ -103,6 +103,7 @@ def test_a_share_for_testing_is_of_every_client_and_by_a_seed(tmp_path):
     found = load(f"csv:{path}:test=0.3")
     assert np.bincount(found.test.groups, minlength=4).tolist() == [3, 3, 3, 0]  # d has one record, and trains on it
     assert np.bincount(found.train.groups).tolist() == [7, 7, 7, 1]
+    assert found.sources == ("a", "b", "c", "d")
     again, other = load(f"csv:{path}:test=0.3:test_seed=0"), load(f"csv:{path}:test=0.3:test_seed=1")
     assert again.test.inputs.tolist() == found.test.inputs.tolist() != other.test.inputs.tolist()
     assert "drawn by test_seed 1" in other.note

@@ -1,9 +1,12 @@
 """Tables of runs with own models: measures and titles come from the stage, and stay in the table's own files."""
 
+import csv
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fl_sim
@@ -18,6 +21,7 @@ PLAN: dict[str, Any] = {
     },
     "grid": {"algorithm": ["local-only", "fedavg", "fedper"]},
 }  # fmt: skip
+BY_SOURCE = "personal.by_source.*.own_accuracy_percent"
 WORSE = TITLES["personal.own_worse_than_alone_percent"]
 
 
@@ -66,3 +70,28 @@ def test_the_page_of_a_table_has_the_same_further_tables_and_that_of_an_older_on
     write_report([table], tmp_path / "old", paper=False, pictures=False, target=None, json_output=False)
     (table / "table.json").write_text(content)
     assert f"<summary>{WORSE}</summary>" in (tmp_path / "old" / "report.html").read_text()
+
+
+def test_a_table_has_a_column_for_each_client_with_a_name(tmp_path: Path) -> None:
+    coins, names = np.random.default_rng(0), np.array(["west", "east | coast", "north"])
+    parts = {"train": 60, "test": 30}
+    arrays = {f"x_{part}": coins.normal(size=(count, 4)).astype(np.float32) for part, count in parts.items()}
+    arrays |= {f"y_{part}": np.arange(count) % 2 for part, count in parts.items()}
+    arrays |= {f"client_{part}": names[np.arange(count) % 3] for part, count in parts.items()}
+    np.savez(tmp_path / "domains.npz", **arrays)
+    base = PLAN["base"] | {
+        "data": f"npz:{tmp_path / 'domains.npz'}", "partition": "natural", "clients": 3,
+        "evaluate": {"clients": "own"},
+    }  # fmt: skip
+    grid = {"algorithm": ["local-only", "fedavg"], "seed": [0, 1]}
+    fl_sim.table({**PLAN, "base": base, "grid": grid}, out=tmp_path / "t", jobs=1, progress=False)
+    _, _, below = (tmp_path / "t" / "table.md").read_text().partition(f"{TITLES[BY_SOURCE]}:")
+    head, _, first, second, *_ = below.strip().splitlines()
+    assert head == r"| Method | east \| coast | north | west |"
+    runs = [path.parent for path in sorted((tmp_path / "t" / "cells").glob("fedavg*/result.json"))]
+    rows = [list(csv.DictReader((run / "clients.csv").read_text().splitlines())) for run in runs]
+    means = [100 * sum(float(row[client]["own_accuracy"]) for row in rows) / 2 for client in range(3)]
+    assert [float(cell.split("±")[0]) for cell in second.split("|")[2:5]] == pytest.approx(means, abs=0.05)
+    assert first.startswith("| Local")
+    write_report([tmp_path / "t"], tmp_path / "r", paper=False, pictures=False, target=None, json_output=False)
+    assert f"<summary>{escape(TITLES[BY_SOURCE])}</summary>" in (tmp_path / "r" / "report.html").read_text()
