@@ -20,6 +20,7 @@ from fl_sim.cli.screen import say
 from fl_sim.data.naming import KNOWN
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.report.figures.by_client import client_figures, draw_clients
 from fl_sim.report.figures.by_epsilon import Images, is_in_features, sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
 from fl_sim.report.figures.pate import pate_pictures
@@ -76,6 +77,7 @@ def write_report(
     costs = [str(bill["in_words"]) for bill in bills]
     figures = [
         *draw_all(shown, full_axis=full_axis),
+        *draw_clients(client_figures(found)),
         *draw_sweeps(sweeps(groups), full_axis=full_axis),
         *samples,
         *votes,

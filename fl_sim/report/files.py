@@ -241,7 +241,9 @@ class ResultFile(FileModel):
     """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
     A file of an older version may lack ``is_private``; its run then counts as private. ``image_shape``: (channels,
-    height, width) of the images from which the features were computed.
+    height, width) of the images from which the features were computed. ``by_client``: the lists of shares in [0, 1]
+    with one share for each client, under the key ``by_client`` of other fields: {"field.by_client.name": shares}. A
+    share is None if it is unknown.
     """
 
     algorithm: str = ""
@@ -266,6 +268,27 @@ class ResultFile(FileModel):
     preprocess: StageResult = StageResult(kind="none")
     image_shape: Annotated[list[Annotated[int, Field(ge=1, le=10**6)]], Field(max_length=3)] | None = None
     pate: PateFacts | None = None
+    by_client: dict[str, list[Share | None]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_lists(cls, content: Any) -> Any:
+        """Collect the lists of shares of all fields. Other lists, as of a user's own stage, are left out."""
+        if not isinstance(content, dict):
+            return content
+        found = {
+            f"{field}.by_client.{name}": values
+            for field, inner in content.items()
+            if isinstance(inner, dict) and isinstance(lists := inner.get("by_client"), dict)
+            for name, values in lists.items()
+            if isinstance(values, list) and all(map(_is_share, values))
+        }
+        return {**content, "by_client": found}
+
+
+def _is_share(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 <= value <= 1)
 
 
 class CellFile(FileModel):

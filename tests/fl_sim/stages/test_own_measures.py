@@ -64,6 +64,8 @@ def test_the_page_of_a_table_has_the_same_further_tables_and_that_of_an_older_on
     page = (tmp_path / "new" / "report.html").read_text()
     assert f"<summary>{WORSE}</summary>" in page
     assert f"<summary>{TITLES['personal.own_macro_f1_percent']}</summary>" not in page  # it is the table's own measure
+    assert "Clients, compared with training alone" in page
+    assert (tmp_path / "new" / "clients-digits-2-label.png").exists()
     content = (table / "table.json").read_text()
     older = {name: value for name, value in json.loads(content).items() if name not in {"titles", "alone"}}
     (table / "table.json").write_text(json.dumps(older))

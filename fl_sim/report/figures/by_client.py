@@ -1,0 +1,186 @@
+"""Figures of clients: the accuracy of each client's model in a table's row, against that of a model trained alone.
+
+A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. The lists with
+one share for each client come from stages (``fl_sim.simulation.stage.Stage.titles``).
+"""
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain, with_grid
+from fl_sim.report.row_names import short_names
+from fl_sim.report.runs import Found, SavedRun
+from fl_sim.report.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEADING: Final = "Clients, compared with training alone"
+
+_MOST_PANELS: Final = 20
+"""Largest number of panels in one figure. Further rows have another figure."""
+_INCHES: Final = 1.05
+"""Smallest width of a panel in inches, so that its axis and its title are legible."""
+_NARROW: Final = 1.5
+"""A panel of a smaller width, in inches, has fewer ticks and a shorter text."""
+_MOST_ACROSS: Final = 4
+_FEW: Final = 200
+"""If a panel has more points than this, the points are small."""
+_MANY: Final = 2_000
+"""If a panel has more points than this, PDF and SVG files contain them as an image, which opens faster."""
+
+_BELOW, _ABOVE, _LEVEL = ("#d55e00", "v"), ("#0072b2", "o"), ("0.45", "o")
+"""Colour and marker of the points below, above and on the diagonal."""
+
+Pair: TypeAlias = tuple[float, float]
+"""Accuracies of one client in percent: (of the model trained alone, of the client's model in the row)."""
+
+
+@dataclass(frozen=True)
+class ClientPanel:
+    """The clients of all seeds in one row of a table."""
+
+    label: str
+    pairs: tuple[Pair, ...]
+
+    @property
+    def below(self) -> float:
+        """Return the share of clients, in percent, whose model is worse than the model trained alone."""
+        return 100 * sum(own < alone for alone, own in self.pairs) / len(self.pairs)
+
+
+@dataclass(frozen=True)
+class ClientFigure:
+    """The data of one figure: ``panels`` for the rows of one column of a table.
+
+    ``share``: the name of the share of one client, such as "accuracy of the client's own model". ``where``: the column
+    of the table. ``notes``: for each data set that is stand-in data, its name and a text about it.
+    """
+
+    share: str
+    where: str
+    panels: tuple[ClientPanel, ...]
+    notes: tuple[str, ...] = ()
+
+
+def client_figures(found: Found) -> list[ClientFigure]:
+    """Return the data of the figures of all tables that have a row in which every client trains alone."""
+    runs = {run.path: run for run in found.runs}
+    figures = []
+    for place, table in found.tables.items():
+        for name, share in (table.titles or {}).items():
+            for column in table.columns if table.alone else ():
+                figures += _of_column(place, table, column, name, share, runs)
+    return figures
+
+
+def _of_column(
+    place: Path, table: Table, column: str, name: str, share: str, runs: Mapping[Path, SavedRun]
+) -> list[ClientFigure]:
+    """Return the data of the figures of one column of a table. ``name``: the list of shares in ``result.json``."""
+    lists: dict[str, dict[int, Sequence[float | None]]] = {}
+    notes: dict[str, None] = {}
+    for row in table.rows:
+        for one in table.at(row, column):
+            run = runs.get(place / one.directory)
+            if run is not None and run.result and name in run.result.by_client and not run.result.is_private:
+                lists.setdefault(row, {})[one.seed] = run.result.by_client[name]
+                if run.result.data_note:
+                    notes[f"{run.config.data}: {run.result.data_note}"] = None
+    alone = {seed: values for row in table.rows if row in table.alone for seed, values in lists.pop(row, {}).items()}
+    names = short_names(table.label(row) for row in lists)
+    panels = [
+        ClientPanel(names[table.label(row)], pairs)
+        for row, by_seed in lists.items()
+        if (pairs := tuple(_pairs(alone, by_seed)))
+    ]
+    parts = [panels[first : first + _MOST_PANELS] for first in range(0, len(panels), _MOST_PANELS)]
+    return [ClientFigure(share, column, tuple(part), tuple(notes)) for part in parts]
+
+
+def _pairs(
+    alone: Mapping[int, Sequence[float | None]], by_seed: Mapping[int, Sequence[float | None]]
+) -> Iterable[Pair]:
+    for seed, values in by_seed.items():
+        for before, own in zip(alone.get(seed, ()), values, strict=False):
+            if before is not None and own is not None:
+                yield 100 * before, 100 * own
+
+
+def draw_clients(found: Sequence[ClientFigure]) -> list[Picture]:
+    """Return a picture for each figure."""
+    pictures = []
+    for name, one in zip(file_names([f"clients-{one.where}" for one in found]), found, strict=True):
+        drawn_as = (
+            f"One point for each client and seed; horizontally the {one.share}, trained alone, and vertically the "
+            f"{one.share} in this row. Clients below the line are worse off than alone; each panel has their share."
+        )
+        caption = (f"{HEADING}: {one.where}. {drawn_as}", *(f"Data {note}" for note in one.notes))
+        drawing = partial(draw, one)
+        pictures.append(Picture(f"{name}.png", HEADING, caption, drawn(drawing, PAGE), draw=drawing))
+    return pictures
+
+
+def draw(one: ClientFigure, layout: Layout = PAGE) -> "Figure":
+    """Return a figure with a panel for each row. All panels have the same axes."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    across = min(len(one.panels), _MOST_ACROSS, int(layout.width / _INCHES))
+    down = math.ceil(len(one.panels) / across)
+    side = min(layout.width / max(across, 2), layout.highest / down)
+    figure = Figure(figsize=(layout.width, min(down * side + 0.06 * layout.text, layout.highest)), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    own = replace(layout, width=layout.width / across)
+    for number, axes in enumerate(grid.flatten()):
+        if number < len(one.panels):
+            _draw_panel(axes, one.panels[number], own)
+        else:
+            axes.set_axis_off()
+    values = [value for panel in one.panels for pair in panel.pairs for value in pair]
+    _scale(grid[0, 0], values, 2 if own.width < _NARROW else 4)
+    for number in range(max(0, len(one.panels) - across), len(one.panels)):
+        grid.flatten()[number].tick_params(labelbottom=True)
+    figure.suptitle(plain(textwrap.fill(one.where, layout.characters(layout.title))), fontsize=layout.title)
+    room = layout.characters(layout.text, 1.0)
+    figure.supxlabel(plain(textwrap.fill(f"{one.share}, trained alone (%)", room)), fontsize=layout.text)
+    figure.supylabel(plain(textwrap.fill(f"{one.share} (%)", room)), fontsize=layout.text)
+    return figure
+
+
+def _draw_panel(axes: "Axes", panel: ClientPanel, layout: Layout) -> None:
+    groups: dict[tuple[str, str], list[Pair]] = {_BELOW: [], _ABOVE: [], _LEVEL: []}
+    for alone, own in panel.pairs:
+        groups[_BELOW if own < alone else _ABOVE if own > alone else _LEVEL].append((alone, own))
+    axes.axline((0, 0), slope=1, color="0.3", linewidth=0.7 * layout.line)
+    size = (2.2 if len(panel.pairs) <= _FEW else 1.2) * layout.line
+    for (color, marker), pairs in groups.items():
+        if pairs:
+            axes.plot(
+                *zip(*pairs, strict=True), marker, color=color, markersize=size, markeredgewidth=0, alpha=0.6,
+                clip_on=False, rasterized=len(panel.pairs) > _MANY,
+            )  # fmt: skip
+    with_grid(axes, layout)
+    axes.set_aspect("equal", adjustable="box")
+    title = textwrap.fill(panel.label, layout.characters(layout.small, 0.8))
+    axes.set_title(plain(title), fontsize=layout.small, loc="left", pad=3)
+    share = f"{panel.below:.0f} %{'' if layout.width < _NARROW else ' below'}"
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.6}
+    axes.text(0.97, 0.04, share, transform=axes.transAxes, ha="right", va="bottom", fontsize=layout.small, bbox=box)
+
+
+def _scale(axes: "Axes", values: Sequence[float], most: int) -> None:
+    """Set the same range in percent on both axes, so that all ``values`` are visible.
+
+    ``most``: the largest number of intervals between ticks.
+    """
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+    ticks = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(min(values), max(values))
+    shown = [float(tick) for tick in ticks if 0 <= tick <= 100]
+    axes.set(xlim=(shown[0], shown[-1]), ylim=(shown[0], shown[-1]), xticks=shown, yticks=shown)
