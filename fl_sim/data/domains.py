@@ -53,6 +53,7 @@ def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
         (_HALF,) * channels,
         note=_note(names, num_train, num_test, size, channels),
         counted=tuple(f"{called}: {line}" for called, part in names.items() for line in part.counted),
+        sources=tuple(names),
         classes=next((part.classes for part in parts if part.classes), ()),
         read_off=tuple(dict.fromkeys(fact for part in parts for fact in part.read_off)),
         inferred=tuple(f"{called}: {line}" for called, part in names.items() for line in part.inferred),

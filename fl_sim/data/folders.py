@@ -145,6 +145,7 @@ def _with_domains(dataset: Dataset, domains: tuple[str, ...], path: Path) -> Dat
     order = f"{len(domains):,} domains, by the folders of {path.name} in alphabetical order: {enumerated(numbered)}"
     return replace(
         dataset,
+        sources=domains,
         counted=tuple(filter(None, (*dataset.counted, *said, similar_spellings("domains", domains)))),
         inferred=(order, *dataset.inferred),
     )

@@ -17,7 +17,7 @@ FEWEST: Final = 10
 """The smallest number of test records that ``with_class_shares`` gives to a client, if the test set has enough."""
 
 MOST_NAMED: Final = 20
-"""The largest number of clients whose measures are shown under the names of their sources."""
+"""The largest number of sources under whose names the measures of their clients are shown."""
 
 
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
@@ -134,18 +134,21 @@ def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
 
 
 def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
-    """Return the name of each client's source, such as a hospital, for a table with a column for each client.
+    """Return the name of each client's source, such as a hospital, for a table with a column for each source.
 
-    The result is empty if the names are unknown, if a client does not have exactly one source of its own, or if there
-    are more than ``MOST_NAMED`` clients.
+    A client without records has the name "". The result is empty if the names are unknown, if a client has records of
+    several sources, if there is only one source, or if there are more than ``MOST_NAMED`` sources.
     """
-    groups = dataset.train.groups
-    if groups is None or not dataset.sources or len(shards) > MOST_NAMED:
+    groups, held = dataset.train.groups, shards.sizes > 0
+    if groups is None or not dataset.sources:
         return ()
-    numbers = [np.unique(groups[shard]).tolist() for shard in shards]
-    if len({tuple(own) for own in numbers}) < len(shards) or any(len(own) != 1 for own in numbers):
+    source_of = np.zeros(len(shards), dtype=np.int64)
+    source_of[shards.owners] = groups[shards.records]
+    if not np.array_equal(source_of[shards.owners], groups[shards.records]):
         return ()
-    return tuple(dataset.sources[number] for (number,) in numbers)
+    if not 2 <= len(np.unique(source_of[held])) <= MOST_NAMED:
+        return ()
+    return tuple(dataset.sources[number] if has else "" for number, has in zip(source_of, held, strict=True))
 
 
 def num_shared(tests: Parts) -> int:

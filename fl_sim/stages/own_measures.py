@@ -4,7 +4,6 @@
 own, trained or fine_tuned.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +36,7 @@ TITLES: Final = {
     "personal.fine_tuned_accuracy_percent": f"Accuracy of the clients' own models after fine-tuning{_ON_OWN}",
     "personal.fine_tuned_worse_than_alone_percent": f"Share of clients whose fine-tuned model is {_WORSE}",
     "personal.held_out_fine_tuned_accuracy_percent": f"Accuracy of fine-tuned models of held-out clients{_ON_OWN}",
-    "personal.by_source.*.own_accuracy_percent": "Accuracy of each client's own model on its own test records, percent",
+    "personal.by_source.*.own_accuracy_percent": f"Accuracy of the own models of each source's clients{_ON_OWN}",
     "personal.by_client.own": "accuracy of the client's own model",
 }
 """The titles of measures in tables of runs (``Stage.titles``)."""
@@ -83,16 +82,21 @@ class OwnMeasures:
         }
 
     def by_source(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return the accuracies of each client's models, {name of its source: {"own_accuracy": ...}}.
+        """Return the accuracies of the models of each source's clients, {name of the source: {"own_accuracy": ...}}.
 
-        ``names``: the name of each client's source. A client without test records is left out.
+        An accuracy is the mean over the clients of the source. ``names``: the name of each client's source, "" for a
+        client without one. Clients without test records, and sources with such clients only, are left out.
         """
-        accuracies = {model: self.accuracies(model).tolist() for model in self.models}
-        found = {
-            name: {f"{model}_accuracy": values[client] for model, values in accuracies.items()}
-            for client, name in enumerate(names)
+        accuracies, sources = {model: self.accuracies(model) for model in self.models}, np.array(names)
+        tested = {
+            name: {f"{model}_accuracy": known(values[sources == name]) for model, values in accuracies.items()}
+            for name in dict.fromkeys(filter(None, names))
         }
-        return {name: values for name, values in found.items() if not any(map(math.isnan, values.values()))}
+        return {
+            name: {model: float(values.mean()) for model, values in found.items()}
+            for name, found in tested.items()
+            if all(map(len, found.values()))
+        }
 
     @property
     def _groups(self) -> dict[str, NDArray[np.bool_]]:

@@ -202,6 +202,10 @@ def test_a_run_measures_each_client_on_its_own_domain_and_resumes(both: str, tmp
     longer = run(experiment, tmp_path / "parts")
     assert longer["final_accuracy"] == whole["final_accuracy"]
     assert longer["personal"] == whole["personal"]
+    by_client, by_source = whole["personal"]["by_client"]["own"], whole["personal"]["by_source"]
+    assert list(by_source) == ["digits", "npz:own.npz"]
+    for place, accuracies in enumerate(by_source.values()):
+        assert accuracies["own_accuracy"] == pytest.approx((by_client[place] + by_client[place + 2]) / 2)
     assert whole["measures"]["client_accuracy_is"] == "accuracy on each client's own test records"
     drawn = job_of(made(data=both, evaluate={"clients": "class-shares"}))
     assert [set(groups[part].tolist()) for part in drawn.own_tests] == [{0}, {1}, {0}, {1}]

@@ -50,7 +50,7 @@ def groups_of(dataset: Dataset) -> tuple[list[int], list[int]]:
 def test_a_share_of_every_class_of_every_domain_is_for_testing(tmp_path: Path) -> None:
     write_shared(tmp_path)
     found = load(f"folder:{tmp_path}:domains=true:test=0.25")
-    assert found.classes == ("cat", "dog")
+    assert (found.classes, found.sources) == (("cat", "dog"), tuple(DOMAINS))
     assert np.bincount(2 * np.array(groups_of(found)[0]) + found.train.labels).tolist() == [6, 3] * 3
     assert np.bincount(2 * np.array(groups_of(found)[1]) + found.test.labels).tolist() == [2, 1] * 3
     for number, value in enumerate(DOMAINS.values()):

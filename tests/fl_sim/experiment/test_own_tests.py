@@ -75,17 +75,22 @@ def test_records_of_a_source_belong_to_the_client_with_that_source() -> None:
         own_tests.of_sources(made, everywhere)
 
 
-def test_clients_have_the_names_of_their_sources_if_each_has_one_of_its_own() -> None:
+def test_clients_have_the_names_of_their_sources_if_each_has_one() -> None:
     made = dataset(100, 40, groups=4)
     assert made.train.groups is not None
     named = replace(made, sources=("north", "east", "south", "west"))
     one_each = Parts.of([np.flatnonzero(made.train.groups == number) for number in (2, 0, 1, 3)])
     assert own_tests.sources_of(named, one_each) == ("south", "north", "east", "west")
     two = Parts.of([np.flatnonzero(np.isin(made.train.groups, part)) for part in ([0, 1], [2], [3])])
-    shared = Parts.of([one_each[0], one_each[0][:0], one_each[1]])
+    empty = Parts.of([one_each[0], one_each[0][:0], one_each[1]])
     twice = Parts.of([one_each[0][:5], one_each[0][5:], one_each[1]])
-    many = Parts.of([one_each[0]] * 21)
-    assert [own_tests.sources_of(named, one) for one in (two, shared, twice, many)] == [()] * 4
+    assert own_tests.sources_of(named, empty) == ("south", "", "north")
+    assert own_tests.sources_of(named, twice) == ("south", "south", "north")
+    alone, more = Parts.of([one_each[0]]), dataset(100, 40, groups=21)
+    assert more.train.groups is not None
+    many = Parts.of([np.flatnonzero(more.train.groups == number) for number in range(21)])
+    assert [own_tests.sources_of(named, one) for one in (two, alone)] == [()] * 2
+    assert own_tests.sources_of(replace(more, sources=tuple("abcdefghijklmnopqrstu")), many) == ()
     assert own_tests.sources_of(made, one_each) == ()
     assert own_tests.sources_of(dataset(100, 40), one_each) == ()
 
